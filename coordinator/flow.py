@@ -64,6 +64,14 @@ class Completion:
     oldest_version: int
     # (end, policy version) of consecutive runs of tokens; the last end is T.
     version_spans: tuple[tuple[int, int], ...] = ()
+    # [T] 0: the policy has not sampled the token (a tool's answer, another's turn), so that it is read and not trained
+    # on; None: it has sampled all of them.
+    loss_mask: "array[int] | None" = None
+
+    @property
+    def num_sampled(self) -> int:
+        """The number of tokens that the policy has sampled."""
+        return len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,8 +101,8 @@ class Generation:
 
     @property
     def num_tokens(self) -> int:
-        """Completion tokens over all samples."""
-        return sum(len(completion.token_ids) for group in self.groups for completion in group.completions)
+        """Completion tokens over all samples, those that the policy has sampled."""
+        return sum(completion.num_sampled for group in self.groups for completion in group.completions)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

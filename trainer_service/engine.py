@@ -65,7 +65,7 @@ class TrainerEngine(Protocol):
         """
 
     def logprobs(self, samples: Samples, *, reference: bool = False) -> tuple[FloatArray, FloatArray]:
-        """Compute log-probs and entropies of the completion tokens. Returns: [T] each, on every rank.
+        """Compute log-probs and entropies of the completion tokens. Returns: [T] each, on every rank; 0 where masked.
 
         Args:
             reference: under the reference policy.

@@ -18,7 +18,7 @@ SKIPPED_UPDATES = Counter(
     "tandem_train_skipped_updates_total",
     "Optimizer updates that were left out, since a loss or gradient was not finite (grpo.on_non_finite: skip).",
 )
-TOKENS = Counter("tandem_train_tokens_total", "Completion tokens of the samples of all train steps.")
+TOKENS = Counter("tandem_train_tokens_total", "Completion tokens of the policy in the samples of all train steps.")
 SAMPLES = Counter("tandem_train_samples_total", "Samples of all train steps.")
 POLICY_VERSION = Gauge("tandem_policy_version", "Policy version that the trainer holds.")
 GRAD_NORM = Gauge("tandem_grad_norm", "Gradient norm before clipping, mean over the last step's updates.")

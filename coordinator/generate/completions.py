@@ -34,6 +34,15 @@ def _read(item: rollout_pb2.Completion, place: str, index: int) -> Completion:
     spans = tuple([(span.end, span.policy_version) for span in item.version_spans])
     if not token_ids or len(logprobs) != len(token_ids):
         raise MalformedReply(f"{place}, completion {index} has {len(token_ids)} tokens and {len(logprobs)} log-probs")
+    if item.loss_mask and len(item.loss_mask) != len(token_ids):
+        raise MalformedReply(
+            f"{place}, completion {index} has {len(token_ids)} tokens and a loss mask of {len(item.loss_mask)}"
+        )
+    if item.loss_mask and not any(item.loss_mask):
+        raise MalformedReply(
+            f"{place}, completion {index}: its loss mask leaves none of its {len(token_ids)} tokens to the policy; "
+            "a completion needs one that the policy has sampled"
+        )
     if item.finish_reason not in _KNOWN_REASONS:
         raise MalformedReply(f"{place}, completion {index} has no finish reason")
     if not spans or spans[-1][0] != len(token_ids):
@@ -44,4 +53,5 @@ def _read(item: rollout_pb2.Completion, place: str, index: int) -> Completion:
         truncated=item.finish_reason == rollout_pb2.FINISH_REASON_LENGTH,
         oldest_version=min([version for _, version in spans]),
         version_spans=spans,
+        loss_mask=None if all(item.loss_mask) else array("B", item.loss_mask),
     )

@@ -19,9 +19,9 @@ from tandem_api.trainer.v1 import trainer_pb2
 
 Indices = NDArray[np.int64]
 
-# Upper bounds on the wire: a token id as a varint; a log-prob; for the rest of a sample: its lengths, advantage, flag
-# (21 with the prefix of its name), and the fields that a message has once (48).
-_ID_BYTES, _LOGPROB_BYTES, _OVERHEAD_BYTES = 5, 4, 96
+# Upper bounds on the wire: a token id as a varint; a log-prob, and the token's place in the mask; for the rest of a
+# sample: its lengths, advantage, flag (21 with the prefix of its name), and the fields that a message has once (53).
+_ID_BYTES, _SAMPLED_BYTES, _OVERHEAD_BYTES = 5, 4 + 1, 96
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class Sample:
         """Bytes that it adds to a message at most."""
         completion = len(self.completion.token_ids)
         ids = _ID_BYTES * (len(self.prompt.token_ids) + completion)
-        return ids + _LOGPROB_BYTES * completion + len(self.sample_id.encode()) + _OVERHEAD_BYTES
+        return ids + _SAMPLED_BYTES * completion + len(self.sample_id.encode()) + _OVERHEAD_BYTES
 
 
 def select_samples(
@@ -182,6 +182,15 @@ def _chunks(samples: Sequence[Sample], max_bytes: int) -> Iterator[Sequence[Samp
     return (samples[start:end] for start, end in pairwise([0, *starts, len(samples)]))
 
 
+def policy_tokens(samples: Sequence[Sample]) -> "array[int]":
+    """Return, sample by sample, 1 for each completion token that the policy has sampled and 0 for the others."""
+    out = array("B")
+    for sample in samples:
+        mask = sample.completion.loss_mask
+        out.frombytes(b"\1" * len(sample.completion.token_ids) if mask is None else mask.tobytes())
+    return out
+
+
 def _chunk(update_index: int, samples: Sequence[Sample]) -> trainer_pb2.SampleChunk:
     """Build the wire form of samples of one update; ragged fields are flattened in sample order."""
     # Joined first: protobuf takes one long array faster than many short ones.
@@ -190,6 +199,7 @@ def _chunk(update_index: int, samples: Sequence[Sample]) -> trainer_pb2.SampleCh
         token_ids.extend(sample.prompt.token_ids)
         token_ids.extend(sample.completion.token_ids)
         logprobs.extend(sample.completion.logprobs)
+    masked = any(sample.completion.loss_mask is not None for sample in samples)
     return trainer_pb2.SampleChunk(
         update_index=update_index,
         sample_ids=[sample.sample_id for sample in samples],
@@ -199,4 +209,5 @@ def _chunk(update_index: int, samples: Sequence[Sample]) -> trainer_pb2.SampleCh
         trainable=[sample.trainable for sample in samples],
         token_ids=token_ids,
         rollout_logprobs=logprobs,
+        loss_mask=map(bool, policy_tokens(samples)) if masked else (),
     )

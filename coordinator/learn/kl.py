@@ -4,7 +4,8 @@ The reward of a completion becomes r - coefficient x the sum over its tokens of 
 and standard deviation, as in verl (apply_kl_penalty) and TRL's RLOO. A group's members may be on any of the trainer's
 ranks; here they are together, and advantages have one place. So the trainer only measures log-probs.
 
-Legend: P prompts, G completions per prompt, S samples (those with a reward), T completion tokens of all of them.
+Legend: P prompts, G completions per prompt, S samples (those with a reward), T completion tokens of all of them; of
+`delta_T` those that the policy has sampled.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.learn.batches import Sample
+from coordinator.learn.batches import Sample, policy_tokens
 from servicekit.errors import NotFinite
 from tandem_config.schema import GrpoSection
 
@@ -57,11 +58,13 @@ def diverge(
     Args:
         samples: S of them, in the order of `present_PG`.
         present_PG: [P, G] True: the sample has a reward.
-        old_T, reference_T: log pi_old and log pi_ref, sample by sample.
+        old_T, reference_T: log pi_old and log pi_ref, sample by sample; tokens that the policy has not sampled count
+            nowhere, whatever is there.
     Raises: NotFinite: a log-prob is not; its sample is named.
     """
-    delta_T = np.clip(reference_T.astype(np.float64) - old_T, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    lengths_S = np.array([len(sample.completion.token_ids) for sample in samples])
+    sampled_T = np.asarray(policy_tokens(samples), np.bool_)
+    delta_T = (reference_T.astype(np.float64) - old_T)[sampled_T].clip(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    lengths_S = np.array([sample.completion.num_sampled for sample in samples])
     starts_S = np.cumsum(lengths_S) - lengths_S
     kl_S = np.add.reduceat(KL_ESTIMATORS[grpo.kl_estimator](delta_T), starts_S)
     if not np.isfinite(kl_S).all():

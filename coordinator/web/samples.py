@@ -6,8 +6,10 @@ Reads the files that the run has written, so that it works the same during a run
 import math
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -207,25 +209,38 @@ def shortened(text: str, limit: int) -> str:
 
 
 def segments(sample: StoredSample, limit: int) -> list[dict[str, Any]]:
-    """Cut a completion where its policy version changes, and leave out the middle beyond `limit` characters.
+    """Cut a completion where its policy version or its loss mask changes, without its middle beyond `limit` characters.
 
-    Returns: `text` and `version` of each segment, or the number of characters that are `left_out` between two.
+    Returns: `text` and `version` of each segment, and `masked` if the policy has not sampled it; or the number of
+        characters that are `left_out` between two.
     """
     text = sample.completion
     head, total = int(limit * _BEGINNING), len(text)
     kept = [(0, total)] if total <= limit else [(0, head), (total - (limit - head), total)]
-    ends = [(span.text_end, span.policy_version) for span in sample.version_spans] or [(total, sample.policy_version)]
-    ends[-1] = (total, ends[-1][1])
+    runs = list(_runs(sample))
     found: list[dict[str, Any]] = []
     for index, (start, stop) in enumerate(kept):
         if index:
             found.append({"left_out": total - limit})
         begin = start
-        for end, version in ends:
+        for end, about in runs:
             if begin < min(end, stop):
-                found.append({"text": text[begin : min(end, stop)], "version": version})
+                found.append({"text": text[begin : min(end, stop)], **about})
                 begin = min(end, stop)
     return found
+
+
+def _runs(sample: StoredSample) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the end of each run of characters, ascending, with its version and whether it is masked."""
+    total = len(sample.completion)
+    versions = [(span.text_end, span.policy_version) for span in sample.version_spans] or [(0, sample.policy_version)]
+    versions[-1] = (total, versions[-1][1])
+    masked = [(span.text_start, min(span.text_end, total)) for span in sample.masked_spans]
+    for end in sorted({end for end, _ in versions}.union(*masked)):
+        _, version = versions[min(bisect_left(versions, end, key=itemgetter(0)), len(versions) - 1)]
+        before = bisect_left(masked, end, key=itemgetter(0)) - 1  # the last that starts before
+        is_masked = before >= 0 and end <= masked[before][1]
+        yield end, {"version": version} | ({"masked": True} if is_masked else {})
 
 
 def _number(query: Mapping[str, str], name: str) -> int | None:

@@ -98,6 +98,7 @@ BOUNDS: Table = {
         "rollout_logprobs": Items(most=2**25, each=None),
         "advantages": Items(most=2**18, each=None),
         "trainable": Items(most=2**18, each=None),
+        "loss_mask": Items(most=2**25, each=None),
     },
     "tandem_api.trainer.v1.TrainStepRequest": {"header": SubMessage(), "chunk": SubMessage()},
     "tandem_api.trainer.v1.ComputeLogprobsRequest": {"chunk": SubMessage(), "reference": Flag()},

@@ -17,6 +17,8 @@ TRAINED, DROPPED, MASKED, UNSCORED, EVALUATED = "trained", "dropped", "masked", 
 
 # An element of version_spans: tokens of one version end before `end`, and in the text before `text_end`.
 SPAN = pa.struct([("end", pa.int32()), ("text_end", pa.int32()), ("policy_version", pa.int64())])
+# An element of masked_spans: tokens from `start` to before `end`, and the same in characters of the text.
+MASKED_SPAN = pa.struct([(name, pa.int32()) for name in ("start", "end", "text_start", "text_end")])
 SCHEMA = pa.schema(
     [
         ("iteration", pa.int32()),
@@ -40,6 +42,7 @@ SCHEMA = pa.schema(
         ("use", pa.string()),
         ("policy_version", pa.int64()),
         ("version_spans", pa.list_(SPAN)),
+        ("masked_spans", pa.list_(MASKED_SPAN)),
         ("token_ids", pa.list_(pa.int32())),
     ],
     metadata={"tandem.samples": "1"},
@@ -90,6 +93,16 @@ class TextSpan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MaskedSpan:
+    """Consecutive tokens that the policy has not sampled, `start` to before `end`, and where they are in the text."""
+
+    start: int
+    end: int
+    text_start: int
+    text_end: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StoredSample(SampleHead):
     """A stored sample."""
 
@@ -108,6 +121,8 @@ class StoredSample(SampleHead):
     # Oldest among the tokens.
     policy_version: int
     version_spans: Sequence[TextSpan] = ()
+    # Those in no loss, since they are not the policy's; none in files of older releases.
+    masked_spans: Sequence[MaskedSpan] = ()
     # None: not stored (samples.token_ids).
     token_ids: Sequence[int] | None = None
 
@@ -148,6 +163,7 @@ def samples_of(table: pa.Table) -> list[StoredSample]:
     rows = _rows(table, [column.name for column in fields(StoredSample)])
     for row in rows:
         row["version_spans"] = tuple(TextSpan(**span) for span in row["version_spans"] or ())
+        row["masked_spans"] = tuple(MaskedSpan(**span) for span in row.get("masked_spans") or ())
         row["reward_columns"] = tuple(row.get("reward_columns") or ())
     return [StoredSample(**row) for row in rows]
 

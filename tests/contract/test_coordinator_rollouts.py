@@ -193,6 +193,14 @@ def _drop_span(result: rollout_pb2.GroupResult) -> None:
     del result.completions[0].version_spans[:]
 
 
+def _shorten_mask(result: rollout_pb2.GroupResult) -> None:
+    result.completions[2].loss_mask.extend([True])
+
+
+def _mask_all(result: rollout_pb2.GroupResult) -> None:
+    result.completions[0].loss_mask.extend([False] * 3)
+
+
 def _rename(result: rollout_pb2.GroupResult) -> None:
     result.group_id = "stranger"
 
@@ -205,6 +213,8 @@ def _rename(result: rollout_pb2.GroupResult) -> None:
         (_drop_tokens, r"completion 1 has 0 tokens"),
         (_drop_reason, r"completion 2 has no finish reason"),
         (_drop_span, r"version spans do not cover"),
+        (_shorten_mask, r"rollout-0: group g\d+, completion 2 has 3 tokens and a loss mask of 1"),
+        (_mask_all, r"completion 0: its loss mask leaves none of its 3 tokens to the policy"),
         (_rename, r"'stranger', which was not asked for"),
     ],
 )

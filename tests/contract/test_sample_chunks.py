@@ -25,7 +25,11 @@ RANKS = [
 
 
 def random_samples(rng: np.random.Generator) -> list[Sample]:
-    """Ragged ones; some masked, some without an advantage."""
+    """Ragged ones; some masked, wholly or token by token, some without an advantage."""
+
+    def mask(number: int, length: int) -> "array[int] | None":
+        return array("B", [1, *rng.integers(0, 2, length - 1).tolist()]) if number % 7 == 6 else None
+
     return [
         Sample(
             sample_id=f"i1.g{i // 4}.row{i}#{i % 4}",
@@ -35,6 +39,7 @@ def random_samples(rng: np.random.Generator) -> list[Sample]:
                 logprobs=array("f", rng.normal(-2, 1, length).tolist()),
                 truncated=False,
                 oldest_version=0,
+                loss_mask=mask(i, length),
             ),
             advantage=float(rng.normal()) * (i % 3 > 0),
             trainable=i % 5 > 0,

@@ -184,3 +184,5 @@ def check_step(step: Step) -> None:
             raise InvalidRequest("a chunk's fields have different lengths")
         if len(batch.rollout_logprobs) != sum(batch.completion_lengths):
             raise InvalidRequest("a chunk's log-probs do not fit its completions")
+        if len(batch.loss_mask) not in (0, len(batch.rollout_logprobs)):
+            raise InvalidRequest("a chunk's loss mask does not fit its completions")

@@ -37,5 +37,6 @@ def write_samples(folder: SampleFolder, iteration: int, kind: str, samples: Sequ
     columns["prompt"] = [storable(text) for text in columns["prompt"]]
     for name in ("reward_parts", "errors"):
         columns[name] = [list(values.items()) for values in columns[name]]
-    columns["version_spans"] = [[asdict(span) for span in spans] for spans in columns["version_spans"]]
+    for name in ("version_spans", "masked_spans"):
+        columns[name] = [[asdict(span) for span in spans] for spans in columns[name]]
     return folder.write(iteration, kind, table_of(len(samples), **columns))

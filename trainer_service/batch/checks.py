@@ -32,6 +32,7 @@ def check(samples: Samples, limits: Limits) -> None:
     """
     _check_names(samples)
     _check_lengths(samples, limits)
+    _check_masks(samples)
     _check_ids(samples, limits)
     _check_finite(samples)
 
@@ -65,6 +66,15 @@ def _check_lengths(samples: Samples, limits: Limits) -> None:
             raise InvalidRequest(f"sample {samples.sample_ids[index]!r} {message(index)}")
 
 
+def _check_masks(samples: Samples) -> None:
+    index = _first(samples.counted_lengths == 0)
+    if index is not None:
+        raise InvalidRequest(
+            f"sample {samples.sample_ids[index]!r}: loss_mask masks all of its {samples.completion_lengths[index]} "
+            "completion tokens, so that there is nothing to train on; leave the sample out"
+        )
+
+
 def _check_ids(samples: Samples, limits: Limits) -> None:
     index = _first(samples.token_ids >= min(limits.vocab_size, NUM_IDS))
     if index is None:
@@ -83,7 +93,8 @@ def _check_finite(samples: Samples) -> None:
         raise InvalidRequest(
             f"sample {samples.sample_ids[index]!r}: advantage {samples.advantages[index]} is not finite"
         )
-    index = _first(~np.isfinite(samples.rollout_logprobs))
+    bad = ~np.isfinite(samples.rollout_logprobs)
+    index = _first(bad & samples.loss_mask if samples.loss_mask.size else bad)
     if index is not None:
         owner = int(np.searchsorted(samples.completion_starts, index, side="right")) - 1
         raise InvalidRequest(

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from servicekit.errors import InvalidRequest
 from tandem_api.trainer.v1 import trainer_pb2
 from trainer_service.batch.checks import Limits, check
-from trainer_service.batch.samples import Number, Samples
+from trainer_service.batch.samples import BoolArray, Number, Samples
 
 
 def _flat(messages: Sequence[trainer_pb2.SampleChunk], field: str, dtype: type[Number]) -> NDArray[Number]:
@@ -37,9 +37,18 @@ def merge(messages: Sequence[trainer_pb2.SampleChunk], limits: Limits) -> Sample
         rollout_logprobs=_flat(messages, "rollout_logprobs", np.float32),
         advantages=_flat(messages, "advantages", np.float32),
         trainable=_flat(messages, "trainable", np.bool_),
+        loss_mask=_loss_mask(messages),
     )
     check(samples, limits)
     return samples
+
+
+def _loss_mask(messages: Sequence[trainer_pb2.SampleChunk]) -> BoolArray:
+    """Concatenate the masks, True for the tokens of messages that have none; empty if no message has one."""
+    if not any(m.loss_mask for m in messages):
+        return np.empty(0, np.bool_)
+    masks = (m.loss_mask or [True] * len(m.rollout_logprobs) for m in messages)
+    return np.concatenate([np.fromiter(mask, np.bool_, len(mask)) for mask in masks])
 
 
 def _check_counts(message: trainer_pb2.SampleChunk, position: int) -> None:
@@ -55,6 +64,7 @@ def _check_counts(message: trainer_pb2.SampleChunk, position: int) -> None:
         "trainable": num_samples,
         "token_ids": sum(message.prompt_lengths) + completion,
         "rollout_logprobs": completion,
+        **({"loss_mask": completion} if message.loss_mask else {}),
     }
     for field, count in expected.items():
         actual = len(getattr(message, field))

@@ -12,10 +12,10 @@ class Packed:
     """One row of T tokens: B samples, each without its last token, which predicts nothing.
 
     The row is s sequences. One is a whole sample, or a prompt that several samples share, or the completion of one of
-    those, which attends to the prompt's tokens (its prefix) and to its own. It has t completion tokens: the logits at
-    `positions[k]` predict token k; several completions' first tokens are predicted at one position if they share a
-    prompt. Padding is 0s: after a sequence, up to a multiple that context parallelism needs, and as one more sequence
-    at the row's end, up to a multiple that sequence parallelism needs.
+    those, which attends to the prompt's tokens (its prefix) and to its own. It has t completion tokens to predict,
+    those that are the policy's: the logits at `positions[k]` predict token k; several completions' first tokens are
+    predicted at one position if they share a prompt. Padding is 0s: after a sequence, up to a multiple that context
+    parallelism needs, and as one more sequence at the row's end, up to a multiple that sequence parallelism needs.
     """
 
     input_ids: IntArray  # [1, T]
@@ -24,7 +24,7 @@ class Packed:
     prefix_starts: IntArray  # [s] where in the row the tokens are that a sequence attends to before its own
     prefix_lengths: IntArray  # [s] how many there are: 0 but for completions that share a prompt
     positions: IntArray  # [t]
-    targets: IntArray  # [t] the completion tokens' ids
+    targets: IntArray  # [t] the tokens' ids
     token_index: IntArray  # [t] index of the token in the step's [T] arrays
     rows: IntArray  # [B] index of each sample
     counted: bool  # False: a stand-in, so that all ranks run the same collectives; its tokens count nowhere
@@ -77,15 +77,17 @@ def pack(
     positions = span_indices(begin[found.own] + np.where(apart, 0, prompts) - 1, completions)
     # the logits of the prompt's last token predict the first completion token
     positions[starts(completions)] = begin[found.first] + prompts - 1
+    token_index = span_indices(samples.completion_starts[rows], completions)
+    of_policy = samples.loss_mask[token_index] if samples.loss_mask.size else slice(None)
     return Packed(
         input_ids=input_ids[None],
         position_ids=span_indices(prefixes, lengths)[None],
         lengths=lengths,
         prefix_starts=np.append(np.where(has_prefix, begin[found.prefixes], 0), rest).astype(np.int64),
         prefix_lengths=prefixes,
-        positions=positions,
-        targets=samples.token_ids[span_indices(samples.token_starts[rows] + prompts, completions)],
-        token_index=span_indices(samples.completion_starts[rows], completions),
+        positions=positions[of_policy],
+        targets=samples.token_ids[span_indices(samples.token_starts[rows] + prompts, completions)][of_policy],
+        token_index=token_index[of_policy],
         rows=rows,
         counted=counted,
     )

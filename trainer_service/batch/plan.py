@@ -92,7 +92,8 @@ class StepPlan:
         """
 
         def forward(chosen: BoolArray, spared: IntArray) -> float:
-            whole = costs.forward(samples.prompt_lengths[chosen], samples.completion_lengths[chosen])
+            lengths = (samples.prompt_lengths, samples.completion_lengths, samples.counted_lengths)
+            whole = costs.forward(*(of_samples[chosen] for of_samples in lengths))
             return whole - costs.prompts(spared)
 
         measured, trained = forward(self.measures, self.spared[0]), forward(self.trains, self.spared[1])

@@ -5,7 +5,7 @@ Legend: S samples, T completion tokens of all samples, N tokens (prompts and com
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ _DTYPES: Mapping[str, type[np.generic]] = {
     "rollout_logprobs": np.float32,
     "advantages": np.float32,
     "trainable": np.bool_,
+    "loss_mask": np.bool_,
 }
 
 
@@ -72,6 +73,8 @@ class Samples:
     rollout_logprobs: FloatArray  # [T] at the sampling temperature
     advantages: FloatArray  # [S]
     trainable: BoolArray  # [S] False: in no loss, but in the denominators
+    # [T] False: not the policy's token; it is read, and in no loss, denominator or metric. Empty: all are the policy's
+    loss_mask: BoolArray = field(default_factory=lambda: np.empty(0, np.bool_))
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -113,6 +116,14 @@ class Samples:
         ends = self.token_starts + self.prompt_lengths
         prompts = (self.token_ids[first:end].tobytes() for first, end in zip(self.token_starts, ends, strict=True))
         return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], np.int64)
+
+    @cached_property
+    def counted_lengths(self) -> IntArray:
+        """[S] completion tokens of each sample that are the policy's."""
+        if not self.loss_mask.size:
+            return self.completion_lengths
+        owner = self.per_token(np.arange(len(self)))
+        return np.bincount(owner[self.loss_mask], minlength=len(self))
 
     @property
     def num_completion_tokens(self) -> int:

@@ -23,7 +23,7 @@ class FlopCosts:
         token: of a token, for the weights that it meets: attention's projections, its MLP or its chosen experts and
             their router.
         pair: of a query and a key that it sees, over all heads: its score, and its share of the weighted values.
-        completion: of a completion token, in the output layer, which sees no others.
+        completion: of a completion token of the policy, in the output layer, which sees no others.
     """
 
     token: float
@@ -44,14 +44,23 @@ class FlopCosts:
         """Return the tokens of a sequence whose pairs cost as much as its tokens: a token sees half on average."""
         return self.token / (self.pair / 2)
 
-    def forward(self, prompt_lengths: NDArray[np.int64], completion_lengths: NDArray[np.int64]) -> float:
+    def forward(
+        self,
+        prompt_lengths: NDArray[np.int64],
+        completion_lengths: NDArray[np.int64],
+        counted_lengths: NDArray[np.int64] | None = None,
+    ) -> float:
         """Count a forward pass over samples, [S] each.
 
         The last token of a sample predicts nothing, so it is not computed; token i sees i + 1 keys, its own included.
+
+        Args:
+            counted_lengths: completion tokens that are the policy's; None: all are.
         """
+        counted = completion_lengths if counted_lengths is None else counted_lengths
         tokens = prompt_lengths + completion_lengths - 1
         pairs = tokens * (tokens + 1) // 2
-        counts = (tokens.sum(), pairs.sum(), completion_lengths.sum())
+        counts = (tokens.sum(), pairs.sum(), counted.sum())
         return sum(
             cost * float(count) for cost, count in zip((self.token, self.pair, self.completion), counts, strict=True)
         )

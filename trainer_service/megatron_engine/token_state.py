@@ -27,7 +27,10 @@ SUMS = (
 
 @dataclass(kw_only=True)
 class TokenState:
-    """[T] tensors of one step. `weights` belong to the current update and are 0 for tokens in no loss."""
+    """[T] tensors of one step. `weights` belong to the current update and are 0 for tokens in no loss.
+
+    Masked tokens (`Samples.loss_mask`) are in no micro-batch's `token_index`: what is here of them is never read.
+    """
 
     grpo: GrpoSection
     rollout_logprobs: Tensor
@@ -37,7 +40,7 @@ class TokenState:
     not_finite: Tensor  # bool
     measured: Tensor  # bool: old_logprobs holds this rank's own result
     owner: Tensor  # index of the token's sample
-    lengths: Tensor  # [S] completion tokens of each sample
+    lengths: Tensor  # [S] completion tokens of each sample that are the policy's
     # of the reference policy, and where it holds this rank's own result
     reference_logprobs: Tensor
     reference_measured: Tensor  # bool
@@ -69,7 +72,7 @@ class TokenState:
             not_finite=torch.zeros(rollout.shape, dtype=torch.bool, device=device),
             measured=torch.zeros(rollout.shape, dtype=torch.bool, device=device),
             owner=torch.from_numpy(owner).to(device),
-            lengths=torch.from_numpy(samples.completion_lengths).to(device),
+            lengths=torch.from_numpy(samples.counted_lengths).to(device),
             reference_logprobs=torch.zeros_like(rollout),
             reference_measured=torch.zeros(rollout.shape, dtype=torch.bool, device=device),
             context_group=context_group,

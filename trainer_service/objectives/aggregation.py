@@ -1,5 +1,6 @@
 """How token losses become one number: the weight of each sample's completion tokens in its optimizer update's loss.
 
+Tokens are those of the policy: what `Samples.loss_mask` masks is in no loss and in no denominator.
 Every aggregation is a sum over tokens of `weight * token loss`, where the weights hold the *global* denominators of the
 update: so micro-batches and data-parallel ranks add up to the same loss and the same gradient however it is cut.
 """
@@ -21,7 +22,7 @@ def update_weights(samples: Samples, grpo: GrpoSection) -> FloatArray:
     weights = np.zeros(len(samples), np.float32)
     for update in np.unique(samples.update_index):
         rows = samples.of_update(int(update))
-        lengths = torch.from_numpy(samples.completion_lengths[rows])
+        lengths = torch.from_numpy(samples.counted_lengths[rows])
         weights[rows] = sample_weights(lengths, grpo.aggregation, max_new_tokens=grpo.max_new_tokens).numpy()
     return np.where(samples.trainable, weights, np.float32(0))
 
@@ -33,7 +34,7 @@ def sample_weights(completion_lengths: Tensor, aggregation: Aggregation, *, max_
     1 / S. dr-grpo: 1 / (S * max_new_tokens), a constant length normaliser.
 
     Args:
-        completion_lengths: [S] of the *whole* update, all data-parallel ranks and micro-batches.
+        completion_lengths: [S] tokens of the policy, of the *whole* update, all data-parallel ranks and micro-batches.
     Returns: [S] float32.
 
     >>> sample_weights(torch.tensor([1, 3]), "seq-mean-token-mean", max_new_tokens=4).tolist()

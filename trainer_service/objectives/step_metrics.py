@@ -45,7 +45,7 @@ def step_metrics(
         "kl_old": total["kl_old"] / trained,
         "logprob_abs_diff_mean": total["logprob_abs_diff"] / measured,
         "logprob_abs_diff_max": abs_diff_max,
-        "tokens": float(samples.num_completion_tokens),
+        "tokens": float(samples.counted_lengths.sum()),
         "trained_tokens": total["trained_tokens"],
         "measured_tokens": total["measured_tokens"],
         "samples": float(len(samples)),

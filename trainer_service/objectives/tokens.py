@@ -1,6 +1,6 @@
 """What an objective reads of a micro-batch's completion tokens, and what it returns.
 
-Legend: t completion tokens of a micro-batch, S samples of the step.
+Legend: t completion tokens of a micro-batch that are the policy's, S samples of the step.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class Sequences:
 
     Attributes:
         owner: [t] index of each token's sample.
-        lengths: [S] completion tokens of each sample.
+        lengths: [S] completion tokens of each sample that are the policy's.
         add_ranks: add up [S] sums, in place, over the ranks that share a sample's tokens (context parallelism).
     """
 

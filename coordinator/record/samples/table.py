@@ -4,8 +4,9 @@ Legend: P prompts, G completions per prompt, S = P * G samples.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,11 @@ from numpy.typing import NDArray
 
 from coordinator.flow import Completion, Generation, Group, Scored
 from coordinator.learn.rewards.taken import ShownColumns
-from tandem_files.samples.schema import SPAN, storable, table_of
+from tandem_files.samples.schema import MASKED_SPAN, SPAN, MaskedSpan, storable, table_of
 from tandem_files.tokenizer import TextCodec
 
 _TEXTS = pa.list_(pa.string())
+_TOKENS_BEFORE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,7 @@ def table_of_batch(batch: Batch, codec: TextCodec, *, token_ids: bool, taken: Sh
         use=batch.uses_PG.ravel().tolist(),
         policy_version=[completion.oldest_version for completion in completions],
         version_spans=_spans(completions, codec),
+        masked_spans=_masked_spans(completions, codec),
         token_ids=[list(completion.token_ids) for completion in completions] if token_ids else None,
     )
 
@@ -122,3 +125,28 @@ def _spans(completions: Sequence[Completion], codec: TextCodec) -> pa.Array:
         fields=list(SPAN),
     )
     return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *counts]), pa.int32()), values)
+
+
+def _masked_spans(completions: Sequence[Completion], codec: TextCodec) -> pa.Array | None:
+    """Make the column of tokens that the policy has not sampled: null where there are none; None: nowhere are any."""
+    if all(completion.loss_mask is None for completion in completions):
+        return None
+    spans = [[asdict(span) for span in _masked(completion, codec)] or None for completion in completions]
+    return pa.array(spans, pa.list_(MASKED_SPAN))
+
+
+def _masked(completion: Completion, codec: TextCodec) -> Iterator[MaskedSpan]:
+    """Find the runs of masked tokens, and where they are in the text.
+
+    Each part between their ends is decoded once, behind a few tokens before it, which are decoded without it too: some
+    tokenizers leave out the space at the beginning of a text.
+    """
+    if completion.loss_mask is None:
+        return
+    places = np.flatnonzero(np.diff(np.array([1, *completion.loss_mask, 1], np.int8))).tolist()
+    parts = [(max(0, start - _TOKENS_BEFORE), start, end) for start, end in pairwise([0, *places])]
+    whole = codec.decode_all(completion.token_ids[first:end] for first, _, end in parts)
+    before = codec.decode_all(completion.token_ids[first:start] for first, start, _ in parts)
+    ends = np.cumsum([len(text) - len(left) for text, left in zip(whole, before, strict=True)]).tolist()
+    for start, end, text_start, text_end in zip(places[::2], places[1::2], ends[::2], ends[1::2], strict=True):
+        yield MaskedSpan(start=start, end=end, text_start=text_start, text_end=text_end)

@@ -219,8 +219,10 @@ function completion(sample, versions) {
     if (segment.text === undefined) {
       text.append(make("span", ` [... ${segment.left_out} characters ...] `, "gap"));
     } else {
-      const span = make("span", segment.text, versions.size > 1 ? `version v${order.indexOf(segment.version) % 4}` : "");
+      const shade = versions.size > 1 ? `version v${order.indexOf(segment.version) % 4}` : "";
+      const span = make("span", segment.text, segment.masked ? `unsampled ${shade}` : shade);
       if (versions.size > 1) span.title = `policy version ${segment.version}`;
+      if (segment.masked) span.title = "not sampled by the policy: read, and in no loss";
       text.append(span);
     }
   }

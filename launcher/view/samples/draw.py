@@ -17,6 +17,7 @@ _HEAD, _TAIL = 800, 400
 _INDENT = 4
 # Columns of the row in its line, and characters of each.
 _MOST_COLUMNS, _VALUE = 6, 40
+_MARKS = "⟦⟧"
 _USE_STYLES = {"trained": "green", "dropped": "yellow", "masked": "yellow", "unscored": "red"}
 
 
@@ -94,11 +95,23 @@ def _sample(sample: StoredSample, *, full: bool) -> Iterator[Text | tuple[str, s
     yield Text.assemble((sample.sample_id, "bold cyan"), f"  {_figures(sample)}  ", _use(sample))
     for name, why in sample.errors.items():
         yield Text(f"  {visible(name)} failed: {shortened(visible(why), full=full)}", style="red")
-    for title, text in (("prompt", sample.prompt), ("completion", sample.completion), ("answer", sample.answer)):
+    completion = (
+        f"completion ({_MARKS[0]}not sampled by the policy{_MARKS[1]})" if sample.masked_spans else "completion"
+    )
+    for title, text in (("prompt", sample.prompt), (completion, _marked(sample)), ("answer", sample.answer)):
         yield title, shortened(visible(text), full=full)
     columns = taken_columns(sample)
     if columns:
         yield "of the row, for rewards", _listed(columns, full=full)
+
+
+def _marked(sample: StoredSample) -> str:
+    """Return the completion, with marks around what the policy has not sampled."""
+    text, begin, parts = sample.completion, 0, list[str]()
+    for span in sample.masked_spans:
+        parts += [text[begin : span.text_start], _MARKS[0], text[span.text_start : span.text_end], _MARKS[1]]
+        begin = span.text_end
+    return "".join([*parts, text[begin:]])
 
 
 def _listed(columns: Mapping[str, str], *, full: bool) -> str:

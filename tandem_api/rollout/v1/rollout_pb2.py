@@ -26,7 +26,7 @@ from tandem_api.common.v1 import common_pb2 as tandem__api_dot_common_dot_v1_dot
 from tandem_api.weights.v1 import weights_pb2 as tandem__api_dot_weights_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#tandem_api/rollout/v1/rollout.proto\x12\x15tandem_api.rollout.v1\x1a!tandem_api/common/v1/common.proto\x1a#tandem_api/weights/v1/weights.proto\"H\n\x0fTakeOverRequest\x12\x35\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32&.tandem_api.common.v1.CoordinatorFence\"*\n\x10TakeOverResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\"\xac\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\x0c\n\x04stop\x18\x08 \x03(\t\"h\n\x0bPromptGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x17\n\x0fnum_completions\x18\x03 \x01(\r\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_seed\"\x9c\x01\n\x15GenerateGroupsRequest\x12\x32\n\x06groups\x18\x01 \x03(\x0b\x32\".tandem_api.rollout.v1.PromptGroup\x12\x37\n\x08sampling\x18\x02 \x01(\x0b\x32%.tandem_api.rollout.v1.SamplingParams\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\"\xbe\x01\n\nCompletion\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12:\n\rfinish_reason\x18\x03 \x01(\x0e\x32#.tandem_api.rollout.v1.FinishReason\x12\x38\n\rversion_spans\x18\x04 \x03(\x0b\x32!.tandem_api.common.v1.VersionSpan\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\"W\n\x0bGroupResult\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x36\n\x0b\x63ompletions\x18\x02 \x03(\x0b\x32!.tandem_api.rollout.v1.Completion\"^\n\x16GenerateGroupsResponse\x12\x32\n\x06groups\x18\x01 \x03(\x0b\x32\".tandem_api.rollout.v1.GroupResult\x12\x10\n\x08\x65ngine_s\x18\x02 \x01(\x01\"\x8e\x01\n\x1bLoadPublishedWeightsRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x10\n\x08round_id\x18\x03 \x01(\t\x12\x35\n\x05\x66\x65nce\x18\x04 \x01(\x0b\x32&.tandem_api.common.v1.CoordinatorFence\"R\n\x1cLoadPublishedWeightsResponse\x12\x32\n\x05state\x18\x01 \x01(\x0e\x32#.tandem_api.weights.v1.ReplicaState\"\x7f\n\x16PauseGenerationRequest\x12.\n\x04mode\x18\x01 \x01(\x0e\x32 .tandem_api.weights.v1.PauseMode\x12\x35\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32&.tandem_api.common.v1.CoordinatorFence\"M\n\x17PauseGenerationResponse\x12\x32\n\x05state\x18\x01 \x01(\x0e\x32#.tandem_api.weights.v1.ReplicaState\"P\n\x17ResumeGenerationRequest\x12\x35\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32&.tandem_api.common.v1.CoordinatorFence\"N\n\x18ResumeGenerationResponse\x12\x32\n\x05state\x18\x01 \x01(\x0e\x32#.tandem_api.weights.v1.ReplicaState\"\x12\n\x10GetStatusRequest\"\xaa\x02\n\x11GetStatusResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x32\n\x05state\x18\x02 \x01(\x0e\x32#.tandem_api.weights.v1.ReplicaState\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x16\n\x0erunning_groups\x18\x04 \x01(\r\x12\x18\n\x10generated_tokens\x18\x05 \x01(\x04\x12\x36\n\x08parallel\x18\x06 \x01(\x0b\x32$.tandem_api.weights.v1.ParallelSizes\x12\x38\n\x08versions\x18\x07 \x01(\x0b\x32&.tandem_api.common.v1.SoftwareVersions\x12\x17\n\x0f\x65ngine_progress\x18\x08 \x01(\x04\"\x15\n\x13GetChecksumsRequest\"\x89\x01\n\rRankChecksums\x12\x46\n\tchecksums\x18\x01 \x03(\x0b\x32\x33.tandem_api.rollout.v1.RankChecksums.ChecksumsEntry\x1a\x30\n\x0e\x43hecksumsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"K\n\x14GetChecksumsResponse\x12\x33\n\x05ranks\x18\x01 \x03(\x0b\x32$.tandem_api.rollout.v1.RankChecksums*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\x8f\x06\n\x0eRolloutService\x12[\n\x08TakeOver\x12&.tandem_api.rollout.v1.TakeOverRequest\x1a\'.tandem_api.rollout.v1.TakeOverResponse\x12o\n\x0eGenerateGroups\x12,.tandem_api.rollout.v1.GenerateGroupsRequest\x1a-.tandem_api.rollout.v1.GenerateGroupsResponse0\x01\x12\x7f\n\x14LoadPublishedWeights\x12\x32.tandem_api.rollout.v1.LoadPublishedWeightsRequest\x1a\x33.tandem_api.rollout.v1.LoadPublishedWeightsResponse\x12p\n\x0fPauseGeneration\x12-.tandem_api.rollout.v1.PauseGenerationRequest\x1a..tandem_api.rollout.v1.PauseGenerationResponse\x12s\n\x10ResumeGeneration\x12..tandem_api.rollout.v1.ResumeGenerationRequest\x1a/.tandem_api.rollout.v1.ResumeGenerationResponse\x12^\n\tGetStatus\x12\'.tandem_api.rollout.v1.GetStatusRequest\x1a(.tandem_api.rollout.v1.GetStatusResponse\x12g\n\x0cGetChecksums\x12*.tandem_api.rollout.v1.GetChecksumsRequest\x1a+.tandem_api.rollout.v1.GetChecksumsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#tandem_api/rollout/v1/rollout.proto\x12\x15tandem_api.rollout.v1\x1a!tandem_api/common/v1/common.proto\x1a#tandem_api/weights/v1/weights.proto\"H\n\x0fTakeOverRequest\x12\x35\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32&.tandem_api.common.v1.CoordinatorFence\"*\n\x10TakeOverResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\"\xac\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\x0c\n\x04stop\x18\x08 \x03(\t\"h\n\x0bPromptGroup\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x17\n\x0fnum_completions\x18\x03 \x01(\r\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_seed\"\x9c\x01\n\x15GenerateGroupsRequest\x12\x32\n\x06groups\x18\x01 \x03(\x0b\x32\".tandem_api.rollout.v1.PromptGroup\x12\x37\n\x08sampling\x18\x02 \x01(\x0b\x32%.tandem_api.rollout.v1.SamplingParams\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\"\xd1\x01\n\nCompletion\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12:\n\rfinish_reason\x18\x03 \x01(\x0e\x32#.tandem_api.rollout.v1.FinishReason\x12\x38\n\rversion_spans\x18\x04 \x03(\x0b\x32!.tandem_api.common.v1.VersionSpan\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x11\n\tloss_mask\x18\x06 \x03(\x08\"W\n\x0bGroupResult\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x36\n\x0b\x63ompletions\x18\x02 \x03(\x0b\x32!.tandem_api.rollout.v1.Completion\"^\n\x16GenerateGroupsResponse\x12\x32\n\x06groups\x18\x01 \x03(\x0b\x32\".tandem_api.rollout.v1.GroupResult\x12\x10\n\x08\x65ngine_s\x18\x02 \x01(\x01\"\x8e\x01\n\x1bLoadPublishedWeightsRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x10\n\x08round_id\x18\x03 \x01(\t\x12\x35\n\x05\x66\x65nce\x18\x04 \x01(\x0b\x32&.tandem_api.common.v1.CoordinatorFence\"R\n\x1cLoadPublishedWeightsResponse\x12\x32\n\x05state\x18\x01 \x01(\x0e\x32#.tandem_api.weights.v1.ReplicaState\"\x7f\n\x16PauseGenerationRequest\x12.\n\x04mode\x18\x01 \x01(\x0e\x32 .tandem_api.weights.v1.PauseMode\x12\x35\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32&.tandem_api.common.v1.CoordinatorFence\"M\n\x17PauseGenerationResponse\x12\x32\n\x05state\x18\x01 \x01(\x0e\x32#.tandem_api.weights.v1.ReplicaState\"P\n\x17ResumeGenerationRequest\x12\x35\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32&.tandem_api.common.v1.CoordinatorFence\"N\n\x18ResumeGenerationResponse\x12\x32\n\x05state\x18\x01 \x01(\x0e\x32#.tandem_api.weights.v1.ReplicaState\"\x12\n\x10GetStatusRequest\"\xaa\x02\n\x11GetStatusResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x32\n\x05state\x18\x02 \x01(\x0e\x32#.tandem_api.weights.v1.ReplicaState\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x04\x12\x16\n\x0erunning_groups\x18\x04 \x01(\r\x12\x18\n\x10generated_tokens\x18\x05 \x01(\x04\x12\x36\n\x08parallel\x18\x06 \x01(\x0b\x32$.tandem_api.weights.v1.ParallelSizes\x12\x38\n\x08versions\x18\x07 \x01(\x0b\x32&.tandem_api.common.v1.SoftwareVersions\x12\x17\n\x0f\x65ngine_progress\x18\x08 \x01(\x04\"\x15\n\x13GetChecksumsRequest\"\x89\x01\n\rRankChecksums\x12\x46\n\tchecksums\x18\x01 \x03(\x0b\x32\x33.tandem_api.rollout.v1.RankChecksums.ChecksumsEntry\x1a\x30\n\x0e\x43hecksumsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"K\n\x14GetChecksumsResponse\x12\x33\n\x05ranks\x18\x01 \x03(\x0b\x32$.tandem_api.rollout.v1.RankChecksums*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\x8f\x06\n\x0eRolloutService\x12[\n\x08TakeOver\x12&.tandem_api.rollout.v1.TakeOverRequest\x1a\'.tandem_api.rollout.v1.TakeOverResponse\x12o\n\x0eGenerateGroups\x12,.tandem_api.rollout.v1.GenerateGroupsRequest\x1a-.tandem_api.rollout.v1.GenerateGroupsResponse0\x01\x12\x7f\n\x14LoadPublishedWeights\x12\x32.tandem_api.rollout.v1.LoadPublishedWeightsRequest\x1a\x33.tandem_api.rollout.v1.LoadPublishedWeightsResponse\x12p\n\x0fPauseGeneration\x12-.tandem_api.rollout.v1.PauseGenerationRequest\x1a..tandem_api.rollout.v1.PauseGenerationResponse\x12s\n\x10ResumeGeneration\x12..tandem_api.rollout.v1.ResumeGenerationRequest\x1a/.tandem_api.rollout.v1.ResumeGenerationResponse\x12^\n\tGetStatus\x12\'.tandem_api.rollout.v1.GetStatusRequest\x1a(.tandem_api.rollout.v1.GetStatusResponse\x12g\n\x0cGetChecksums\x12*.tandem_api.rollout.v1.GetChecksumsRequest\x1a+.tandem_api.rollout.v1.GetChecksumsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RANKCHECKSUMS_CHECKSUMSENTRY']._loaded_options = None
   _globals['_RANKCHECKSUMS_CHECKSUMSENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2230
-  _globals['_FINISHREASON']._serialized_end=2350
+  _globals['_FINISHREASON']._serialized_start=2249
+  _globals['_FINISHREASON']._serialized_end=2369
   _globals['_TAKEOVERREQUEST']._serialized_start=134
   _globals['_TAKEOVERREQUEST']._serialized_end=206
   _globals['_TAKEOVERRESPONSE']._serialized_start=208
@@ -48,35 +48,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEGROUPSREQUEST']._serialized_start=534
   _globals['_GENERATEGROUPSREQUEST']._serialized_end=690
   _globals['_COMPLETION']._serialized_start=693
-  _globals['_COMPLETION']._serialized_end=883
-  _globals['_GROUPRESULT']._serialized_start=885
-  _globals['_GROUPRESULT']._serialized_end=972
-  _globals['_GENERATEGROUPSRESPONSE']._serialized_start=974
-  _globals['_GENERATEGROUPSRESPONSE']._serialized_end=1068
-  _globals['_LOADPUBLISHEDWEIGHTSREQUEST']._serialized_start=1071
-  _globals['_LOADPUBLISHEDWEIGHTSREQUEST']._serialized_end=1213
-  _globals['_LOADPUBLISHEDWEIGHTSRESPONSE']._serialized_start=1215
-  _globals['_LOADPUBLISHEDWEIGHTSRESPONSE']._serialized_end=1297
-  _globals['_PAUSEGENERATIONREQUEST']._serialized_start=1299
-  _globals['_PAUSEGENERATIONREQUEST']._serialized_end=1426
-  _globals['_PAUSEGENERATIONRESPONSE']._serialized_start=1428
-  _globals['_PAUSEGENERATIONRESPONSE']._serialized_end=1505
-  _globals['_RESUMEGENERATIONREQUEST']._serialized_start=1507
-  _globals['_RESUMEGENERATIONREQUEST']._serialized_end=1587
-  _globals['_RESUMEGENERATIONRESPONSE']._serialized_start=1589
-  _globals['_RESUMEGENERATIONRESPONSE']._serialized_end=1667
-  _globals['_GETSTATUSREQUEST']._serialized_start=1669
-  _globals['_GETSTATUSREQUEST']._serialized_end=1687
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1690
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1988
-  _globals['_GETCHECKSUMSREQUEST']._serialized_start=1990
-  _globals['_GETCHECKSUMSREQUEST']._serialized_end=2011
-  _globals['_RANKCHECKSUMS']._serialized_start=2014
-  _globals['_RANKCHECKSUMS']._serialized_end=2151
-  _globals['_RANKCHECKSUMS_CHECKSUMSENTRY']._serialized_start=2103
-  _globals['_RANKCHECKSUMS_CHECKSUMSENTRY']._serialized_end=2151
-  _globals['_GETCHECKSUMSRESPONSE']._serialized_start=2153
-  _globals['_GETCHECKSUMSRESPONSE']._serialized_end=2228
-  _globals['_ROLLOUTSERVICE']._serialized_start=2353
-  _globals['_ROLLOUTSERVICE']._serialized_end=3136
+  _globals['_COMPLETION']._serialized_end=902
+  _globals['_GROUPRESULT']._serialized_start=904
+  _globals['_GROUPRESULT']._serialized_end=991
+  _globals['_GENERATEGROUPSRESPONSE']._serialized_start=993
+  _globals['_GENERATEGROUPSRESPONSE']._serialized_end=1087
+  _globals['_LOADPUBLISHEDWEIGHTSREQUEST']._serialized_start=1090
+  _globals['_LOADPUBLISHEDWEIGHTSREQUEST']._serialized_end=1232
+  _globals['_LOADPUBLISHEDWEIGHTSRESPONSE']._serialized_start=1234
+  _globals['_LOADPUBLISHEDWEIGHTSRESPONSE']._serialized_end=1316
+  _globals['_PAUSEGENERATIONREQUEST']._serialized_start=1318
+  _globals['_PAUSEGENERATIONREQUEST']._serialized_end=1445
+  _globals['_PAUSEGENERATIONRESPONSE']._serialized_start=1447
+  _globals['_PAUSEGENERATIONRESPONSE']._serialized_end=1524
+  _globals['_RESUMEGENERATIONREQUEST']._serialized_start=1526
+  _globals['_RESUMEGENERATIONREQUEST']._serialized_end=1606
+  _globals['_RESUMEGENERATIONRESPONSE']._serialized_start=1608
+  _globals['_RESUMEGENERATIONRESPONSE']._serialized_end=1686
+  _globals['_GETSTATUSREQUEST']._serialized_start=1688
+  _globals['_GETSTATUSREQUEST']._serialized_end=1706
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1709
+  _globals['_GETSTATUSRESPONSE']._serialized_end=2007
+  _globals['_GETCHECKSUMSREQUEST']._serialized_start=2009
+  _globals['_GETCHECKSUMSREQUEST']._serialized_end=2030
+  _globals['_RANKCHECKSUMS']._serialized_start=2033
+  _globals['_RANKCHECKSUMS']._serialized_end=2170
+  _globals['_RANKCHECKSUMS_CHECKSUMSENTRY']._serialized_start=2122
+  _globals['_RANKCHECKSUMS_CHECKSUMSENTRY']._serialized_end=2170
+  _globals['_GETCHECKSUMSRESPONSE']._serialized_start=2172
+  _globals['_GETCHECKSUMSRESPONSE']._serialized_end=2247
+  _globals['_ROLLOUTSERVICE']._serialized_start=2372
+  _globals['_ROLLOUTSERVICE']._serialized_end=3155
 # @@protoc_insertion_point(module_scope)

@@ -209,6 +209,7 @@ class Completion(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     VERSION_SPANS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    LOSS_MASK_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     cached_tokens: _builtins.int
     """Prompt tokens that came from the prefix cache."""
@@ -216,10 +217,16 @@ class Completion(_message.Message):
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Natural logarithm, one per token of token_ids, at the sampling temperature."""
+        """Natural logarithm, one per token of token_ids, at the sampling temperature; not read where loss_mask is false."""
 
     @_builtins.property
     def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.VersionSpan]: ...
+    @_builtins.property
+    def loss_mask(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """One per token of token_ids: false for a token that the policy has not sampled (a tool's answer, another's turn); it is
+        read by those after it, and trained on in no way. At least one is true. Empty: the policy has sampled all of them.
+        """
+
     def __init__(
         self,
         *,
@@ -228,10 +235,11 @@ class Completion(_message.Message):
         finish_reason: Global___FinishReason.ValueType = ...,
         version_spans: _abc.Iterable[_common_pb2.VersionSpan] | None = ...,
         cached_tokens: _builtins.int = ...,
+        loss_mask: _abc.Iterable[_builtins.bool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "token_ids", b"token_ids", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "token_ids", b"token_ids", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

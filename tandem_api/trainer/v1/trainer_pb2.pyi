@@ -108,6 +108,7 @@ class SampleChunk(_message.Message):
     ROLLOUT_LOGPROBS_FIELD_NUMBER: _builtins.int
     ADVANTAGES_FIELD_NUMBER: _builtins.int
     TRAINABLE_FIELD_NUMBER: _builtins.int
+    LOSS_MASK_FIELD_NUMBER: _builtins.int
     update_index: _builtins.int
     """Optimizer update that the samples belong to, 0-based."""
     @_builtins.property
@@ -136,6 +137,13 @@ class SampleChunk(_message.Message):
     def trainable(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
         """[S] false: the sample counts in no loss (a masked truncation), but keeps its place in the denominators."""
 
+    @_builtins.property
+    def loss_mask(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """Completion tokens only: false for a token that is not the policy's (a tool's answer, another's turn). Those after it
+        attend to it; it has no loss and counts in no denominator and no metric, and its log-prob is not read. Each sample
+        needs a token that is the policy's. Empty: all tokens of the chunk's completions are.
+        """
+
     def __init__(
         self,
         *,
@@ -147,10 +155,11 @@ class SampleChunk(_message.Message):
         rollout_logprobs: _abc.Iterable[_builtins.float] | None = ...,
         advantages: _abc.Iterable[_builtins.float] | None = ...,
         trainable: _abc.Iterable[_builtins.bool] | None = ...,
+        loss_mask: _abc.Iterable[_builtins.bool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "completion_lengths", b"completion_lengths", "prompt_lengths", b"prompt_lengths", "rollout_logprobs", b"rollout_logprobs", "sample_ids", b"sample_ids", "token_ids", b"token_ids", "trainable", b"trainable", "update_index", b"update_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "completion_lengths", b"completion_lengths", "loss_mask", b"loss_mask", "prompt_lengths", b"prompt_lengths", "rollout_logprobs", b"rollout_logprobs", "sample_ids", b"sample_ids", "token_ids", b"token_ids", "trainable", b"trainable", "update_index", b"update_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -292,7 +301,7 @@ class ComputeLogprobsResponse(_message.Message):
     ENTROPIES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Completion tokens only, flattened in sample order."""
+        """Completion tokens only, flattened in sample order; both are 0 where SampleChunk.loss_mask is false."""
 
     @_builtins.property
     def entropies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...

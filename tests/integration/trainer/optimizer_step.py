@@ -15,7 +15,8 @@ def reference_step(
 ) -> dict[str, float]:
     """The same GRPO step with transformers, autograd and torch's AdamW; changes the model.
 
-    Written from the definitions of the algorithm, not from our code: one sequence at a time, nothing left out.
+    Written from the definitions of the algorithm, not from our code: one sequence at a time, nothing left out; masked
+    tokens are taken away after log-probs are computed, before anything is computed from these.
     """
     trainer, beta = CONFIG["trainer"], grpo.get("kl_coefficient", 0.0)
     rollout = torch.from_numpy(samples.rollout_logprobs)
@@ -29,6 +30,7 @@ def reference_step(
             old, _ = token_logprobs(model, samples, range(len(samples)), grpo["temperature"])
     advantages = torch.from_numpy(samples.per_token(samples.advantages))
     mask = torch.from_numpy(samples.per_token(samples.trainable))
+    counts = torch.from_numpy(samples.loss_mask) if samples.loss_mask.size else torch.ones(len(mask), dtype=torch.bool)
     # The usual groups: matrices decay, norms and biases do not.
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": weight_decay},
@@ -41,15 +43,19 @@ def reference_step(
         samples = reordered(samples, NUM_UPDATES, [0, 0, epoch]) if epoch > 0 else samples
         for update in range(NUM_UPDATES):
             here = torch.from_numpy(samples.per_token(samples.update_index == update))
-            new, entropy = token_logprobs(model, samples, samples.of_update(update), grpo["temperature"])
+            both = token_logprobs(model, samples, samples.of_update(update), grpo["temperature"])
+            new, entropy = (each[counts[here]] for each in both)
+            here &= counts
             a, m = advantages[here], mask[here]
-            lengths = samples.completion_lengths[samples.of_update(update)].tolist()
+            starts = samples.completion_starts[samples.of_update(update)]
+            sizes = samples.completion_lengths[samples.of_update(update)]
+            lengths = [int(counts[start : start + size].sum()) for start, size in zip(starts, sizes, strict=True)]
             loss = policy_loss(grpo, new, old[here], a, lengths) * correction(grpo, (old - rollout)[here], lengths)
             loss = loss - grpo["entropy_coefficient"] * entropy
             if beta:
                 loss = loss + beta * divergence(new, near[here], grpo["kl_estimator"])
                 divergences.append(divergence(new.detach(), near[here], "k3")[m])
-            total = (loss * m).sum() / here.sum()
+            total = aggregate(grpo, loss * m, lengths)
             optimizer.zero_grad()
             total.backward()
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), trainer["clip_grad"])))
@@ -57,6 +63,14 @@ def reference_step(
             losses.append(float(total.detach()))
     metrics = {"loss": float(np.mean(losses)), "grad_norm": float(np.mean(norms))}
     return metrics | ({"kl_reference": float(torch.cat(divergences).mean())} if beta else {})
+
+
+def aggregate(grpo: dict[str, Any], loss: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """The loss of an update, of which samples that are not trainable are zeros."""
+    if grpo["aggregation"] == "token-mean":
+        return loss.sum() / sum(lengths)
+    assert grpo["aggregation"] == "seq-mean-token-mean"
+    return torch.stack([part.sum() / part.numel() for part in loss.split(lengths)]).mean()
 
 
 def divergence(new: torch.Tensor, near: torch.Tensor, estimator: str) -> torch.Tensor:

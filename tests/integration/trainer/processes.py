@@ -103,6 +103,26 @@ def chunk(update: int = 0, num_samples: int = 4, seed: int = 0, **changes: Any) 
     return pb.SampleChunk(**{**fields, **changes})
 
 
+def one_by_one(whole: pb.SampleChunk) -> list[pb.SampleChunk]:
+    """The same samples, a chunk each."""
+    chunks, first, completed = [], 0, 0
+    for i, (prompt, completion) in enumerate(zip(whole.prompt_lengths, whole.completion_lengths, strict=True)):
+        chunks.append(
+            pb.SampleChunk(
+                update_index=whole.update_index,
+                sample_ids=[whole.sample_ids[i]],
+                prompt_lengths=[prompt],
+                completion_lengths=[completion],
+                token_ids=whole.token_ids[first : first + prompt + completion],
+                rollout_logprobs=whole.rollout_logprobs[completed : completed + completion],
+                advantages=[whole.advantages[i]],
+                trainable=[whole.trainable[i]],
+            )
+        )
+        first, completed = first + prompt + completion, completed + completion
+    return chunks
+
+
 def step_requests(step_id: str, version: int, chunks: Sequence[pb.SampleChunk]) -> list[pb.TrainStepRequest]:
     """The stream of a TrainStep call."""
     header = pb.TrainStepHeader(

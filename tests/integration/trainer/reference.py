@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import uuid
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "correction_low": 0.8,
         "correction_high": 2.0,
     },
+    "masked": {"kl_coefficient": 0.05, "kl_estimator": "k3", "aggregation": "seq-mean-token-mean"},
+    "masked-gspo": {},
     "cispo": {"objective": "cispo", "dual_clip": None, "correction": "icepop", "correction_low": 0.8},
     "decoupled": {"correction": "importance", "correction_high": None},
     "kl": {"kl_coefficient": 0.05, "kl_estimator": "k3"},
@@ -68,6 +70,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recompute-one": {},
     "recompute-parts": {},
 }
+VARIANTS["masked-gspo"] = VARIANTS["gspo"]
+# With a mask: `masked`.
+MASKED_VARIANTS = {"masked", "masked-gspo"}
 # What of "trainer" differs.
 TRAINER_VARIANTS: dict[str, dict[str, Any]] = {
     "decay": {"weight_decay": 0.1},
@@ -104,6 +109,20 @@ def make_samples(num_samples: int = 24, seed: int = 1, longest: int = 19, group_
         advantages=advantages,
         trainable=np.arange(num_samples) % 5 != 0,
     )
+
+
+def masked(samples: Samples, seed: int = 3) -> Samples:
+    """The samples with a run of each completion's tokens masked, at any place; their log-probs are NaN."""
+    random, masks = np.random.default_rng(seed), []
+    for length in samples.completion_lengths.tolist():
+        mask = np.ones(length, np.bool_)
+        start = int(random.integers(0, length))
+        mask[start : start + 1 + length // 2] = False
+        mask[random.integers(0, length)] = True
+        masks.append(mask)
+    loss_mask = np.concatenate(masks)
+    rollout = np.where(loss_mask, samples.rollout_logprobs, np.nan).astype(np.float32)
+    return replace(samples, loss_mask=loss_mask, rollout_logprobs=rollout)
 
 
 def write_samples(samples: Samples, path: Path) -> None:

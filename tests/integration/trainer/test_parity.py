@@ -20,11 +20,13 @@ from tests.integration.trainer.optimizer_step import reference_step
 from tests.integration.trainer.reference import (
     CHUNK_VARIANTS,
     CONFIG,
+    MASKED_VARIANTS,
     TIMEOUT_S,
     TRAINER_VARIANTS,
     VARIANTS,
     launch,
     make_samples,
+    masked,
     token_logprobs,
     write_samples,
 )
@@ -74,6 +76,8 @@ EXACT = [
     *(Case(kind="qwen3", layout=layout, variant="kl") for layout in ("tp2-sequence", "cp2")),
     Case(kind="qwen2-tied", layout="pp2-virtual", variant="kl"),
     *(Case(kind="qwen3", layout=layout, variant="epochs") for layout in ("dp2", "tp2-pp2")),
+    *(Case(kind="qwen3", layout=layout, variant="masked") for layout in ("dp2", "cp2", "tp2-pp2")),
+    Case(kind="qwen3", layout="cp2", variant="masked-gspo"),
     *(Case(kind="qwen3", layout=layout, variant="shared") for layout in ("tp2-sequence", "dp2", "tp2-pp2")),
     Case(kind="qwen2-tied", layout="pp2-virtual", variant="shared"),
     Case(kind="qwen3", layout="tp1", variant="decay"),
@@ -106,6 +110,8 @@ SLOW = [
     Case(kind="qwen2-tied", layout="tp2-pp2", variant="kl"),
     Case(kind="qwen3-moe", layout="ep2", variant="kl"),
     *(Case(kind="qwen3", layout=layout, variant="epochs") for layout in ("tp1", "cp2")),
+    *(Case(kind="qwen3", layout=layout, variant="masked") for layout in ("tp1", "tp2-sequence")),
+    Case(kind="qwen3", layout="tp1", variant="masked-gspo"),
     Case(kind="qwen3", layout="tp1", variant="shared"),
     Case(kind="qwen3-moe", layout="ep2", variant="shared"),
     Case(kind="qwen2", layout="tp1", variant="decay"),
@@ -148,7 +154,7 @@ BFLOAT16 = [
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What transformers computes."""
+    """What transformers computes; log-probs and entropies of masked tokens are 0."""
 
     samples: Samples
     logprobs: FloatArray
@@ -178,19 +184,22 @@ def references(cases: list[Case], folder: Path) -> dict[tuple[str, str], Referen
     for kind in sorted({case.kind for case in cases}):
         model = save_model(kind, folder / kind)
         save_model(kind, folder / f"{kind}-reference", seed=REFERENCE_SEED)
-        samples = with_noisy_rollout(make_samples(), model)
-        write_samples(samples, folder / f"{kind}.npz")
+        plain = with_noisy_rollout(make_samples(), model)
+        write_samples(plain, folder / f"{kind}.npz")
+        write_samples(masked(plain), folder / f"{kind}-masked.npz")
         with torch.no_grad():
-            logprobs, entropies = token_logprobs(model, samples, range(len(samples)), CONFIG["grpo"]["temperature"])
+            logprobs, entropies = token_logprobs(model, plain, range(len(plain)), CONFIG["grpo"]["temperature"])
         for variant in sorted({case.variant for case in cases if case.kind == kind}):
             trained = trained_model(kind)
             decay = TRAINER_VARIANTS.get(variant, {}).get("weight_decay", 0.0)
             grpo = CONFIG["grpo"] | VARIANTS[variant]
+            samples = masked(plain) if variant in MASKED_VARIANTS else plain
+            counts = samples.loss_mask if samples.loss_mask.size else True
             metrics = reference_step(trained, samples, grpo, decay, reference=trained_model(kind, seed=REFERENCE_SEED))
             out[kind, variant] = Reference(
                 samples=samples,
-                logprobs=logprobs.numpy(),
-                entropies=entropies.numpy(),
+                logprobs=np.where(counts, logprobs.numpy(), 0),
+                entropies=np.where(counts, entropies.numpy(), 0),
                 metrics=metrics,
                 after=saved_tensors(trained),
             )
@@ -219,7 +228,7 @@ def _describe(case: Case, folder: Path, foreign: str) -> dict[str, Any]:
         "name": case.name,
         "model": str(folder / case.kind),
         "dtype": case.dtype,
-        "samples": str(folder / f"{case.kind}.npz"),
+        "samples": str(folder / f"{case.kind}{'-masked' if case.variant in MASKED_VARIANTS else ''}.npz"),
         "layout": LAYOUTS[case.layout],
         "trainer": TRAINER_VARIANTS.get(case.variant, {}),
         "chunk_bytes": CHUNK_VARIANTS.get(case.variant, CHUNK_BYTES),
@@ -332,9 +341,10 @@ def test_train_step_equals_transformers(results: Results, case: Case) -> None:
 
 
 @every_case
-def test_logprob_difference_covers_every_completion_token(results: Results, case: Case) -> None:
+def test_logprob_difference_covers_every_completion_token_of_the_policy(results: Results, case: Case) -> None:
     metrics, expected = results.report(case)["metrics"], results.reference(case)
-    difference = np.abs(expected.logprobs - expected.samples.rollout_logprobs)
+    counts = expected.samples.loss_mask if case.variant in MASKED_VARIANTS else np.s_[:]
+    difference = np.abs(expected.logprobs - expected.samples.rollout_logprobs)[counts]
     assert metrics["tokens"] == difference.size
     if case.variant == "rollout":
         assert 0 < metrics["measured_tokens"] < metrics["tokens"]
@@ -342,7 +352,7 @@ def test_logprob_difference_covers_every_completion_token(results: Results, case
     assert metrics["measured_tokens"] == difference.size
     assert metrics["logprob_abs_diff_mean"] == pytest.approx(difference.mean(), abs=TOLERANCE)
     assert metrics["logprob_abs_diff_max"] == pytest.approx(difference.max(), abs=TOLERANCE)
-    assert metrics["entropy"] == pytest.approx(expected.entropies.mean(), abs=TOLERANCE)
+    assert metrics["entropy"] == pytest.approx(expected.entropies[counts].mean(), abs=TOLERANCE)
 
 
 @every_case_of_both_types

@@ -23,7 +23,7 @@ from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from tandem_files.exports import note_template
-from tests.integration.trainer.processes import TrainerProcesses, chunk, step_requests
+from tests.integration.trainer.processes import TrainerProcesses, chunk, one_by_one, step_requests
 from tests.kit.models import TRAINED_VOCABULARY as VOCAB
 from tests.kit.stores import same
 from weightsync.layouts.layout import Parallel
@@ -173,6 +173,24 @@ async def test_compute_logprobs_replies_in_order(stub: Any) -> None:
     assert all(0 <= value <= np.log(VOCAB) for reply in replies for value in reply.entropies)
 
 
+async def test_masked_tokens_are_not_measured_and_count_nowhere(stub: Any) -> None:
+    batches = [chunk(0), chunk(1)]
+    for batch in batches:  # the first token of each completion is the policy's
+        batch.loss_mask.extend(place == 0 for length in batch.completion_lengths for place in range(length))
+    asked = [pb.ComputeLogprobsRequest(chunk=each) for each in (chunk(0), batches[0])]
+    call = stub.ComputeLogprobs(iter(asked), timeout=TIMEOUT_S)
+    whole, masked = [np.array(reply.logprobs) async for reply in call]
+    np.testing.assert_allclose(masked, whole * np.array(batches[0].loss_mask), rtol=0, atol=1e-6)
+    reply = await stub.TrainStep(iter(step_requests("masked", await version(stub), batches)), timeout=TIMEOUT_S)
+    assert reply.metrics["tokens"] == reply.metrics["samples"] == 8
+    nothing = chunk(0, loss_mask=[False] * sum(chunk(0).completion_lengths))
+    error = await refusal(
+        stub.TrainStep(iter(step_requests("none", await version(stub), [nothing])), timeout=TIMEOUT_S)
+    )
+    assert isinstance(error, InvalidRequest)
+    assert "'u0-s0': loss_mask masks all of its" in str(error)
+
+
 async def test_export_then_export_again(stub: Any, folder: Path) -> None:
     out = folder / "hf"
     for _ in range(2):
@@ -307,26 +325,6 @@ async def test_a_restored_initial_model_has_a_fresh_optimizer(stub: Any, tiny_mo
             reply = await stub.TrainStep(iter(requests), timeout=TIMEOUT_S)
         losses.append(exact(reply.metrics))
     assert losses[0] == losses[1]
-
-
-def one_by_one(whole: pb.SampleChunk) -> list[pb.SampleChunk]:
-    """The same samples, a chunk each."""
-    chunks, first, completed = [], 0, 0
-    for i, (prompt, completion) in enumerate(zip(whole.prompt_lengths, whole.completion_lengths, strict=True)):
-        chunks.append(
-            pb.SampleChunk(
-                update_index=whole.update_index,
-                sample_ids=[whole.sample_ids[i]],
-                prompt_lengths=[prompt],
-                completion_lengths=[completion],
-                token_ids=whole.token_ids[first : first + prompt + completion],
-                rollout_logprobs=whole.rollout_logprobs[completed : completed + completion],
-                advantages=[whole.advantages[i]],
-                trainable=[whole.trainable[i]],
-            )
-        )
-        first, completed = first + prompt + completion, completed + completion
-    return chunks
 
 
 async def test_how_a_step_is_cut_into_chunks_changes_no_bit_of_it(stub: Any, tiny_model: Path, folder: Path) -> None:

@@ -8,18 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.flow import Completion, Group, Prompt
-from coordinator.learn.batches import Sample, chunk_starts, make_batch, select_samples, split_updates
+from coordinator.learn.batches import Sample, chunk_starts, make_batch, measured_chunks, select_samples, split_updates
 from servicekit.rpc.limits import MAX_MESSAGE_BYTES
 
 RNG = np.random.default_rng(1)
 
 
-def completion(length: int, *, truncated: bool = False, version: int = 0) -> Completion:
+def completion(length: int, *, truncated: bool = False, version: int = 0, mask: str = "") -> Completion:
     return Completion(
         token_ids=array("I", range(100, 100 + length)),
         logprobs=array("f", [-0.5] * length),
         truncated=truncated,
         oldest_version=version,
+        loss_mask=array("B", map(int, mask)) if mask else None,
     )
 
 
@@ -100,7 +101,7 @@ def test_a_message_is_never_larger_than_asked_for_unless_a_sample_is(seed: int, 
         Sample(
             sample_id="\N{EURO SIGN}" * rng.integers(40),
             prompt=Prompt(row=1, token_ids=[2**32 - 1] * rng.integers(60), answer=""),
-            completion=replace(completion(n), token_ids=array("I", [2**32 - 1] * n)),
+            completion=replace(completion(n, mask=("01" * n)[:n]), token_ids=array("I", [2**32 - 1] * n)),
             advantage=-1.5,
             trainable=True,
         )
@@ -139,6 +140,16 @@ def test_the_wire_form_is_flat_and_complete() -> None:
         s.sample_id: ([*s.prompt.token_ids, *s.completion.token_ids], list(s.completion.logprobs), s.advantage, True)
         for s in samples
     }
+
+
+def test_masks_are_on_the_wire_where_there_are_any() -> None:
+    some = samples_of(groups([2, 3], [1, 2]))
+    assert not measured_chunks(some)[0].loss_mask
+    some[1].completion = completion(3, mask="101")
+    (chunk,) = measured_chunks(some)
+    assert list(chunk.loss_mask) == [True, True, True, False, True, True, True, True]
+    cut = measured_chunks(some, chunk_bytes=1)  # a message for each sample
+    assert [list(chunk.loss_mask) for chunk in cut] == [[], [True, False, True], [], []]
 
 
 def test_shuffling_follows_the_generator() -> None:

@@ -23,7 +23,7 @@ REWARDS = np.array([[1.0, 0.0], [0.5, 0.5]])
 
 @dataclass
 class Asked:
-    """A trainer whose log-probs are constants; `spoilt` is of the reference's first token."""
+    """A trainer whose log-probs are constants, 0 where masked; `spoilt` is of the reference's first token."""
 
     calls: list[tuple[list[str], bool]] = field(default_factory=list)
     spoilt: float = REFERENCE
@@ -34,7 +34,8 @@ class Asked:
         found = np.full(size, REFERENCE if reference else OLD, np.float32)
         if reference:
             found[0] = self.spoilt
-        return found
+        mask = [token for chunk in chunks for token in chunk.loss_mask]
+        return np.where(mask, found, 0.0) if mask else found
 
 
 def generation() -> Generation:
@@ -80,6 +81,20 @@ async def test_the_sum_over_tokens_is_taken_off_before_the_group_statistics(
     assert divergence.metrics["kl_reward"] == pytest.approx(0.1 * each * np.mean(LENGTHS))
     names = ["g0#0", "g0#1", "g1#0", "g1#1"]
     assert trainer.calls == [(names, True)] + [(names, False)] * (old_logprobs == "recompute")
+
+
+@pytest.mark.parametrize("old_logprobs", ["recompute", "rollout"])
+async def test_masked_tokens_are_in_no_sum_and_no_mean(old_logprobs: str) -> None:
+    generated, grpo = generation(), loop(Asked(), old_logprobs=old_logprobs)
+    for completion, mask in zip(generated.groups[1].completions, ("101", "0100"), strict=True):
+        completion.loss_mask = array("B", map(int, mask))
+        for token in np.flatnonzero(~np.array(completion.loss_mask, np.bool_)):
+            completion.logprobs[token] = float("nan")
+    divergence = await grpo.diverge(generated, Scored(rewards_PG=REWARDS, accuracy=0.0))
+    assert divergence is not None
+    delta = REFERENCE - (OLD if old_logprobs == "recompute" else ROLLOUT)
+    np.testing.assert_allclose(divergence.penalties_PG, -0.1 * delta * np.array([[1, 2], [2, 1]]), atol=1e-7)
+    assert divergence.metrics["kl_reference"] == pytest.approx(np.exp(delta) - delta - 1)
 
 
 async def test_samples_without_a_reward_are_not_measured() -> None:

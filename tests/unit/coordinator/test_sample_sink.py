@@ -17,7 +17,7 @@ from coordinator.record.sinks import Finished
 from servicekit.errors import Unavailable
 from tandem_config.schema import SamplesSection
 from tandem_files.samples.folder import SampleFolder
-from tandem_files.samples.schema import StoredSample, TextSpan
+from tandem_files.samples.schema import MaskedSpan, StoredSample, TextSpan
 from tandem_files.tokenizer import TextCodec
 from tests.kit.folders import EOS, encode, write_model
 
@@ -137,6 +137,18 @@ def test_version_spans_end_in_the_text_where_they_end_in_the_tokens(make_sink: A
         TextSpan(end=3, text_end=7, policy_version=5),
     )
     assert sample.token_ids == [*encode("12"), EOS]
+
+
+def test_masked_spans_are_where_the_masked_tokens_are_in_the_text(make_sink: Any, tmp_path: Path) -> None:
+    two, three = completion("12+3"), completion("4")
+    two.loss_mask = array("B", [0, 1, 0, 0, 1])  # 1, +3
+    make_sink().take(finished(3, generated=generation(two, three, three, three)))
+    samples = load(tmp_path, 3)
+    assert samples[0].masked_spans == (
+        MaskedSpan(start=0, end=1, text_start=0, text_end=1),
+        MaskedSpan(start=2, end=4, text_start=2, text_end=4),
+    )
+    assert (samples[0].num_tokens, samples[1].masked_spans) == (5, ())
 
 
 def test_an_evaluation_before_the_first_iteration_is_iteration_0(make_sink: Any, tmp_path: Path) -> None:

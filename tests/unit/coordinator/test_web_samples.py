@@ -14,7 +14,7 @@ from coordinator.web.folder import FolderSource
 from coordinator.web.samples import SamplePages, segments
 from servicekit.errors import ConfigError, InvalidRequest, Unavailable
 from tandem_files.samples.folder import SampleFolder
-from tandem_files.samples.schema import TextSpan
+from tandem_files.samples.schema import MaskedSpan, TextSpan
 from tests.kit.samples import stored, write_samples
 
 # Group to the rewards of its samples.
@@ -147,6 +147,20 @@ def test_a_text_is_cut_where_its_version_changes(limit: int) -> None:
     assert texts[0] == ("abc", 4)
     assert all(version == 5 for _, version in texts[1:])
     assert sum(len(text) for text, _ in texts) == min(limit, 15)
+
+
+def test_masked_parts_are_segments_of_their_own() -> None:
+    spans = (TextSpan(end=2, text_end=4, policy_version=4), TextSpan(end=9, text_end=8, policy_version=5))
+    masks = (MaskedSpan(start=0, end=1, text_start=0, text_end=2), MaskedSpan(start=1, end=3, text_start=3, text_end=6))
+    found = segments(stored(completion="abcdefgh", version_spans=spans, masked_spans=masks), 100)
+    assert found == [
+        {"text": "ab", "version": 4, "masked": True},
+        {"text": "c", "version": 4},
+        {"text": "d", "version": 4, "masked": True},
+        {"text": "ef", "version": 5, "masked": True},
+        {"text": "gh", "version": 5},
+    ]
+    assert "left_out" in segments(stored(completion="abcdefgh", masked_spans=masks), 4)[1]
 
 
 def test_readers_wait_for_each_other_but_not_for_ever(pages: SamplePages, monkeypatch: pytest.MonkeyPatch) -> None:

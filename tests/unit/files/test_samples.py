@@ -10,7 +10,7 @@ import pytest
 
 from servicekit.errors import ConfigError
 from tandem_files.samples.folder import SampleFolder
-from tandem_files.samples.schema import TextSpan, plain
+from tandem_files.samples.schema import MaskedSpan, TextSpan, plain
 from tests.kit.samples import stored, write_samples
 
 FULL = stored(
@@ -19,6 +19,7 @@ FULL = stored(
     reward_columns=("level",),
     errors={"format": "KeyError: 'tag'"},
     version_spans=(TextSpan(end=1, text_end=1, policy_version=4), TextSpan(end=2, text_end=6, policy_version=5)),
+    masked_spans=(MaskedSpan(start=1, end=2, text_start=1, text_end=6),),
     token_ids=[7, 1],
     completion="<b>\x1b[2J</b> ünï\n😀<eos>",
 )
@@ -35,8 +36,8 @@ def test_a_file_of_an_older_release_is_read(tmp_path: Path) -> None:
     folder = SampleFolder(tmp_path)
     write_samples(folder, 1, "train", [FULL])
     path = tmp_path / "samples" / "00000001.train.parquet"
-    pq.write_table(pq.read_table(path).drop_columns(["errors", "reward_columns"]), path)
-    assert folder.load(1, "train", [0]) == [replace(FULL, errors={}, reward_columns=())]
+    pq.write_table(pq.read_table(path).drop_columns(["errors", "reward_columns", "masked_spans"]), path)
+    assert folder.load(1, "train", [0]) == [replace(FULL, errors={}, reward_columns=(), masked_spans=())]
     assert [head.errors for head in folder.heads(1, "train")] == [{}]
 
 

@@ -13,7 +13,7 @@ from launcher.cli import app
 from launcher.view.samples.choose import Wanted, choose
 from launcher.view.samples.draw import draw
 from tandem_files.samples.folder import SampleFolder
-from tandem_files.samples.schema import TextSpan
+from tandem_files.samples.schema import MaskedSpan, TextSpan
 from tests.kit.samples import stored, write_samples
 
 
@@ -137,6 +137,13 @@ def test_a_terminal_of_80_columns_holds_every_line(tmp_path: Path) -> None:
     assert "(math 1, format 0.5, length -0.5)" in shown(
         tmp_path, terminal=False, reward_parts={"math": 1.0, "format": 0.5, "length": -0.5}
     )
+
+
+def test_what_the_policy_has_not_sampled_is_marked(tmp_path: Path) -> None:
+    spans = (MaskedSpan(start=0, end=1, text_start=0, text_end=1), MaskedSpan(start=2, end=3, text_start=2, text_end=4))
+    output = shown(tmp_path, terminal=False, completion="abc\x1bd", masked_spans=spans)
+    assert "  completion (⟦not sampled by the policy⟧)\n    ⟦a⟧b⟦c\\x1b⟧d\n" in output
+    assert "⟦" not in shown(tmp_path, terminal=False)
 
 
 def test_a_failed_score_is_no_zero(tmp_path: Path) -> None:

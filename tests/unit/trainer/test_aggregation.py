@@ -26,6 +26,30 @@ def test_masked_sample_keeps_its_place_in_the_denominators() -> None:
 @pytest.mark.parametrize(
     ("aggregation", "expected"),
     [
+        # 2 + 1 + 3 of the policy's tokens in the first update, 1 in the second; the second sample is not trainable
+        ("token-mean", [1 / 6, 0, 1 / 6, 1]),
+        ("seq-mean-token-mean", [1 / (3 * 2), 0, 1 / (3 * 3), 1]),
+        ("seq-mean-token-sum", [1 / 3, 0, 1 / 3, 1]),
+        ("dr-grpo", [1 / (3 * 8), 0, 1 / (3 * 8), 1 / 8]),
+    ],
+)
+def test_masked_tokens_are_in_no_denominator(aggregation: Aggregation, expected: list[float]) -> None:
+    masks = [[1, 0, 0, 1], [0, 1], [1, 1, 1], [0, 0, 0, 1, 0]]
+    samples = random_samples(
+        4,
+        update_index=np.array([0, 0, 0, 1]),
+        prompt_lengths=np.ones(4, np.int64),
+        completion_lengths=np.array([len(mask) for mask in masks]),
+        trainable=np.array([True, False, True, True]),
+        loss_mask=np.array([token for mask in masks for token in mask], np.bool_),
+    )
+    found = update_weights(samples, GrpoSection(aggregation=aggregation, max_new_tokens=8))
+    assert found.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
         ("token-mean", [1 / 4, 1 / 4]),
         ("seq-mean-token-mean", [1 / 2, 1 / 6]),
         ("seq-mean-token-sum", [1 / 2, 1 / 2]),

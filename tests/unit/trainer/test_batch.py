@@ -37,12 +37,34 @@ def test_messages_are_joined_in_order() -> None:
         ({"token_ids": [1, 2, 3, 4, 10, 6]}, "'b': token id 10 at position 1 is beyond the vocabulary of 10"),
         ({"advantages": [1.0, math.nan]}, "'b': advantage nan"),
         ({"rollout_logprobs": [-0.1, -0.2, -math.inf]}, "'b': rollout log-prob -inf of completion token 1"),
+        ({"loss_mask": [True, False]}, "loss_mask has 2 values, its 2 samples need 3"),
+        ({"loss_mask": [True, False, False]}, "'b': loss_mask masks all of its 2 completion tokens"),
+        (
+            {"loss_mask": [True, False, True], "rollout_logprobs": [-0.1, math.nan, math.inf]},
+            "'b': rollout log-prob inf of completion token 1",
+        ),
     ],
 )
 def test_malformed_sample_is_named(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest) as error:
         merge([message(**changes)], LIMITS)
     assert said in str(error.value)
+
+
+def test_messages_with_and_without_a_mask_are_joined() -> None:
+    plain = message(sample_ids=["c", "d"])
+    masked = message(loss_mask=[True, False, True], rollout_logprobs=[-0.1, math.nan, -0.3])  # NaN of a masked token
+    samples = merge([plain, masked], LIMITS)
+    assert samples.loss_mask.tolist() == [True, True, True, True, False, True]
+    assert samples.counted_lengths.tolist() == [1, 2, 1, 1]
+    assert Samples.from_parts(samples.to_parts()).loss_mask.tolist() == samples.loss_mask.tolist()
+
+
+def test_without_a_mask_all_tokens_count_and_no_byte_is_sent() -> None:
+    samples = merge([message()], LIMITS)
+    assert samples.counted_lengths.tolist() == [1, 2]
+    assert samples.to_parts()[-1] == b""
+    assert Samples.from_parts(samples.to_parts()).counted_lengths.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(("max_positions", "max_tokens"), [(2, 64), (64, 2)])

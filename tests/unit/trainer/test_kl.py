@@ -1,6 +1,5 @@
 """KL and entropy in the loss: values, gradients by finite differences, and where they count."""
 
-from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -12,6 +11,7 @@ from coordinator.learn.kl import KL_ESTIMATORS as OF_COORDINATOR
 from tandem_config.schema import GrpoSection
 from tests.unit.trainer.batches import random_samples
 from tests.unit.trainer.objective_references import divergence
+from trainer_service.batch.packed import pack
 from trainer_service.megatron_engine.schedule import MicroBatchTensors
 from trainer_service.megatron_engine.token_state import SUMS, TokenState
 from trainer_service.objectives.aggregation import update_weights
@@ -73,8 +73,8 @@ def test_every_choice_is_registered() -> None:
 class Batch:
     """A batch whose logits are the parameters, all in float64: loss as TokenState computes it, and as defined here."""
 
-    def __init__(self, grpo: GrpoSection) -> None:
-        self.grpo, self.samples = grpo, replace(random_samples(12, updates=1, seed=4))
+    def __init__(self, grpo: GrpoSection, **changes: Any) -> None:
+        self.grpo, self.samples = grpo, random_samples(12, updates=1, seed=4, **changes)
         self.samples.trainable[3] = False
         size = self.samples.num_completion_tokens
         random = np.random.default_rng(5)
@@ -94,8 +94,8 @@ class Batch:
 
     def loss(self, logits: Tensor, rows: list[int] | None = None) -> Tensor:
         """The loss of a micro-batch of some samples, or of all."""
-        owner = self.samples.per_token(np.arange(len(self.samples)))
-        index = torch.from_numpy(np.flatnonzero(np.isin(owner, range(len(self.samples)) if rows is None else rows)))
+        packed = pack(self.samples, np.arange(len(self.samples)) if rows is None else np.array(rows))
+        index = torch.from_numpy(packed.token_index)
         none: Any = torch.zeros(0)  # the loss reads none of these
         batch = MicroBatchTensors(
             input_ids=none,

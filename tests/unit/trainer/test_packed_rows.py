@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tandem_config.schema import RunConfig
-from tests.integration.trainer.reference import CONFIG, make_samples, token_logprobs
+from tests.integration.trainer.reference import CONFIG, make_samples, masked, token_logprobs
 from tests.kit.models import save_model
 from trainer_service.batch.packed import Packed, pack
 from trainer_service.batch.samples import Samples
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.timeout(120)  # models are made, and compute, in each t
 CPU = torch.device("cpu")
 TOLERANCE = 1e-5
 SAMPLES = make_samples()
+MASKED = masked(SAMPLES)
 NUM = len(SAMPLES)
 
 
@@ -64,6 +65,9 @@ def test_logprobs_equal_transformers_at_every_budget(kind: str, tmp_path: Path) 
             set_limits(engine, budget, share)
             for got, other in zip(engine.logprobs(SAMPLES), expected, strict=True):
                 assert np.abs(got - other.numpy()).max() <= TOLERANCE
+            for got, other in zip(engine.logprobs(MASKED), expected, strict=True):
+                assert np.abs(got - other.numpy() * MASKED.loss_mask).max() <= TOLERANCE
+                assert not got[~MASKED.loss_mask].any()
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +125,8 @@ def test_order_cuts_padding_stand_ins_and_shared_prompts_change_nothing(model: P
         packed()
 
 
-def test_a_step_is_the_same_at_every_budget(model: Path) -> None:
+@pytest.mark.parametrize("samples", [SAMPLES, MASKED], ids=["whole", "masked"])
+def test_a_step_is_the_same_at_every_budget(model: Path, samples: Samples) -> None:
     """Loss, gradient norm and weights of a GRPO step of two updates, in the samples' order and another."""
     with engine_of(model) as engine:
 
@@ -132,10 +137,10 @@ def test_a_step_is_the_same_at_every_budget(model: Path) -> None:
             weights = {name: weight.clone() for name, weight in engine.tensors().items()}
             return {"metrics": dict(metrics), "weights": weights}
 
-        expected = step(SAMPLES, 64)
+        expected = step(samples, 64)
         assert expected["metrics"].pop("prompt_sharing") == 1.0
         for budget, share in itertools.product((19, 30, 1000), (False, True)):
-            got = step(reversed_within_updates(SAMPLES), budget, share)
+            got = step(reversed_within_updates(samples), budget, share)
             assert (got["metrics"].pop("prompt_sharing") < 1) == share
             assert got["metrics"] == pytest.approx(expected["metrics"], abs=TOLERANCE)
             for name, weight in got["weights"].items():
@@ -149,11 +154,15 @@ def reversed_within_updates(samples: Samples) -> Samples:
     def of_tokens(values: Any, starts: Any, lengths: Any) -> Any:
         return np.concatenate([values[starts[i] : starts[i] + lengths[i]] for i in order])
 
+    mask = {"loss_mask": samples.loss_mask} if samples.loss_mask.size else {}
     return replace(
         samples,
         sample_ids=tuple(samples.sample_ids[i] for i in order),
         token_ids=of_tokens(samples.token_ids, samples.token_starts, samples.lengths),
-        rollout_logprobs=of_tokens(samples.rollout_logprobs, samples.completion_starts, samples.completion_lengths),
+        **{
+            name: of_tokens(values, samples.completion_starts, samples.completion_lengths)
+            for name, values in {"rollout_logprobs": samples.rollout_logprobs, **mask}.items()
+        },
         **{
             name: getattr(samples, name)[order]
             for name in ("prompt_lengths", "completion_lengths", "advantages", "trainable")

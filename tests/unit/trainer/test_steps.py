@@ -11,7 +11,7 @@ import torch
 
 from servicekit.errors import NotFinite
 from tests.integration.trainer.optimizer_step import reference_step
-from tests.integration.trainer.reference import CONFIG, NUM_UPDATES, make_samples
+from tests.integration.trainer.reference import CONFIG, NUM_UPDATES, make_samples, masked
 from tests.kit.models import load
 from tests.unit.trainer.conftest import KL
 from tests.unit.trainer.test_reference_policy import same, state_of
@@ -43,6 +43,24 @@ def test_a_step_equals_that_of_transformers(make_engine: Make, models: Path, set
     norm = engine.tensors()["decoder.final_layernorm.weight"]
     torch.testing.assert_close(norm, policy.model.norm.weight.detach(), rtol=0, atol=1e-5)
     assert found["trained_tokens"] == settings.get("epochs", 1) * SAMPLES.per_token(SAMPLES.trainable).sum()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"epochs": 2}, {"objective": "gspo", "dual_clip": None, "aggregation": "seq-mean-token-mean"}], ids=str
+)
+def test_a_step_of_masked_samples_equals_that_of_transformers(
+    make_engine: Make, models: Path, settings: dict[str, Any]
+) -> None:
+    samples = masked(SAMPLES)
+    found = make_engine(reference_path="other", **settings).train_step(samples, NUM_UPDATES).metrics
+    policy, grpo = load(models / "policy"), CONFIG["grpo"] | KL | {"kl_estimator": "k3"} | settings
+    expected = reference_step(policy, samples, grpo, reference=load(models / "other"))
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    whole = reference_step(load(models / "policy"), SAMPLES, grpo, reference=load(models / "other"))
+    assert abs(whole["loss"] - expected["loss"]) > 1e-3
+    assert found["tokens"] == samples.loss_mask.sum()
+    trained = samples.loss_mask & samples.per_token(samples.trainable)
+    assert found["trained_tokens"] == settings.get("epochs", 1) * trained.sum()
 
 
 def test_adamw_runs_as_one_kernel(make_engine: Make) -> None:
