@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -17,7 +18,9 @@ from tandem_config.loading import load_config
 from tandem_config.schema import RunConfig
 from tests.house.repository import REPO
 from tests.kit.folders import write_config
+from tests.unit.trainer.test_shared_prompts import grouped
 from trainer_service.batch.chunks import CHUNK_BYTES
+from trainer_service.batch.packed import context_share, pack
 from weightsync.layouts.megatron import padded_vocabulary
 from weightsync.model.presets import preset
 from weightsync.model.spec import ModelSpec
@@ -85,6 +88,23 @@ def test_context_parallel_attention_keeps_its_weights(
     (memory,) = trainer_memory(config, spec, completion_share=3 / 4)
     assert memory.resident == pytest.approx(resident, rel=1e-6)
     assert with_all_logits(config, spec, 3 / 4) == pytest.approx(peak, rel=1e-3)
+
+
+@pytest.mark.parametrize(("context", "share"), [(1, False), (1, True), (2, False), (2, True)])
+def test_copies_are_of_the_keys_that_a_row_attends_to(context: int, share: bool) -> None:
+    multiple = 2 * context if context > 1 else 1
+    whole = pack(grouped(3, [201] * 4, 160), np.arange(12), share_prompts=share, sequence_multiple=multiple)
+    row = context_share(whole, 0, context) if context > 1 else whole
+    tokens = whole.input_ids.size
+    config = overlay(
+        "cluster", "data.max_prompt_tokens=160", "grpo.max_new_tokens=200", "grpo.group_size=4",
+        f"trainer.max_tokens_per_micro_batch={tokens}", f"trainer.share_prompts={str(share).lower()}",
+        f"trainer.context_parallel={context}",
+    )  # fmt: skip
+    (memory,) = trainer_memory(config, preset("qwen2.5-7b"))
+    # keys and values, and gradients of the copies and of the row; tensor_parallel: 4
+    expected = 0 if row.keys is None else 2 * (2 * row.keys.size + tokens) * 512 // 4 * 2
+    assert memory.copies == pytest.approx(expected, rel=1e-3)
 
 
 def test_two_layers_are_right_to_a_thousandth() -> None:
