@@ -32,13 +32,13 @@ def with_copies(
     """
     copies = [_Copies.apply(row, *indices) for row in (key, value)]
     rows = {
-        copy.untyped_storage().data_ptr(): (row.detach(), index)
+        copy.untyped_storage()._cdata: (row.detach(), index)  # fake tensors have no address of data
         for row, made in zip((key, value), copies, strict=True)
         for copy, index in zip(made, indices, strict=True)
     }
 
     def hold(saved: Tensor) -> Tensor | _Held:
-        copied = rows.get(saved.untyped_storage().data_ptr())
+        copied = rows.get(saved.untyped_storage()._cdata)
         return saved if copied is None else (*copied, saved.size(), saved.stride(), saved.storage_offset())
 
     def give(held: Tensor | _Held) -> Tensor:
