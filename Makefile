@@ -23,7 +23,7 @@ endef
 WORKERS := -n 3 --dist loadfile
 
 .PHONY: help venv demo test test-fast test-all check check-format check-lint check-types check-imports check-protos
-.PHONY: format proto freeze-protos lock clean check-cuda gpu-check bench-sync bench-train images
+.PHONY: format proto freeze-protos lock clean check-cuda gpu-check bench-sync bench-train bench-demo images
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -89,6 +89,10 @@ bench-sync: venv ## measure weight sync against SGLang's own updates (half an ho
 bench-train: venv ## measure a train step against transformers, TRL and the matmul floor (20 minutes, both cores)
 	@tools/bench_train/make_venv.sh
 	@$(PY) -W ignore -m tools.bench_train $(ARGS)
+
+bench-demo: venv ## measure whole iterations of the demo against TRL's (15 minutes, both cores)
+	@tools/bench_train/make_venv.sh
+	@$(PY) -W ignore -m tools.bench_train.demo $(ARGS)
 
 images: ## build the container images with Docker, for CPUs or with VARIANT=gpu (docs/docker.md)
 	@deploy/images/build.sh

@@ -156,7 +156,12 @@ def matrix() -> list[Cell]:
     ]
 
 
-@pytest.mark.parametrize("cell", matrix(), ids=str)
+def marked(cell: Cell) -> Any:
+    """Cells for every run of the tests: all that kill, and what freezes somebody while weights are on their way."""
+    return pytest.param(cell, marks=() if cell.killed or cell.phase == "transfer" else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("cell", map(marked, matrix()), ids=[str(cell) for cell in matrix()])
 def test_cell(cell: Cell, fleets: Fleets) -> None:
     with fleets.whole() as fleet:
         run_cell(cell, fleet)

@@ -1,7 +1,7 @@
 """Unit tests are quick: one that computes for more than 5 s is named in pytest's warnings, unless it says why it does.
 
-Said, not failed: the seconds of the processor that a virtual machine counts vary three-fold with what its host does
-beside it, so a limit on them would fail a run for the machine it is on. The clock has a limit, for what waits or blocks.
+Said, not failed: the processor seconds that a virtual machine counts vary three-fold with what its host does beside it,
+so a limit on them would fail a run for the machine it is on. The clock has a limit, for what waits or blocks.
 """
 
 import time

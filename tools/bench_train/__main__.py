@@ -1,10 +1,12 @@
 """`make bench-train`: measures a train step in every way, interleaved, and writes benchmarks/train.*.
 
-A run of some `--shapes`, `--lengths` or `--ways` writes only these: give it another `--out`.
+A run of some `--shapes`, `--lengths` or `--ways` writes only these: give it another `--out`, or `--merge`, which keeps
+the other cases of the file; each case says which run it is of.
 """
 
 import argparse
 import asyncio
+import json
 import os
 import sys
 import tempfile
@@ -36,6 +38,9 @@ async def run(arguments: argparse.Namespace) -> None:
         "cases": {},
         "ratios": {},
     }
+    if arguments.merge:
+        old = json.loads((arguments.out / "train.json").read_text(encoding="utf-8"))
+        results |= {"shapes": old["shapes"] | results["shapes"], "cases": old["cases"]}
     with tempfile.TemporaryDirectory(prefix="bench-models-") as folder:
         for shape in arguments.shapes:
             print(f"{shape} ...", file=sys.stderr, flush=True)
@@ -50,7 +55,9 @@ async def run(arguments: argparse.Namespace) -> None:
                 threads=arguments.threads,
                 trl=arguments.trl_python.absolute(),
             )
-            results["cases"] |= found
+            results["cases"] |= {
+                name: case | {"run": results["run"], "commit": results["commit"]} for name, case in found.items()
+            }
             results["ratios"] = headline(results["cases"])
             for name, case in found.items():
                 print(f"  {name}: {case['seconds']} s, {case['ratios']}", file=sys.stderr, flush=True)
@@ -73,6 +80,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each way; its ranks share them")
     parser.add_argument("--trl-python", type=Path, default=TRL_PYTHON, help="interpreter of TRL's environment")
     parser.add_argument("--out", type=Path, default=Path("benchmarks"))
+    parser.add_argument("--merge", action="store_true", help="keep the other cases of the file")
     arguments = parser.parse_args()
     if "trl" in arguments.ways and not arguments.trl_python.exists():
         parser.error(

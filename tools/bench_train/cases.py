@@ -33,6 +33,17 @@ async def measure(
         trl: interpreter of TRL's environment.
     Returns: the entries of train.json, by "shape, lengths".
     """
+    out: dict[str, dict[str, Any]] = {}
+    for some in SHAPES[shape].passes(ways):
+        for name, found in (await _measure(shape, lengths, some, model, repetitions, threads, trl)).items():
+            out[name] = _joined(out[name], found) if name in out else found
+    return out
+
+
+async def _measure(
+    shape: str, lengths: Sequence[str], ways: Sequence[str], model: Path, repetitions: int, threads: int, trl: Path
+) -> dict[str, dict[str, Any]]:
+    """Measure ways whose processes are open at the same time."""
     out = {}
     async with running(ways, shape, model, threads, trl) as handles:
         for kind in lengths:
@@ -52,6 +63,17 @@ async def measure(
             out[f"{shape}, {kind}"] = (
                 _describe(shape, kind, runs) | {"flops": flops} | {"agreement": agreement} | conditions
             )
+    return out
+
+
+def _joined(first: dict[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Add to an entry what a later pass measured: ways that it has already keep their figures, of their own pass."""
+    out = dict(first)
+    for key in ("medians_s", "tokens_per_s", "peak_mib", "rise_mib", "ratios", "agreement", "samples_s"):
+        out[key] = first[key] | {way: value for way, value in second[key].items() if way not in first[key]}
+    out["samples_s_apart"] = second["samples_s"]
+    out["seconds"] = round(first["seconds"] + second["seconds"], 1)
+    out["load_average_after"] = second["load_average_after"]
     return out
 
 

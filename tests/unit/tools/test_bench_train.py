@@ -7,19 +7,25 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tools.bench_train.cases import _joined
 from tools.bench_train.report.figures import TARGETS, headline, ratios
 from tools.bench_train.report.page import BEGIN, END, page, summary, write
 from tools.bench_train.shapes import (
     DEFAULT_SHAPES,
     GROUP,
+    LAYOUTS,
     LENGTHS,
     SHAPES,
     UPDATES,
+    Shape,
     completion_lengths,
     make_samples,
     step_flops,
 )
 from tools.bench_train.workers.handle import WAYS
+from tools.bench_train.workers.ours import configuration
+from weightsync.layouts.layout import Parallel
+from weightsync.layouts.stages import chunks_of
 from weightsync.model.spec import ModelSpec
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
@@ -78,6 +84,7 @@ def test_a_page_and_a_readme_show_the_figures(tmp_path: Path) -> None:
         "ratios": {"ours_tp1": {"vs_padded": 2.0}}, "flops": 2e9, "flops_per_s": 4e9, "parameters": 7, "samples": 8,
         "tokens": 9, "longest": 3, "repetitions": 5, "seconds": 6.0, "load_average_before": [1.25, 0, 0],
         "load_average_after": [2.0, 0, 0],
+        "run": "now",
         "agreement": {"ours_tp1": {"loss_difference": 1e-7, "weight_difference": 2e-8, "largest_weight_change": 3e-5}},
     }  # fmt: skip
     results = {
@@ -113,9 +120,44 @@ def test_what_is_committed_has_every_case_and_the_ratios_of_the_contract() -> No
     for case in committed["cases"].values():
         assert set(case["samples_s"]) == set(WAYS)
         assert min(map(len, case["samples_s"].values())) >= 5
-        again = ratios(runs(**case["samples_s"]))
+        apart = case.get("samples_s_apart", {})
         for way, found in case["ratios"].items():
+            again = ratios(runs(**(apart if way in apart else case["samples_s"])))
             assert found == pytest.approx(again[way], rel=0.02)  # samples are rounded
     assert (BENCHMARKS / "train.md").read_text(encoding="utf-8") == page(committed)
     assert f"{BEGIN}\n{summary(committed)}{END}" in (BENCHMARKS / "README.md").read_text(encoding="utf-8")
     assert "<svg" in (BENCHMARKS / "train.svg").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_every_model_fits_every_layout(shape: Shape, layout: Parallel, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(shape.config()), encoding="utf-8")
+    sizes = Parallel(**configuration(tmp_path, layout).trainer.parallel_sizes)
+
+    chunks = chunks_of(shape.layers, sizes)
+
+    assert [chunk.stage for chunk in chunks] == list(range(layout.pipeline))
+    assert sum(chunk.num_layers for chunk in chunks) == shape.layers
+
+
+def test_ways_of_a_later_pass_are_added_and_others_keep_their_figures() -> None:
+    keys = ("medians_s", "tokens_per_s", "peak_mib", "rise_mib", "ratios", "agreement", "samples_s")
+    first = {key: {"ours_tp1": 1, "padded": 2} for key in keys} | {"seconds": 10.0, "load_average_after": [1.0]}
+    second = {key: {"ours_dp2": 3, "padded": 4} for key in keys} | {"seconds": 5.0, "load_average_after": [2.0]}
+
+    found = _joined(first, second)
+
+    assert all(found[key] == {"ours_tp1": 1, "padded": 2, "ours_dp2": 3} for key in keys)
+    assert found["samples_s_apart"] == second["samples_s"]
+    assert (found["seconds"], found["load_average_after"]) == (15.0, [2.0])
+
+
+def test_a_pass_has_everything_that_its_ways_are_compared_with() -> None:
+    passes = SHAPES["100m"].passes(list(WAYS))
+
+    assert sorted(way for each in passes for way in each if way.startswith("ours")) == sorted(
+        way for way in WAYS if way.startswith("ours")
+    )
+    assert all({"padded", "trl", "floor"} < set(each) for each in passes)
+    assert SHAPES["10m"].passes(["ours_dp2", "padded"]) == [["ours_dp2", "padded"]]

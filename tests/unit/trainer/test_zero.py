@@ -20,7 +20,8 @@ ZERO = {"distributed_optimizer": True}
 OVERLAP = ZERO | {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 4000}
 Make = Callable[..., MegatronEngine]
 # The first engine imports transformers and writes models: a minute on a busy machine.
-pytestmark = [pytest.mark.timeout(240), pytest.mark.parametrize("dtype", ["float32", "bfloat16"])]
+_DTYPES = ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.parametrize("dtype", _DTYPES)]
 
 
 def state_of(engine: MegatronEngine) -> dict[str, torch.Tensor]:

@@ -57,10 +57,11 @@ def page(results: Mapping[str, Any]) -> str:
         "Conditions": _conditions(cases),
         "Definitions": [f"* **{name}**: {text}" for name, text in results["definitions"].items()],
     }
+    runs = len({case["run"] for case in cases.values()})
     head = (
-        f"One run, begun {results['run']}, commit {results['commit'] or 'unknown'}; {host['cpu']}, {host['cores']} "
-        f"cores, {results['threads']} threads a way, float32. Written by `make bench-train`; what the columns mean "
-        "stands below."
+        f"Runs: {runs}, the last begun {results['run']}, commit {results['commit'] or 'unknown'}; {host['cpu']}, "
+        f"{host['cores']} cores, {results['threads']} threads a way, float32. Written by `make bench-train`; what the "
+        "columns mean stands below."
     )
     lines = ["# A train step, measured", "", head]
     for title, part in parts.items():

@@ -21,19 +21,22 @@ from tools.bench_train.workers.channel import (
 from trainer_service.batch.samples import Samples
 from trainer_service.megatron_engine.engine import MegatronEngine
 from weightsync.layouts.layout import Parallel
+from weightsync.model.spec import ModelSpec
 
 DEADLINE = timedelta(seconds=600)
 
 
 def configuration(model: Path, layout: Parallel) -> RunConfig:
-    """Make the settings: those of the other ways, and the defaults."""
+    """Make the settings: those of the other ways, and the defaults. The first stage has the rest of the layers."""
+    layers, stages = ModelSpec.from_folder(model).num_layers, layout.pipeline
     fields: dict[str, Any] = {
         "model": {"path": model, "dtype": "float32"},
         "data": {"train": model / "unused.jsonl"},
         "grpo": {"clip_low": CLIP_RATIO, "clip_high": CLIP_RATIO, "updates_per_iteration": UPDATES},
         "trainer": {
             "tensor_parallel": layout.tensor,
-            "pipeline_parallel": layout.pipeline,
+            "pipeline_parallel": stages,
+            "first_stage_layers": layers - layers // stages * (stages - 1) if layers % stages else None,
             "data_parallel": layout.data,
             "learning_rate": LEARNING_RATE,
             "adam_eps": ADAM_EPS,
