@@ -135,7 +135,7 @@ def pretend_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     import megatron.core.tensor_parallel.random as states
     from megatron.core.models.gpt import GPTModel
 
-    from trainer_service.megatron_engine import checkpoint
+    from trainer_service.saved import writing
     from weightsync.transfer import tensors
 
     monkeypatch.setattr(states, "_get_cuda_rng_state", lambda *_, **__: torch.zeros(16, dtype=torch.uint8))
@@ -152,7 +152,7 @@ def pretend_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     memory_of = tensors.memory_of
     monkeypatch.setattr(tensors, "memory_of", lambda tensor: memory_of(zeros(tensor)))
     monkeypatch.setattr(
-        checkpoint,
+        writing,
         "save_file",
         lambda held, path, **kwargs: save_file({name: zeros(t) for name, t in held.items()}, path, **kwargs),
     )
