@@ -3,12 +3,13 @@
 The trainer is counted as trainer_service.megatron_engine builds it, with flash attention. The micro-batch is taken as
 full, and all of its tokens as completion tokens. Memory peaks either at the output layer, with the activations that
 every layer keeps (forward, or as the backward pass begins), where a layer's activations are computed again
-(trainer.recompute), or in the optimizer (AdamW updates all parameters in one call). The tokens of a mixture of experts
-are taken as evenly spread over the experts.
+(trainer.recompute), where its attention reads copies of keys and values (trainer.share_prompts, context parallelism),
+or in the optimizer (AdamW updates all parameters in one call). The tokens of a mixture of experts are taken as evenly
+spread over the experts; prompts and completions that share them as long as they may be.
 
 Not counted: what CUDA, NCCL and the allocator's fragments take (1 to 3 GiB); an engine's activations (SGLang's own
-estimate is 1.5 MiB for each token of a prefill chunk; they are freed before a weight sync); temporary tensors inside a
-layer. Overestimated: masked attention under context parallelism, if the GPU has a fused kernel for it.
+estimate is 1.5 MiB for each token of a prefill chunk; they are freed before a weight sync); other temporary tensors
+inside a layer; in float32, for which there is no kernel, the scores of completions that share a prompt.
 """
 
 import math
@@ -44,6 +45,7 @@ class TrainerMemory:
             share of these two under trainer.distributed_optimizer).
         activations: what the layers keep for the backward pass, of all micro-batches in flight.
         recomputed: what the backward pass computes again and holds at a time: of one layer.
+        copies: the copies of keys and values that the attention of one layer reads, and their gradients.
         logits: two chunks of the local vocabulary's, and the hidden states that they are computed from.
         head_backward: the same in the output layer's backward pass, with the gradients of its weight and of its input.
         optimizer: temporary memory of AdamW's step.
@@ -57,6 +59,7 @@ class TrainerMemory:
     resident: int
     activations: int
     recomputed: int
+    copies: int
     logits: int
     head_backward: int
     optimizer: int
@@ -87,6 +90,7 @@ class TrainerMemory:
             "at the forward's peak": self.activations + self.logits,
             "in the output layer's backward pass": self.activations + self.head_backward,
             "where a layer is computed again": self.activations + self.recomputed if self.recomputed > 0 else 0,
+            "where a layer attends to copies": self.activations + self.recomputed + self.copies if self.copies else 0,
             "in the optimizer": self.optimizer,
             "while the reference policy is measured": self.reference + self.logits if self.reference > 0 else 0,
             "in a weight sync": self.buffers,
@@ -154,6 +158,7 @@ def trainer_memory(config: RunConfig, spec: ModelSpec, *, completion_share: floa
                 resident=resident,
                 activations=activations,
                 recomputed=recomputed,
+                copies=_copies(config, spec, parallel),
                 logits=logits,
                 head_backward=head_backward,
                 optimizer=stepped * _FLOAT,
@@ -245,7 +250,7 @@ def _layer(config: RunConfig, spec: ModelSpec, parallel: Parallel, layer: int) -
     q, kv = _projected(spec, parallel)
     norms = split * (4 * spec.hidden_size * width + 2 * _FLOAT)  # in and out, twice; a scale per token
     attention = 0
-    if parallel.context > 1 and q != kv:
+    if parallel.context > 1:
         # the output, and what the norms of q and k take and give
         attention += tokens * (q + (2 * (q + kv) if spec.qk_norm else 0)) * width
     else:
@@ -265,28 +270,48 @@ def _core_attention(config: RunConfig, spec: ModelSpec, parallel: Parallel) -> i
     """Return the bytes that the core attention of a layer keeps, beside its inputs and its output."""
     tokens, width = _tokens(config, parallel), _width(config)
     q, kv = _projected(spec, parallel)
-    if parallel.context > 1 and q != kv:
+    if parallel.context > 1 and width == _FLOAT:
         return _scores(config, parallel, tokens, q, q // spec.head_dim)
-    gathered = 2 * parallel.context * tokens * kv * width if parallel.context > 1 else 0  # of all ranks
-    # rotated q and k; a log-sum per head
-    return gathered + tokens * (q + kv) * width + tokens * (q // spec.head_dim) * _FLOAT
+    # rotated queries, and keys: the rank's own, or keys and values of all ranks; a log-sum per head
+    keys = kv if parallel.context == 1 else 2 * parallel.context * kv
+    return tokens * (q + keys) * width + tokens * (q // spec.head_dim) * _FLOAT
 
 
 def _unkept_inputs(config: RunConfig, spec: ModelSpec, parallel: Parallel) -> int:
     """Return the bytes of queries, keys and values that only a core attention that is computed again keeps."""
     q, kv = _projected(spec, parallel)
-    if parallel.context == 1 or q == kv or spec.qk_norm:
+    if parallel.context == 1 or spec.qk_norm:
         return 0
     return _tokens(config, parallel) * (q + 2 * kv) * _width(config)
 
 
 def _scores(config: RunConfig, parallel: Parallel, tokens: int, q: int, heads: int) -> int:
-    """Return the bytes that attention keeps under context parallelism: no fused kernel has its mask and grouped heads.
+    """Return the bytes that attention keeps under context parallelism in float32, which has no fused kernel.
 
-    Float32 queries, keys and values of every head and all ranks, and the attention weights: tokens x columns per head.
+    Queries, keys and values of every head, and the attention weights: a token's chunk, one of 2 * CP of its sequence,
+    attends to those up to its own, on average to CP + 1/2 of them.
     """
-    columns = _longest(config, tokens * parallel.context)
-    return tokens * ((1 + 2 * parallel.context) * q + heads * columns) * _FLOAT
+    chunks = 2 * parallel.context
+    columns = _longest(config, tokens * parallel.context) * (chunks + 1) // (2 * chunks)
+    return tokens * ((chunks + 2) * q + heads * columns) * _FLOAT
+
+
+def _copies(config: RunConfig, spec: ModelSpec, parallel: Parallel) -> int:
+    """Return the bytes of the keys and values that a layer's attention copies, and of their gradients.
+
+    Each completion of a group has a copy of the prompt, on each context-parallel rank one for either of its two chunks,
+    and those have copies of what is before them in their sequence. 0 where each sequence attends to itself only.
+    """
+    context, group = parallel.context, config.grpo.group_size if config.trainer.share_prompts else 1
+    if context == 1 and group == 1:
+        return 0
+    prompt, completion = config.data.max_prompt_tokens, config.grpo.max_new_tokens
+    rows, chunks = config.trainer.max_tokens_per_micro_batch, 2 if context > 1 else 1
+    of_prompts = rows * chunks * group * prompt // (prompt + group * completion) if group > 1 else 0
+    own = rows if context == 1 else rows * (2 * context + 1) // (2 * context)
+    _, kv = _projected(spec, parallel)
+    # of the row, or of all ranks' rows, there is a gradient too
+    return 2 * (2 * (of_prompts + own) + rows) * kv * _width(config)
 
 
 def _mlp(config: RunConfig, spec: ModelSpec, parallel: Parallel, layer: int) -> int:

@@ -17,19 +17,6 @@ def _sequence_parallel_needs_tensor_parallel(config: RunConfig) -> ConfigProblem
     )
 
 
-@check("trainer.share_prompts", "trainer.context_parallel")
-def _shared_prompts_are_whole(config: RunConfig) -> ConfigProblem | None:
-    if not config.trainer.share_prompts or config.trainer.context_parallel == 1:
-        return None
-    return ConfigProblem(
-        key="trainer.share_prompts",
-        value="true",
-        message="needs each prompt on one rank, but trainer.context_parallel "
-        f"{config.trainer.context_parallel} divides every sequence among ranks",
-        suggestion="set trainer.context_parallel: 1, or trainer.share_prompts: false",
-    )
-
-
 @check(
     "trainer.pipeline_parallel",
     "trainer.virtual_pipeline",

@@ -199,10 +199,7 @@ class TrainerSection(Section):
     )
     share_prompts: bool = Field(
         False,
-        description=(
-            "Compute a prompt once for all of its completions in a micro-batch, instead of once for each; not with "
-            "context_parallel."
-        ),
+        description="Compute a prompt once for all of its completions in a micro-batch, instead of once for each.",
         json_schema_extra=about("prompts that are short beside their completions gain little"),
     )
     peak_tflops: PositiveFloat | None = Field(

@@ -63,6 +63,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "rank": 3,
         "dtype": "bfloat16",
     },
+    "dp2-shared": {
+        "config": DENSE,
+        "trainer": {"tensor_parallel": 1, "data_parallel": 2, "share_prompts": True},
+        "rank": 1,
+        "dtype": "bfloat16",
+    },
+    "cp2-tp2-shared": {
+        "config": DENSE,
+        "trainer": {"tensor_parallel": 2, "context_parallel": 2, "sequence_parallel": True, "share_prompts": True},
+        "rank": 1,
+        "dtype": "bfloat16",
+    },
     "tp4-float32": {"config": DENSE, "trainer": {"tensor_parallel": 4}, "rank": 3, "dtype": "float32"},
 }
 MISTAKES = ("cpu", "cuda:5", "no device set", "gradient")

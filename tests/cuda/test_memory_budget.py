@@ -47,6 +47,7 @@ CASES = {
     "7B, TP2 CP2 SP": Case(
         DENSE, {"tensor_parallel": 2, "context_parallel": 2, "sequence_parallel": True}, completion_share=3 / 4
     ),
+    "Qwen3, CP2": Case(QWEN3, {"tensor_parallel": 2, "context_parallel": 2}, completion_share=3 / 4),
     "Qwen3, CP2, float32": Case(QWEN3, {"tensor_parallel": 2, "context_parallel": 2}, "float32", 3 / 4),
     "Qwen3, one rank, float32": Case(QWEN3, {}, "float32"),
 }

@@ -35,7 +35,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tandem_config.schema import RunConfig
 from tests.cuda.fake_tensors import Recorded, fake_cuda
-from trainer_service.batch.samples import Samples
+from trainer_service.batch.samples import Samples, span_indices, starts
 from weightsync.transfer.spare import SpareShard
 
 DEVICE = torch.device("cuda", 3)  # not 0: what names no device would be there
@@ -135,7 +135,7 @@ def pretend_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     import megatron.core.tensor_parallel.random as states
     from megatron.core.models.gpt import GPTModel
 
-    from trainer_service.megatron_engine import checkpoint
+    from trainer_service.saved import writing
     from weightsync.transfer import tensors
 
     monkeypatch.setattr(states, "_get_cuda_rng_state", lambda *_, **__: torch.zeros(16, dtype=torch.uint8))
@@ -152,7 +152,7 @@ def pretend_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     memory_of = tensors.memory_of
     monkeypatch.setattr(tensors, "memory_of", lambda tensor: memory_of(zeros(tensor)))
     monkeypatch.setattr(
-        checkpoint,
+        writing,
         "save_file",
         lambda held, path, **kwargs: save_file({name: zeros(t) for name, t in held.items()}, path, **kwargs),
     )
@@ -226,17 +226,22 @@ def leave_a_gradient(monkeypatch: pytest.MonkeyPatch, to: str) -> None:
 
 
 def samples(vocabulary: int, *, alike: bool) -> Samples:
-    """16 of two updates; alike: of the same lengths."""
+    """16 of two updates, four of each prompt; alike: of the same lengths."""
     rng, count = np.random.default_rng(0), 16
-    prompts, completions = rng.integers(4, 20, count), rng.integers(2, 30, count)
+    group = np.arange(count) // 4
+    prompts, completions = rng.integers(4, 20, count)[group], rng.integers(2, 30, count)
     if alike:
         prompts, completions = np.full(count, 12), np.full(count, 20)
+    lengths = prompts + completions
+    ids = rng.integers(0, vocabulary, int(lengths.sum()))
+    of_prompt = span_indices(starts(lengths), prompts)
+    ids[of_prompt] = np.repeat(group, prompts)
     return Samples(
         sample_ids=tuple(f"s{i}" for i in range(count)),
         update_index=np.repeat([0, 1], count // 2).astype(np.int64),
         prompt_lengths=prompts.astype(np.int64),
         completion_lengths=completions.astype(np.int64),
-        token_ids=rng.integers(0, vocabulary, int((prompts + completions).sum())).astype(np.int64),
+        token_ids=ids.astype(np.int64),
         rollout_logprobs=-rng.random(int(completions.sum())).astype(np.float32),
         advantages=rng.standard_normal(count).astype(np.float32),
         trainable=np.ones(count, np.bool_),

@@ -2,6 +2,8 @@
 
 Runs what the machine allows, writes benchmarks/gpu/<device>.json, and reports what it skipped and why:
 
+    attention    the trainer's core attention in torch's kernel against a dense mask, with its gradients: whole
+                 sequences, shared prompts and context-parallel ranks' chunks, which have fewer queries than keys
     services     Megatron and SGLang as `tandem run` starts them, with a tiny random model, over NCCL:
       dense        TP2 -> TP2: a round in_place, staged, keep_kv; after each, checksums against SGLang's own loader and
                    log-probs of the rollout against the trainer's; two train steps after --resume against the same two

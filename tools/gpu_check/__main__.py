@@ -20,6 +20,7 @@ from tools.gpu_check.fleet import redis_url, run_case
 
 OUT = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "gpu"
 NOTHING_RAN = 2
+PARTS = ("attention", "services", "speed")
 # Dry run: as many GPUs as any case needs, and a small model.
 DRY_GPUS, DRY_LAYERS, DRY_HIDDEN = 4, 2, 64
 
@@ -35,10 +36,16 @@ def main() -> int:
 
     if options.device == "cuda" and not torch.cuda.is_available():
         print("gpu-check: skipped everything: torch finds no CUDA device here")
-        print("  not run: real services, collective over NCCL, colocated over CUDA IPC, device copies")
+        print(
+            "  not run: attention's kernel, real services, collective over NCCL, colocated over CUDA IPC, device copies"
+        )
         return nothing_ran
     configure_logging("gpu-check", level="ERROR")
     report: dict[str, Any] = {"device": device_name(options.device), "environment": environment(), "skipped": []}
+    if "attention" in options.parts:
+        from tools.gpu_check.attention import check_attention
+
+        report |= {"attention": check_attention(options.device)}
     if "services" in options.parts:
         report |= {"services": check_services(options.device, report["skipped"])}
     if "speed" in options.parts:
@@ -58,7 +65,7 @@ def parse() -> argparse.Namespace:
         description=tools.gpu_check.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run over gloo")
-    parser.add_argument("--parts", nargs="+", choices=("services", "speed"), default=["services", "speed"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds per case, after one that is not")
     parser.add_argument("--layers", type=int, help="layers of the random model (default 24: 0.6 B parameters)")
     parser.add_argument("--hidden", type=int, help="hidden size of the random model (default 1024)")
@@ -73,7 +80,7 @@ def parse() -> argparse.Namespace:
 
 def verdict(report: dict[str, Any], nothing_ran: int) -> int:
     """Return the exit code: 1 if a check or case failed; `nothing_ran` if none ran."""
-    passed = [check["passed"] for check in report.get("services", [])]
+    passed = [check["passed"] for part in ("attention", "services") for check in report.get(part, [])]
     passed += [case["exact"] for case in report.get("cases", [])]
     return nothing_ran if not passed else int(not all(passed))
 

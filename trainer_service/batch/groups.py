@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer_service.batch.packed import inputs
+from trainer_service.batch.packed import inputs, rounded_up
 from trainer_service.batch.samples import IntArray, Samples, by_value, starts
 
 
@@ -22,23 +22,37 @@ def singles(samples: Samples, rows: IntArray, multiple: int = 1) -> Groups:
     return Groups(members=np.split(rows, rows.size) if rows.size else [], tokens=inputs(samples, rows, multiple))
 
 
-def by_prompt(samples: Samples, rows: IntArray, max_tokens: int, wanted_tokens: int | None = None) -> Groups:
+def by_prompt(
+    samples: Samples, rows: IntArray, max_tokens: int, wanted_tokens: int | None = None, multiple: int = 1
+) -> Groups:
     """Group samples of equal prompts; those that do not fit are further groups, each with a copy of the prompt.
 
     Args:
         max_tokens: of a group, unless it is a single sample.
         wanted_tokens: smaller groups than these are not needed, as far as half of a group's tokens are completions;
             None: as large as max_tokens allows.
+        multiple: the tokens of each sequence are rounded up to this.
     """
     wanted = max_tokens if wanted_tokens is None else wanted_tokens
     prompts = by_value(rows, samples.prompt_index[rows])
-    members = [part for prompt in prompts for part in _fill(samples, prompt, max_tokens, wanted)]
-    return Groups(members=members, tokens=np.array([row_tokens(samples, part) for part in members], np.int64))
+    members = [part for prompt in prompts for part in _fill(samples, prompt, max_tokens, wanted, multiple)]
+    return Groups(members=members, tokens=np.array([row_tokens(samples, part, multiple) for part in members], np.int64))
 
 
-def row_tokens(samples: Samples, rows: IntArray) -> int:
-    """Count the tokens of a row that shares prompts: each of them once, and completions without their last token."""
-    return int(inputs(samples, rows).sum() - repeated(samples, rows).sum())
+def row_tokens(samples: Samples, rows: IntArray, multiple: int = 1) -> int:
+    """Count the tokens of a row that shares prompts: each of them once, and completions without their last token.
+
+    Args:
+        multiple: the tokens of each sequence are rounded up to this: of a shared prompt, of each of its completions,
+            of a sample that shares its prompt with no other.
+    """
+    _, lead, group, counts = np.unique(
+        samples.prompt_index[rows], return_index=True, return_inverse=True, return_counts=True
+    )
+    several = counts > 1
+    prompts = rounded_up(samples.prompt_lengths[rows[lead[several]]], multiple)
+    completions = rounded_up(samples.completion_lengths[rows[several[group]]] - 1, multiple)
+    return int(prompts.sum() + completions.sum() + inputs(samples, rows[lead[~several]], multiple).sum())
 
 
 def repeated(samples: Samples, rows: IntArray) -> IntArray:
@@ -47,11 +61,11 @@ def repeated(samples: Samples, rows: IntArray) -> IntArray:
     return np.delete(samples.prompt_lengths[rows], first)
 
 
-def _fill(samples: Samples, members: IntArray, max_tokens: int, wanted_tokens: int) -> list[IntArray]:
+def _fill(samples: Samples, members: IntArray, max_tokens: int, wanted_tokens: int, multiple: int) -> list[IntArray]:
     """Cut samples of one prompt into the parts that a micro-batch can hold; completions of like lengths together."""
-    prompt = int(samples.prompt_lengths[members[0]])
+    prompt = int(rounded_up(samples.prompt_lengths[members[:1]], multiple)[0])
     room = min(max_tokens - prompt, max(wanted_tokens - prompt, prompt))
-    lengths = samples.completion_lengths[members] - 1
+    lengths = rounded_up(samples.completion_lengths[members] - 1, multiple)
     order = np.argsort(-lengths, kind="stable")
     ends, held = [], 0
     for place, length in enumerate(lengths[order].tolist()):

@@ -12,17 +12,21 @@ class Packed:
     """One row of T tokens: B samples, each without its last token, which predicts nothing.
 
     The row is s sequences. One is a whole sample, or a prompt that several samples share, or the completion of one of
-    those, which attends to the prompt's tokens (its prefix) and to its own. It has t completion tokens to predict,
-    those that are the policy's: the logits at `positions[k]` predict token k; several completions' first tokens are
-    predicted at one position if they share a prompt. Padding is 0s: after a sequence, up to a multiple that context
-    parallelism needs, and as one more sequence at the row's end, up to a multiple that sequence parallelism needs.
+    those, which attends to the prompt's tokens and to its own. It has t completion tokens to predict, those that are
+    the policy's: the logits at `positions[k]` predict token k; several completions' first tokens are predicted at one
+    position if they share a prompt. Padding is 0s: after a sequence, up to a multiple that context parallelism needs,
+    and as one more sequence at the row's end, up to a multiple that sequence parallelism needs.
+
+    A context-parallel rank's row (`context_share`) is chunks of these sequences, which attend to all before them.
     """
 
     input_ids: IntArray  # [1, T]
     position_ids: IntArray  # [1, T] each token's place in its sample
-    lengths: IntArray  # [s] tokens of each sequence, on all context-parallel ranks together, with its padding
-    prefix_starts: IntArray  # [s] where in the row the tokens are that a sequence attends to before its own
-    prefix_lengths: IntArray  # [s] how many there are: 0 but for completions that share a prompt
+    lengths: IntArray  # [s] tokens of each sequence, with its padding
+    attended: IntArray  # [s] tokens that each sequence attends to, of which its own are the last
+    # [sum of attended] where those of each sequence are, in the rows of all context-parallel ranks, one after the
+    # other; None: every sequence attends to its own tokens only
+    keys: IntArray | None
     positions: IntArray  # [t]
     targets: IntArray  # [t] the tokens' ids
     token_index: IntArray  # [t] index of the token in the step's [T] arrays
@@ -41,10 +45,19 @@ class _Sequences:
     own: IntArray  # [B] the sequence of the completion's tokens; if they are one, which no sequence has, as `first`
 
 
+def rounded_up(lengths: IntArray, multiple: int) -> IntArray:
+    """Round lengths of sequences up to a multiple.
+
+    >>> rounded_up(np.array([0, 3, 4]), 4).tolist()
+    [0, 4, 4]
+    """
+    rounded: IntArray = -(-lengths // multiple) * multiple
+    return rounded
+
+
 def inputs(samples: Samples, rows: IntArray, multiple: int = 1) -> IntArray:
     """Return how many tokens each sample takes in a row, [B]: all but its last, rounded up to a multiple."""
-    tokens: IntArray = -(-(samples.lengths[rows] - 1) // multiple) * multiple
-    return tokens
+    return rounded_up(samples.lengths[rows] - 1, multiple)
 
 
 def pack(
@@ -65,13 +78,13 @@ def pack(
         row_multiple: T is a multiple of this, and this of sequence_multiple (sequence parallelism: TP).
     """
     found = _shared(samples, rows) if share_prompts else _whole(samples, rows)
-    room = -(-found.lengths // sequence_multiple) * sequence_multiple
+    room = rounded_up(found.lengths, sequence_multiple)
     begin, padding = starts(room), -int(room.sum()) % row_multiple
     input_ids = np.zeros(int(room.sum()) + padding, np.int64)
     input_ids[span_indices(begin, found.lengths)] = samples.token_ids[span_indices(found.sources, found.lengths)]
-    has_prefix, rest = found.prefixes >= 0, [0] if padding else []
     lengths = np.append(room, [padding] if padding else []).astype(np.int64)
-    prefixes = np.append(np.where(has_prefix, found.lengths[found.prefixes], 0), rest).astype(np.int64)
+    has_prefix, prefixes = found.prefixes >= 0, np.zeros_like(lengths)
+    prefixes[: room.size] = np.where(has_prefix, found.lengths[found.prefixes], 0)
     completions, prompts = samples.completion_lengths[rows], samples.prompt_lengths[rows]
     apart = has_prefix[found.own]  # the completion is a sequence of its own
     positions = span_indices(begin[found.own] + np.where(apart, 0, prompts) - 1, completions)
@@ -83,14 +96,25 @@ def pack(
         input_ids=input_ids[None],
         position_ids=span_indices(prefixes, lengths)[None],
         lengths=lengths,
-        prefix_starts=np.append(np.where(has_prefix, begin[found.prefixes], 0), rest).astype(np.int64),
-        prefix_lengths=prefixes,
+        attended=prefixes + lengths,
+        keys=_keys(begin[found.prefixes], prefixes, lengths) if has_prefix.any() else None,
         positions=positions[of_policy],
         targets=samples.token_ids[span_indices(samples.token_starts[rows] + prompts, completions)][of_policy],
         token_index=token_index[of_policy],
         rows=rows,
         counted=counted,
     )
+
+
+def _keys(prefix_begin: IntArray, prefixes: IntArray, lengths: IntArray) -> IntArray:
+    """Return the places of each sequence's prefix and of its own tokens, sequence after sequence.
+
+    Args:
+        prefix_begin: [s] of sequences without a prefix: anything; padding at the row's end may be left out.
+    """
+    first = np.stack([np.zeros_like(lengths), starts(lengths)], 1)
+    first[: prefix_begin.size, 0] = prefix_begin
+    return span_indices(first.ravel(), np.stack([prefixes, lengths], 1).ravel())
 
 
 def _whole(samples: Samples, rows: IntArray) -> _Sequences:
@@ -135,21 +159,38 @@ def _shared(samples: Samples, rows: IntArray) -> _Sequences:
 def context_share(packed: Packed, rank: int, size: int) -> Packed:
     """Take a context-parallel rank's tokens: of each sequence, chunks `rank` and `2 * size - 1 - rank` of 2 * size.
 
-    With causal attention later chunks cost more; an early and a late one together cost the same on every rank. The
-    sequences' lengths must be multiples of 2 * size, and none may have a prefix. A rank may get no completion token.
+    A chunk attends to itself, to the chunks before it and to the prompt that its sequence shares. Later chunks cost
+    more; an early and a late one together cost the same on every rank, whatever precedes the sequence. The row is all
+    sequences' early chunks, then all late ones: equal ones follow one another. A rank may get no completion token.
+
+    Args:
+        packed: a whole row, whose sequences' lengths are multiples of 2 * size.
     """
-    chunks = packed.lengths // (2 * size)
-    first, second = (starts(packed.lengths) + number * chunks for number in (rank, 2 * size - 1 - rank))
-    held = span_indices(np.stack([first, second], 1).ravel(), np.repeat(chunks, 2))
+    chunks, numbers = packed.lengths // (2 * size), np.array([rank, 2 * size - 1 - rank])
+    held = _held(packed.lengths, rank, size)
     local = np.full(packed.input_ids.size, -1)
     local[held] = np.arange(held.size)
     positions = local[packed.positions]
     mine = positions >= 0
+    ends = ((numbers[:, None] + 1) * chunks).ravel()  # of each chunk in its sequence
+    attended = np.tile(packed.attended - packed.lengths, 2) + ends
+    all_keys = np.arange(packed.input_ids.size) if packed.keys is None else packed.keys
+    places = np.argsort(np.concatenate([_held(packed.lengths, other, size) for other in range(size)]))
     return replace(
         packed,
         input_ids=packed.input_ids[:, held],
         position_ids=packed.position_ids[:, held],
+        lengths=np.tile(chunks, 2),
+        attended=attended,
+        keys=places[all_keys[span_indices(np.tile(starts(packed.attended), 2), attended)]],
         positions=positions[mine],
         targets=packed.targets[mine],
         token_index=packed.token_index[mine],
     )
+
+
+def _held(lengths: IntArray, rank: int, size: int) -> IntArray:
+    """Return which tokens of a row a context-parallel rank has, in its order."""
+    chunks, begin = lengths // (2 * size), starts(lengths)
+    first = np.concatenate([begin + number * chunks for number in (rank, 2 * size - 1 - rank)])
+    return span_indices(first, np.tile(chunks, 2))

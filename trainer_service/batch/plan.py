@@ -201,7 +201,7 @@ def _cut(samples: Samples, chosen: BoolArray, owner: IntArray, ranks: RankShare)
 def _tokens(samples: Samples, rows: IntArray, ranks: RankShare) -> int:
     """Count the tokens of a row, but for padding at its end."""
     if ranks.share_prompts:
-        return row_tokens(samples, rows)
+        return row_tokens(samples, rows, ranks.sequence_multiple)
     return int(inputs(samples, rows, ranks.sequence_multiple).sum())
 
 
@@ -209,12 +209,13 @@ def _groups(samples: Samples, rows: IntArray, ranks: RankShare) -> Groups:
     """Group a rank's samples of a pass: what is in a group goes through the model together."""
     if not ranks.share_prompts:
         return singles(samples, rows, ranks.sequence_multiple)
-    groups = by_prompt(samples, rows, ranks.max_tokens)
+    multiple = ranks.sequence_multiple
+    groups = by_prompt(samples, rows, ranks.max_tokens, multiple=multiple)
     if ranks.pipeline_parallel == 1:
         return groups
     # small enough for the micro-batches that keep all stages at work
     wanted = int(groups.tokens.sum()) // (MICRO_BATCHES_PER_STAGE * ranks.pipeline_parallel)
-    return by_prompt(samples, rows, ranks.max_tokens, max(MIN_TOKENS_TO_SPLIT, wanted))
+    return by_prompt(samples, rows, ranks.max_tokens, max(MIN_TOKENS_TO_SPLIT, wanted), multiple)
 
 
 def _cut_updates(samples: Samples, num_updates: int, grpo: GrpoSection, ranks: RankShare) -> list[_Pass]:

@@ -157,10 +157,16 @@ class StepRunner:
 
     @property
     def _share_group(self) -> dist.ProcessGroup | None:
-        """The ranks of which one measures a token and another may train on it."""
-        if self.grpo.epochs == 1 or self.ranks.data_parallel == 1:
-            return None
-        return parallel_state.get_data_parallel_group()
+        """The ranks of which one measures a token and another may train on it.
+
+        With several epochs a sample moves between copies of the model. Where prompts are shared, a token's place in its
+        sequence, and so its context-parallel rank, depends on which samples of the prompt are in the same pass.
+        """
+        over_copies = self.grpo.epochs > 1 and self.ranks.data_parallel > 1
+        over_chunks = self.ranks.share_prompts and self.ranks.context_parallel > 1
+        if over_chunks and not over_copies:
+            return self._context_group
+        return parallel_state.get_data_parallel_group(with_context_parallel=over_chunks) if over_copies else None
 
     def _load(self, batches: list[Packed]) -> list[MicroBatchTensors]:
         return [to_device(batch, self.device) for batch in batches]

@@ -105,7 +105,7 @@ class TokenState:
     def share_measured(self) -> None:
         """Share log-probs with all ranks that may train on them.
 
-        With several epochs a sample's data-parallel rank depends on its place among the updates.
+        These are several where a sample, or a part of it, is not on the same rank in every pass.
         """
         self.old_logprobs = self._shared(self.old_logprobs, self.measured)
         if self.grpo.kl_in_loss:

@@ -57,5 +57,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"context_parallel": 2},
     "cp2-ep2": {"context_parallel": 2, "expert_parallel": 2},
     "tp2-cp2": {"tensor_parallel": 2, "sequence_parallel": True, "context_parallel": 2},
+    "dp2-cp2": {"data_parallel": 2, "context_parallel": 2},
     "cp2-pp2-virtual": {"context_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2},
 }

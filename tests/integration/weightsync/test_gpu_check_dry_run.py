@@ -48,6 +48,7 @@ def test_everything_runs_and_passes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     report = json.loads((tmp_path / "cpu.json").read_text())
     assert [(check["name"], check["passed"]) for check in report["services"]] == [(name, True) for name in CHECKS]
+    assert [check["passed"] for check in report["attention"]] == [True] * 4
     cases = report["cases"]
     assert {(case["name"].split()[0], case["exact"]) for case in cases} == {("collective", True), ("colocated", True)}
     assert all(case["segments_per_s"] > 0 for case in cases)

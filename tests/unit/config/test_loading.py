@@ -191,13 +191,6 @@ BAD_FILES = [
         "samples",
     ),
     ("trainer: {sequence_parallel: true}", "trainer.sequence_parallel", "true", "tensor_parallel is 1", "false"),
-    (
-        "trainer: {share_prompts: true, context_parallel: 2}",
-        "trainer.share_prompts",
-        "true",
-        "trainer.context_parallel 2 divides every sequence",
-        "trainer.context_parallel: 1",
-    ),
     ("rollout: {tensor_parallel: 4, nodes: 3}", "rollout.nodes", "3", "4 ranks", "1, 2, 4"),
     (
         "rollout: {tensor_parallel: 4, nodes: 2}\nfleet: {kind: kubernetes}",

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -17,7 +18,9 @@ from tandem_config.loading import load_config
 from tandem_config.schema import RunConfig
 from tests.house.repository import REPO
 from tests.kit.folders import write_config
+from tests.unit.trainer.test_shared_prompts import grouped
 from trainer_service.batch.chunks import CHUNK_BYTES
+from trainer_service.batch.packed import context_share, pack
 from weightsync.layouts.megatron import padded_vocabulary
 from weightsync.model.presets import preset
 from weightsync.model.spec import ModelSpec
@@ -63,16 +66,16 @@ def test_the_arithmetic_gives_what_fake_tensors_gave(name: str, tokens: int, pea
 @pytest.mark.parametrize(
     ("model", "settings", "resident", "peak"),
     [
-        ("qwen2.5-7b", {"trainer.sequence_parallel": "true"}, 16_102_771_460, 23_676_243_724),
+        ("qwen2.5-7b", {"trainer.sequence_parallel": "true"}, 16_102_771_460, 18_574_001_156),
         (
             "qwen3-8b",
             {"trainer.sequence_parallel": "false", "model.dtype": "float32"},
             14_489_637_124,
-            24_288_703_756,
+            20_082_960_924,
         ),
     ],
 )
-def test_context_parallel_attention_keeps_its_weights(
+def test_context_parallel_attention_keeps_all_ranks_keys_and_without_a_kernel_scores(
     model: str, settings: dict[str, str], resident: int, peak: int
 ) -> None:
     sizes = {"trainer.tensor_parallel": 2, "trainer.data_parallel": 1, "trainer.context_parallel": 2}
@@ -84,7 +87,24 @@ def test_context_parallel_attention_keeps_its_weights(
         spec = replace(spec, qk_norm=True, qkv_bias=False, num_heads=32, num_kv_heads=8, head_dim=128)
     (memory,) = trainer_memory(config, spec, completion_share=3 / 4)
     assert memory.resident == pytest.approx(resident, rel=1e-6)
-    assert with_all_logits(config, spec, 3 / 4) == pytest.approx(peak, rel=1e-3)
+    assert memory.forward == pytest.approx(peak, rel=1e-3)
+
+
+@pytest.mark.parametrize(("context", "share"), [(1, False), (1, True), (2, False), (2, True)])
+def test_copies_are_of_the_keys_that_a_row_attends_to(context: int, share: bool) -> None:
+    multiple = 2 * context if context > 1 else 1
+    whole = pack(grouped(3, [201] * 4, 160), np.arange(12), share_prompts=share, sequence_multiple=multiple)
+    row = context_share(whole, 0, context) if context > 1 else whole
+    tokens = whole.input_ids.size
+    config = overlay(
+        "cluster", "data.max_prompt_tokens=160", "grpo.max_new_tokens=200", "grpo.group_size=4",
+        f"trainer.max_tokens_per_micro_batch={tokens}", f"trainer.share_prompts={str(share).lower()}",
+        f"trainer.context_parallel={context}",
+    )  # fmt: skip
+    (memory,) = trainer_memory(config, preset("qwen2.5-7b"))
+    # keys and values, and gradients of the copies and of the row; tensor_parallel: 4
+    expected = 0 if row.keys is None else 2 * (2 * row.keys.size + tokens) * 512 // 4 * 2
+    assert memory.copies == pytest.approx(expected, rel=1e-3)
 
 
 def test_two_layers_are_right_to_a_thousandth() -> None:

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from tests.kit.stores import tiny_spec
+from tools.gpu_check import attention
 from tools.gpu_check.__main__ import main, summary, with_copy_share
 from tools.gpu_check.cases import cases
 from tools.gpu_check.weights import numbered
+from trainer_service.megatron_engine.attention import core
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.layouts.sglang import sglang_layout
@@ -59,6 +61,19 @@ def test_reference_values_are_one_model_on_both_sides() -> None:
     assert not torch.equal(joined, trainer["decoder.layers.2.mlp.linear_fc2.weight"])
     flat = joined.flatten()
     assert bool((flat[1:] != flat[:-1]).all())  # a shift by one element would be seen
+
+
+@pytest.mark.parametrize("case", attention.CASES, ids=lambda case: case.name)
+def test_attention_is_compared_with_a_dense_mask(
+    case: attention.AttentionCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong, figures = attention.compare(case, "cpu")
+    assert wrong == []
+    assert figures["kernel"] is False
+    # of fewer queries than keys the first query is that of the first key, as in another library's causal mask
+    monkeypatch.setattr(core, "_causal_after", lambda queries, keys, _: torch.ones(queries, keys).tril().bool())
+    wrong, _ = attention.compare(case, "cpu")
+    assert len(wrong) == (0 if case.name == "whole sequences" else 4)
 
 
 @pytest.mark.parametrize(("options", "status"), [([], 2), (["--allow-skip"], 0)])

@@ -51,16 +51,29 @@ def alone(
     return torch.cat(out).flatten(1)
 
 
-def row(lengths: Sequence[int], prefixes: Sequence[tuple[int, int]] | None = None) -> Packed:
+Prefixes = Sequence[tuple[int, int]]  # (start, length) in the row, of each sequence
+
+
+def keys_of(lengths: Sequence[int], prefixes: Prefixes) -> list[int]:
+    """What each sequence attends to, sequence after sequence: its prefix, and itself."""
+    ends = np.cumsum(lengths).tolist()
+    return [
+        index
+        for (start, size), end, length in zip(prefixes, ends, lengths, strict=True)
+        for index in (*range(start, start + size), *range(end - length, end))
+    ]
+
+
+def row(lengths: Sequence[int], prefixes: Prefixes | None = None) -> Packed:
     """A row of sequences, some of which attend to (start, length) of the row first."""
     empty = np.zeros(0, np.int64)
-    starts, sizes = zip(*(prefixes or [(0, 0)] * len(lengths)), strict=True)
+    sizes = [size for _, size in prefixes or []] or [0] * len(lengths)
     return Packed(
         input_ids=np.arange(sum(lengths))[None],
         position_ids=np.arange(sum(lengths))[None],  # not read
         lengths=np.array(lengths),
-        prefix_starts=np.array(starts),
-        prefix_lengths=np.array(sizes),
+        attended=np.array(lengths) + np.array(sizes),
+        keys=None if prefixes is None else np.array(keys_of(lengths, prefixes)),
         positions=empty,
         targets=empty,
         token_index=empty,
@@ -69,7 +82,7 @@ def row(lengths: Sequence[int], prefixes: Sequence[tuple[int, int]] | None = Non
     )
 
 
-def packing(lengths: Sequence[int], prefixes: Sequence[tuple[int, int]] | None = None) -> RowPacking:
+def packing(lengths: Sequence[int], prefixes: Prefixes | None = None) -> RowPacking:
     return RowPacking.of(row(lengths, prefixes), CPU)
 
 
@@ -97,25 +110,19 @@ def test_each_sequence_attends_within_itself(lengths: list[int]) -> None:
 # Two prompts, of 3 and 4 tokens; a sample of its own; completions of the prompts, two of them of equal length.
 SHARED_LENGTHS = [3, 5, 4, 2, 2, 1, 4]
 SHARED_PREFIXES = [(0, 0), (0, 0), (0, 0), (0, 3), (0, 3), (8, 4), (8, 4)]
-SHARED_KEYS = [
-    index
-    for (start, size), (end, length) in zip(
-        SHARED_PREFIXES, zip(np.cumsum(SHARED_LENGTHS).tolist(), SHARED_LENGTHS, strict=True), strict=True
-    )
-    for index in (*range(start, start + size), *range(end - length, end))
-]
 
 
-def expected_of_shared(of: Three) -> Tensor:
+def expected_of_shared(of: Three, lengths: Sequence[int], prefixes: Prefixes) -> Tensor:
     """Each completion after its own copy of the prompt's keys and values."""
-    sizes = [length + size for length, (_, size) in zip(SHARED_LENGTHS, SHARED_PREFIXES, strict=True)]
-    return alone(of[0], of[1][SHARED_KEYS], of[2][SHARED_KEYS], SHARED_LENGTHS, 0.3, sizes)
+    sizes = [length + size for length, (_, size) in zip(lengths, prefixes, strict=True)]
+    keys = keys_of(lengths, prefixes)
+    return alone(of[0], of[1][keys], of[2][keys], lengths, 0.3, sizes)
 
 
 def test_a_completion_attends_to_its_shared_prompt_and_to_itself() -> None:
     of = inputs(sum(SHARED_LENGTHS))
     got = attention()(*of, packed_seq_params=packing(SHARED_LENGTHS, SHARED_PREFIXES))
-    assert_equal_with_gradients(got, expected_of_shared(of), of)
+    assert_equal_with_gradients(got, expected_of_shared(of, SHARED_LENGTHS, SHARED_PREFIXES), of)
 
 
 def test_copies_of_a_prompt_are_not_held_for_the_backward_pass() -> None:
@@ -132,26 +139,26 @@ def test_copies_of_a_prompt_are_not_held_for_the_backward_pass() -> None:
     assert held < copies / 4
 
 
+def varlen(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, of_keys: Tensor, *longest: int, **options: Any
+) -> Tensor:
+    """In the place of torch's kernel, by what its documentation says of each argument: it runs on GPUs only."""
+    assert (ends.dtype, of_keys.dtype) == (torch.int32, torch.int32)
+    assert options.pop("window_size") == (-1, 0)
+    assert options.pop("enable_gqa") is True
+    lengths, sizes = ends.diff().tolist(), of_keys.diff().tolist()
+    assert longest == (max(lengths), max(sizes))
+    return alone(query, key, value, lengths, options["scale"], sizes).unflatten(1, (HEADS, DIM))
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_kernel_gets_the_sequences_and_a_causal_window(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
-    """The call of torch's kernel, by what its documentation says of each argument: it runs on GPUs only."""
-
-    def varlen(
-        query: Tensor, key: Tensor, value: Tensor, ends: Tensor, of_keys: Tensor, *longest: int, **options: Any
-    ) -> Tensor:
-        assert (ends.dtype, of_keys.dtype) == (torch.int32, torch.int32)
-        assert options.pop("window_size") == (-1, 0)
-        assert options.pop("enable_gqa") is True
-        lengths, sizes = ends.diff().tolist(), of_keys.diff().tolist()
-        assert longest == (max(lengths), max(sizes))
-        return alone(query, key, value, lengths, options["scale"], sizes).unflatten(1, (HEADS, DIM))
-
     monkeypatch.setattr(core, "varlen_attn", varlen)
     monkeypatch.setattr(core, "has_kernel", lambda query: True)
-    lengths = SHARED_LENGTHS if shared else [3, 3, 1, 5]
+    lengths, prefixes = (SHARED_LENGTHS, SHARED_PREFIXES) if shared else ([3, 3, 1, 5], [(0, 0)] * 4)
     of = inputs(sum(lengths))
-    got = attention()(*of, packed_seq_params=packing(lengths, SHARED_PREFIXES if shared else None))
-    assert_equal_with_gradients(got, expected_of_shared(of) if shared else alone(*of, lengths, 0.3), of)
+    got = attention()(*of, packed_seq_params=packing(lengths, prefixes if shared else None))
+    assert_equal_with_gradients(got, expected_of_shared(of, lengths, prefixes), of)
 
 
 @pytest.mark.parametrize(
@@ -176,20 +183,29 @@ def test_the_kernel_is_used_where_it_can_be(
     assert not core.has_kernel(query)
 
 
+@pytest.mark.parametrize("kernel", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
-def test_context_ranks_together_attend_as_one(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_context_ranks_together_attend_as_one(
+    monkeypatch: pytest.MonkeyPatch, size: int, shared: bool, kernel: bool
+) -> None:
     lengths = [4 * size, 2 * size, 2 * size, 6 * size]
-    of = inputs(sum(lengths))
+    # of the first sequence without its padding, and of a whole one
+    prefixes = [(0, 0), (0, 0), (0, 4 * size - 3), (4 * size, 2 * size)] if shared else None
+    of, whole = inputs(sum(lengths)), row(lengths, prefixes)
     from megatron.core import parallel_state  # not before `core`, which prepares it for CPUs
 
-    held = [torch.from_numpy(context_share(row(lengths), rank, size).input_ids[0]) for rank in range(size)]
+    monkeypatch.setattr(core, "varlen_attn", varlen)
+    monkeypatch.setattr(core, "has_kernel", lambda query: kernel)
+    shares = [context_share(whole, rank, size) for rank in range(size)]
+    held = [torch.from_numpy(share.input_ids[0]) for share in shares]
     gathered = torch.cat(held)
     out = torch.zeros(sum(lengths), HEADS * DIM, dtype=torch.float64)
-    for rank in range(size):
+    for rank, share in enumerate(shares):
         group = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: size)
         monkeypatch.setattr(parallel_state, "get_context_parallel_group", lambda group=group: group)
         others = iter([of[1][gathered], of[2][gathered]])
         monkeypatch.setattr(core, "gather_from_sequence_parallel_region", lambda x, group, o=others: next(o))
-        mine = attention(size)(*(x[held[rank]] for x in of), packed_seq_params=packing(lengths))
+        mine = attention(size)(*(x[held[rank]] for x in of), packed_seq_params=RowPacking.of(share, CPU))
         out = out.index_put((held[rank],), mine)
-    assert_equal_with_gradients(out, alone(*of, lengths, 0.3), of)
+    assert_equal_with_gradients(out, expected_of_shared(of, lengths, prefixes or [(0, 0)] * 4), of)

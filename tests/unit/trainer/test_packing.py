@@ -187,17 +187,16 @@ def test_context_ranks_share_each_sequence_and_every_completion_token_once(size:
     whole = pack(random_samples(6), np.arange(6), sequence_multiple=2 * size, row_multiple=8 * size)
     shares = [context_share(whole, rank, size) for rank in range(size)]
     for rank, share in enumerate(shares):
-        held: list[int] = []
-        for tokens_of_sequence in np.split(np.arange(whole.input_ids.size), np.cumsum(whole.lengths)[:-1]):
-            chunks = np.split(tokens_of_sequence, 2 * size)
-            held += [*chunks[rank], *chunks[2 * size - 1 - rank]]
+        sequences = np.split(np.arange(whole.input_ids.size), np.cumsum(whole.lengths)[:-1])
+        numbers = (rank, 2 * size - 1 - rank)
+        held = np.concatenate([np.split(tokens, 2 * size)[number] for number in numbers for tokens in sequences])
         assert np.array_equal(share.input_ids, whole.input_ids[:, held])
         assert np.array_equal(share.position_ids, whole.position_ids[:, held])
         # the token that predicts each target is the one at its position, as in the whole
         mine = np.isin(whole.token_index, share.token_index)
         assert np.array_equal(share.input_ids[0, share.positions], whole.input_ids[0, whole.positions[mine]])
         assert np.array_equal(share.targets, whole.targets[mine])
-        assert np.array_equal(share.lengths, whole.lengths)
+        assert np.array_equal(share.lengths, np.tile(whole.lengths // (2 * size), 2))
     tokens = np.concatenate([share.token_index for share in shares])
     assert sorted(tokens.tolist()) == sorted(whole.token_index.tolist())
 

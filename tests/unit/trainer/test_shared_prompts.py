@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from tandem_config.schema import GrpoSection
 from tests.unit.trainer.batches import random_samples
-from tests.unit.trainer.test_packing import ranks, rows_of, tokens_of
+from tests.unit.trainer.test_packing import ranks, rows_of
 from trainer_service.batch.cuts import deal
 from trainer_service.batch.groups import by_prompt, costs, row_tokens
-from trainer_service.batch.packed import pack
+from trainer_service.batch.packed import Packed, context_share, pack
 from trainer_service.batch.plan import measure_all, plan_step
-from trainer_service.batch.samples import Samples
+from trainer_service.batch.samples import IntArray, Samples
 from trainer_service.measure.flops import FlopCosts
 
 
@@ -41,67 +41,98 @@ def test_samples_have_the_number_of_their_prompt() -> None:
     ).prompt_index.tolist() == [0, 1]
 
 
-@settings(max_examples=50, deadline=None)
+def seen(batch: Packed, position: int, ids: IntArray) -> list[int]:
+    """The tokens that one at a position attends to. ids: of all context ranks."""
+    ends = np.cumsum(batch.lengths)
+    sequence = int(np.searchsorted(ends, position, side="right"))
+    first, later = int(batch.attended[:sequence].sum()), int(ends[sequence]) - 1 - position
+    keys = np.arange(ids.size) if batch.keys is None else batch.keys
+    return [int(token) for token in ids[keys[first : first + int(batch.attended[sequence]) - later]]]
+
+
+@settings(max_examples=80, deadline=None)
 @given(
     completions=st.lists(st.integers(1, 5), min_size=1, max_size=5),
     prompts=st.integers(1, 3),
-    multiple=st.sampled_from([1, 8]),
+    prompt=st.integers(1, 5),
+    context=st.integers(1, 3),
+    rows_of_multiple=st.sampled_from([1, 2]),
     seed=st.integers(0, 9),
 )
-def test_a_row_holds_each_prompt_once_and_every_prediction_has_its_past(
-    completions: list[int], prompts: int, multiple: int, seed: int
+def test_each_prompt_is_there_once_and_every_prediction_has_its_past_on_one_rank(
+    completions: list[int], prompts: int, prompt: int, context: int, rows_of_multiple: int, seed: int
 ) -> None:
-    samples = grouped(prompts, completions)
+    samples = grouped(prompts, completions, prompt)
     rows = np.random.default_rng(seed).permutation(len(samples))
-    batch = pack(samples, rows, share_prompts=True, row_multiple=multiple)
-    size = row_tokens(samples, rows)
-    assert batch.input_ids.size == batch.lengths.sum() == -(-size // multiple) * multiple
-    ends = np.cumsum(batch.lengths)
-    number = 0
+    multiple = 2 * context if context > 1 else 1
+    whole = pack(
+        samples, rows, share_prompts=True, sequence_multiple=multiple, row_multiple=multiple * rows_of_multiple
+    )
+    size, of_row = row_tokens(samples, rows, multiple), multiple * rows_of_multiple
+    assert whole.input_ids.size == whole.lengths.sum() == -(-size // of_row) * of_row
+    shares = [context_share(whole, rank, context) for rank in range(context)] if context > 1 else [whole]
+    ids = np.concatenate([share.input_ids[0] for share in shares])
+    found = [
+        (int(index), seen(share, int(position), ids), int(target), int(share.position_ids[0, position]))
+        for share in shares
+        for index, position, target in zip(share.token_index, share.positions, share.targets, strict=True)
+    ]
+    expected = []
     for row in rows.tolist():
-        past = tokens_of(samples, row)
-        for before in range(4, 4 + int(samples.completion_lengths[row])):
-            position = batch.positions[number]
-            sequence = int(np.searchsorted(ends, position, side="right"))
-            start, length = int(batch.prefix_starts[sequence]), int(batch.prefix_lengths[sequence])
-            begin = int(ends[sequence] - batch.lengths[sequence])
-            seen = [*batch.input_ids[0, start : start + length], *batch.input_ids[0, begin : position + 1]]
-            assert seen == past[:before]
-            assert batch.position_ids[0, position] == before - 1
-            assert batch.token_index[number] == samples.completion_starts[row] + before - 4
-            number += 1
-    assert number == batch.positions.size
+        start, length = int(samples.token_starts[row]), int(samples.lengths[row])
+        past = samples.token_ids[start : start + length].tolist()
+        for number, before in enumerate(range(prompt, length)):
+            index = int(samples.completion_starts[row]) + number
+            expected.append((index, past[:before], past[before], before - 1))
+    assert sorted(found) == sorted(expected)
+
+
+@pytest.mark.parametrize("context", [2, 3, 4])
+def test_context_ranks_have_equal_work_whatever_precedes_their_chunks(context: int) -> None:
+    multiple = 2 * context
+    whole = pack(grouped(3, [2, 30, 9], 21), np.arange(9), share_prompts=True, sequence_multiple=multiple)
+    shares = [context_share(whole, rank, context) for rank in range(context)]
+
+    def pairs(batch: Packed) -> int:
+        """Of a token and one that it attends to."""
+        return int((batch.lengths * (batch.attended - batch.lengths) + batch.lengths * (batch.lengths + 1) // 2).sum())
+
+    assert {share.input_ids.size * context for share in shares} == {whole.input_ids.size}
+    assert {pairs(share) * context for share in shares} == {pairs(whole)}
 
 
 def test_equal_lengths_follow_one_another() -> None:
     """Attention computes those together: here all prompts, then the completions of each length."""
     batch = pack(grouped(3, [3, 5, 3]), np.arange(9), share_prompts=True)
     assert batch.lengths.tolist() == [4] * 3 + [4] * 3 + [2] * 6
-    assert batch.prefix_lengths.tolist() == [0] * 3 + [4] * 9
+    assert (batch.attended - batch.lengths).tolist() == [0] * 3 + [4] * 9
 
 
 def test_a_sample_that_shares_with_no_other_is_one_sequence() -> None:
     batch = pack(grouped(3, [3, 5]), np.array([0, 1, 5]), share_prompts=True)
     assert batch.lengths.tolist() == [8, 6, 6]
-    assert not batch.prefix_lengths.any()
+    assert batch.attended.tolist() == [8, 6, 6]
+    assert batch.keys is None
 
 
 @settings(max_examples=100, deadline=None)
 @given(
     completions=st.lists(st.integers(1, 40), min_size=1, max_size=12),
-    max_tokens=st.integers(44, 200),
+    max_tokens=st.integers(48, 200),
     wanted=st.one_of(st.none(), st.integers(1, 100)),
+    multiple=st.sampled_from([1, 4, 6]),
 )
 def test_groups_hold_every_sample_once_within_the_budget(
-    completions: list[int], max_tokens: int, wanted: int | None
+    completions: list[int], max_tokens: int, wanted: int | None, multiple: int
 ) -> None:
     samples = grouped(2, completions)
-    found = by_prompt(samples, np.arange(len(samples)), max_tokens, wanted)
+    found = by_prompt(samples, np.arange(len(samples)), max_tokens, wanted, multiple)
     assert sorted(np.concatenate(found.members).tolist()) == list(range(len(samples)))
     for members, tokens in zip(found.members, found.tokens.tolist(), strict=True):
         assert len(set(samples.prompt_index[members].tolist())) == 1
-        assert tokens == pack(samples, members, share_prompts=True).input_ids.size <= max_tokens
-    if wanted is None and row_tokens(samples, np.arange(len(samples))) <= 2 * 44:
+        row = pack(samples, members, share_prompts=True, sequence_multiple=multiple)
+        assert tokens == row.input_ids.size <= max_tokens
+    if wanted is None and row_tokens(samples, np.arange(len(samples)), multiple) <= 2 * 48:
         assert len(found.members) == 2 or max(found.tokens) > max_tokens // 2
 
 
