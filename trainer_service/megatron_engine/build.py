@@ -51,6 +51,17 @@ def initialize_parallel(parallel: Parallel, seed: int, timeout_s: float) -> None
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
+def destroy_parallel() -> None:
+    """Destroy Megatron's process groups: 20, with three threads each on gloo; megatron-core itself forgets most of them.
+
+    Each rank does so by itself; nothing of theirs may be under way.
+    """
+    for group in parallel_state._global_process_group_list or []:
+        if group is not None:  # None is the world, which is not Megatron's
+            torch.distributed.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
+
+
 def _virtual(parallel: Parallel) -> int | None:
     """Return the virtual stages in mcore's form: None for none, which is not the same as 1."""
     return parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None

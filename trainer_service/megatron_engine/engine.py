@@ -302,7 +302,7 @@ class MegatronEngine:
 
     def close(self) -> None:
         """Destroy Megatron's process groups, so that another engine can be made in this process."""
-        parallel_state.destroy_model_parallel()
+        build.destroy_parallel()
 
 
 def _about(folder: Path) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Whole steps of a real engine of one rank: KL, entropy, epochs, and updates that are left out."""
 
+import gc
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -173,3 +175,14 @@ def test_by_default_the_step_is_undone(make_engine: Make) -> None:
     with pytest.raises(NotFinite, match=r"update 1 is not finite; samples: s8, .*s15; the weights are unchanged"):
         engine.train_step(overflowing(14), NUM_UPDATES)
     assert same(state_of(engine), before)
+
+
+def test_a_closed_engine_leaves_no_threads(make_engine: Make) -> None:
+    def threads() -> int:
+        make_engine()  # closes the one before
+        gc.collect()
+        return len(os.listdir("/proc/self/task"))
+
+    first = threads()
+
+    assert [threads() for _ in range(2)] == pytest.approx([first] * 2, abs=10)  # a process group has three

@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from tandem_config.loading import load_config
 
 
-class Clock(TrainerCallback):
+class Clock(TrainerCallback):  # type: ignore[misc]  # of transformers, which is not typed here
     """Notes when each optimizer update ends."""
 
     def __init__(self) -> None:
