@@ -52,7 +52,7 @@ def initialize_parallel(parallel: Parallel, seed: int, timeout_s: float) -> None
 
 
 def destroy_parallel() -> None:
-    """Destroy Megatron's process groups: 20, with three threads each on gloo; megatron-core itself forgets most of them.
+    """Destroy Megatron's process groups: 20, with three threads each on gloo. megatron-core only forgets most of them.
 
     Each rank does so by itself; nothing of theirs may be under way.
     """

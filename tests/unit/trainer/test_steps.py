@@ -1,7 +1,6 @@
 """Whole steps of a real engine of one rank: KL, entropy, epochs, and updates that are left out."""
 
 import gc
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -181,7 +180,7 @@ def test_a_closed_engine_leaves_no_threads(make_engine: Make) -> None:
     def threads() -> int:
         make_engine()  # closes the one before
         gc.collect()
-        return len(os.listdir("/proc/self/task"))
+        return sum(1 for _ in Path("/proc/self/task").iterdir())
 
     first = threads()
 
