@@ -53,7 +53,7 @@ class Shape:
         """
         together = [way for way in ways if way not in self.apart]
         second = [way for way in ways if way in self.apart or not way.startswith("ours")]
-        return [each for each in (together, second) if each == together or any(way in self.apart for way in each)]
+        return [together, second] if any(way in self.apart for way in ways) else [together]
 
     def config(self) -> dict[str, Any]:
         """Make the config.json: Qwen3, tied, float32."""
@@ -86,7 +86,7 @@ class Shape:
 
 # "tiny" is for the benchmark's own test, the next is the demo's model and work. Equal completions of the largest are
 # longer than others, which take minutes when padded: the floor has no optimizer, whose work is the same for any. All
-# ways to train it at once would take more than 24 GiB.
+# ways to train it together would take more than 24 GiB.
 SHAPES = {
     "tiny": Shape(
         layers=2, hidden=32, ffn=48, heads=2, kv_heads=2, head_dim=16, vocabulary=64,

@@ -72,14 +72,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 VARIANTS["masked-gspo"] = VARIANTS["gspo"]
 # With a mask: `masked`.
-MASKED_VARIANTS = {"masked", "masked-gspo"}
-VARIANTS |= {"shared-gspo": VARIANTS["gspo"], "shared-kl-epochs": VARIANTS["epochs"]}
+MASKED_VARIANTS = {"masked", "masked-gspo", "masked-shared"}
+VARIANTS |= {
+    "shared-gspo": VARIANTS["gspo"],
+    "shared-kl-epochs": VARIANTS["epochs"],
+    "masked-shared": VARIANTS["masked"],
+}
 # What of "trainer" differs.
 TRAINER_VARIANTS: dict[str, dict[str, Any]] = {
     "decay": {"weight_decay": 0.1},
     "shared": {"share_prompts": True},
     "shared-gspo": {"share_prompts": True},
     "shared-kl-epochs": {"share_prompts": True},
+    "masked-shared": {"share_prompts": True},
     "recompute": {"recompute": "full"},
     "recompute-one": {"recompute": "full", "recompute_layers": 1},
     "recompute-parts": {"recompute": "selective", "recompute_modules": ["core_attn", "mlp", "moe"]},

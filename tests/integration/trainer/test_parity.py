@@ -77,7 +77,7 @@ EXACT = [
     Case(kind="qwen2-tied", layout="pp2-virtual", variant="kl"),
     *(Case(kind="qwen3", layout=layout, variant="epochs") for layout in ("dp2", "tp2-pp2")),
     *(Case(kind="qwen3", layout=layout, variant="masked") for layout in ("dp2", "cp2", "tp2-pp2")),
-    Case(kind="qwen3", layout="cp2", variant="masked-gspo"),
+    *(Case(kind="qwen3", layout="cp2", variant=variant) for variant in ("masked-gspo", "masked-shared")),
     *(Case(kind="qwen3", layout=layout, variant="shared") for layout in ("tp2-sequence", "dp2", "tp2-pp2")),
     Case(kind="qwen2-tied", layout="pp2-virtual", variant="shared"),
     *(Case(kind="qwen3", layout="cp2", variant=variant) for variant in ("shared-gspo", "shared-kl-epochs")),

@@ -24,7 +24,7 @@ DEFINITIONS = {
     "peak_mib": "highest resident memory during a step, of all ranks together; rise_mib: above what was held before it",
     "vs_padded, vs_trl, vs_floor": (
         "seconds of the other way / seconds of ours: medians of the ratios in a repetition. At 100 M parameters DP2 "
-        "and PP2 have a pass of their own, with the other ways measured again: all at once would not fit into memory"
+        "and PP2 have a pass of their own, with the other ways measured again: all together would not fit into memory"
     ),
     "long_tail_vs_padded, equal_vs_padded": "vs_padded of ours_tp1, at the model where it is lowest",
     "vs_floor_100m": "vs_floor of ours_tp1 at 100 M parameters and equal lengths",
