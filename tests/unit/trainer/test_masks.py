@@ -165,8 +165,9 @@ def test_a_row_is_the_same_but_predicts_fewer_tokens(share_prompts: bool, multip
     assert 0 < counts.sum() < counts.size
     for name in ("positions", "targets", "token_index"):
         assert getattr(batch, name).tolist() == getattr(whole, name)[counts].tolist()
-    for name in ("input_ids", "position_ids", "lengths", "prefix_starts", "prefix_lengths"):
+    for name in ("input_ids", "position_ids", "lengths", "attended"):
         assert getattr(batch, name).tolist() == getattr(whole, name).tolist()
+    np.testing.assert_equal(batch.keys, whole.keys)
 
 
 def test_context_parallel_ranks_together_predict_the_policy_s_tokens_once() -> None:
