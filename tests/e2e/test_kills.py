@@ -64,6 +64,8 @@ def test_ten_kills_do_not_bend_the_curve(tandem: Callable[..., Tandem], tmp_path
     for name in CURVE:
         # Sums of another batch in the engine are rounded otherwise; a lost or doubled step is far beyond this.
         assert got[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), f"{name}; killed {killed}"
-    assert summary_of(tmp_path / "runs" / "struck")["damaged_checkpoints"] == []
+    # A kill while one is being written leaves an unfinished one, and the run says so; no finished one is damaged.
+    damaged = summary_of(tmp_path / "runs" / "struck")["damaged_checkpoints"]
+    assert [each for each in damaged if "was not finished" not in each] == []
     assert list_complete(tmp_path / "runs" / "struck")[-1][0] == ITERATIONS
     struck.assert_nothing_left()
