@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         alone_s = config.sync.lease_ttl_s + STOP_GRACE_S / 4
         return await run_together(programs, stop, grace_s=STOP_GRACE_S, alone_s=alone_s)
 
-    return run_main("rollout-hosts", hosts, name=options.name)
+    return run_main("rollout-hosts", hosts, name=options.name, loop_factory=asyncio.new_event_loop)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         programs = [Program(name=f"rank {env['RANK']}", command=command, env=env) for env in environments]
         return await run_together(programs, stop, grace_s=STOP_GRACE_S)
 
-    return run_main("trainer", ranks)
+    return run_main("trainer", ranks, loop_factory=asyncio.new_event_loop)
 
 
 if __name__ == "__main__":

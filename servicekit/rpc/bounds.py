@@ -123,7 +123,9 @@ def _check_field(message: Message, field: str, bound: Bound, table: Table, rules
         if isinstance(bound.each, SubMessage):
             check_message(item, table, rules, f"{path}[{index}].")
         else:
-            _refuse(f"{path}[{index}]", item, bound.each.problem(item))
+            problem = bound.each.problem(item)
+            if problem:
+                _refuse(f"{path}[{index}]", item, problem)
 
 
 def _refuse(path: str, value: object, problem: str) -> None:

@@ -2,8 +2,10 @@
 
 One command at a time, on one thread per rank, so that the order of all collectives is the same on every rank:
 
-    rank 0       header [kind, parts, bytes] -> lengths -> body   run   <- outcome of each rank
-    followers    header <- lengths <- body                        run   outcome -> rank 0
+    rank 0       frame [kind, parts, bytes, body] -> a longer body   run   <- outcome of each rank
+    followers    frame <- a longer body                              run   outcome -> rank 0
+
+Most commands and outcomes fit into a frame, so that they are one message each way.
 
 An idle rank 0 sends a NOOP every HEARTBEAT_S, so a follower never waits longer than the group's timeout, and both sides
 notice a lost peer. An outcome is bytes, or a TandemError, which goes to the caller and leaves the trainer serving. Any
@@ -11,8 +13,9 @@ other exception is a failure of the trainer: it ends every rank.
 """
 
 import queue
+import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,6 +28,9 @@ from servicekit.errors import ERRORS, Internal, TandemError
 from servicekit.logs import get_logger
 
 HEARTBEAT_S = 2.0
+# Room for the body of a sync phase, or of an outcome, in its first message.
+FRAME_BYTES = 4096
+_HEADER, _NUMBER = struct.Struct("<qqq"), struct.Struct("<q")
 
 log = get_logger(__name__)
 
@@ -75,20 +81,18 @@ class Wire:
         """On rank 0: send a command to all followers."""
         if self.world_size == 1:
             return
-        body = b"".join(parts)
-        self._share(torch.tensor([command, len(parts), len(body)], dtype=torch.int64))
-        if parts:
-            self._share(torch.tensor([len(part) for part in parts], dtype=torch.int64))
-        if body:
+        body = b"".join([_lengths(len(part) for part in parts), *parts])
+        self._share(_frame((command, len(parts), len(body)), body))
+        if len(body) > FRAME_BYTES:
             self._share(_as_tensor(body))
 
     def next_command(self) -> tuple[Command, list[bytes]]:
         """On a follower: wait for the next command."""
-        command, num_parts, size = self._share(torch.empty(3, dtype=torch.int64)).tolist()
-        lengths = self._share(torch.empty(num_parts, dtype=torch.int64)).tolist() if num_parts else []
-        body = bytes(self._share(torch.empty(size, dtype=torch.uint8)).numpy()) if size else b""
-        parts, start = [], 0
-        for length in lengths:
+        (command, num_parts, size), body = _unframe(self._share(_empty_frame()))
+        if size > FRAME_BYTES:
+            body = bytes(self._share(torch.empty(size, dtype=torch.uint8)).numpy())
+        parts, start = [], num_parts * _NUMBER.size
+        for (length,) in _NUMBER.iter_unpack(body[:start]):
             parts.append(body[start : start + length])
             start += length
         return Command(command), parts
@@ -101,8 +105,8 @@ class Wire:
         """On a follower: send the outcome of the command."""
         failed = outcome.error is not None
         body = _text_of(outcome.error).encode() if outcome.error is not None else outcome.body
-        dist.send(torch.tensor([failed, len(body)], dtype=torch.int64), 0, group=self._group)
-        if body:
+        dist.send(_frame((failed, 0, len(body)), body), 0, group=self._group)
+        if len(body) > FRAME_BYTES:
             dist.send(_as_tensor(body), 0, group=self._group)
 
     def outcome_of(self, rank: int, timeout_s: float | None = None) -> RankOutcome:
@@ -112,20 +116,40 @@ class Wire:
             timeout_s: None: the group's own timeout.
         Raises: RuntimeError: it is lost, or does not answer in time; the group cannot be used afterwards.
         """
-        header = torch.empty(2, dtype=torch.int64)
-        work = dist.irecv(header, rank, group=self._group)
+        frame = _empty_frame()
+        work = dist.irecv(frame, rank, group=self._group)
         if work is None:
             raise RuntimeError(f"rank {rank} is not in the control group")
         if timeout_s is None:
             work.wait()
         else:
             work.wait(timedelta(seconds=timeout_s))
-        failed, size = header.tolist()
-        body = torch.empty(size, dtype=torch.uint8)
-        if size:
+        (failed, _, size), data = _unframe(frame)
+        if size > FRAME_BYTES:
+            body = torch.empty(size, dtype=torch.uint8)
             dist.recv(body, rank, group=self._group)
-        data = bytes(body.numpy())
+            data = bytes(body.numpy())
         return RankOutcome(error=_error_from(data.decode())) if failed else RankOutcome(body=data)
+
+
+def _lengths(numbers: Iterable[int]) -> bytes:
+    return b"".join(_NUMBER.pack(number) for number in numbers)
+
+
+def _frame(header: tuple[int, int, int], body: bytes) -> torch.Tensor:
+    """Make the first message: header and body, or the header alone if the body is longer than a frame has room."""
+    return _as_tensor((_HEADER.pack(*header) + body[:FRAME_BYTES]).ljust(_HEADER.size + FRAME_BYTES, b"\0"))
+
+
+def _empty_frame() -> torch.Tensor:
+    return torch.empty(_HEADER.size + FRAME_BYTES, dtype=torch.uint8)
+
+
+def _unframe(frame: torch.Tensor) -> tuple[tuple[int, int, int], bytes]:
+    """Return a frame's header, and its body if that fits."""
+    data = bytes(frame.numpy())
+    command, parts, size = _HEADER.unpack_from(data)
+    return (command, parts, size), data[_HEADER.size : _HEADER.size + min(size, FRAME_BYTES)]
 
 
 def _as_tensor(body: bytes) -> torch.Tensor:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import DigestMismatch, TandemError
 from servicekit.redis.registry import Registry
-from trainer_service.ranks.commands import Command, Commander, Wire, follow
+from trainer_service.ranks.commands import FRAME_BYTES, Command, Commander, Wire, follow
 from trainer_service.ranks.liveness import Liveness
 from trainer_service.ranks.world import STORE_KEY, Place, connect, device_of, meet
 
@@ -55,6 +55,10 @@ def test_replies_refusals_and_stop(start: Callable[[str], Ranks], redis_server: 
     assert lines[0] == {"replies": ["0:one||three", "1:one||three", "2:one||three"]}
     assert lines[1] == {"refused": "DigestMismatch", "message": "trainer rank 1: bucket 3"}
     assert lines[2] == {"replies": ["0:", "1:", "2:"]}
+    whole = [f"{rank}:{'|'.join(part.decode() for part in LONG)}" for rank in range(3)]
+    assert [line["replies"] for line in lines[3:]] == [
+        [f"{rank}:{'x' * size}" for rank in range(3)] for size in EDGES
+    ] + [whole]
     assert [process.wait(timeout=30) for process in ranks] == [0, 0, 0]
 
 
@@ -87,6 +91,10 @@ def test_followers_end_when_rank_0_is_killed(start: Callable[[str], Ranks]) -> N
     assert [process.wait(timeout=30) for process in ranks[1:]] == [1, 1]
 
 
+# Bodies that just fit into the frame of a command or of an outcome, and that just do not: a part's length takes 8 bytes
+# of the former, and "0:" two of the latter.
+EDGES = tuple(FRAME_BYTES + more for more in (-9, -8, -7, -3, -2, -1))
+LONG = [b"a" * 3 * FRAME_BYTES, b"", b"b" * 7]
 # Much less than the 30 s of the control group's own collectives.
 PATIENCE_S = 3.0
 
@@ -127,7 +135,14 @@ def handlers(rank: int) -> dict[Command, Any]:
 
 
 SCENARIOS: dict[str, list[tuple[Command, list[bytes]]]] = {
-    "works": [(Command.SAVE, [b"one", b"", b"three"]), (Command.EXPORT, []), (Command.SAVE, []), (Command.STOP, [])],
+    "works": [
+        (Command.SAVE, [b"one", b"", b"three"]),
+        (Command.EXPORT, []),
+        (Command.SAVE, []),
+        *((Command.SAVE, [b"x" * size]) for size in EDGES),
+        (Command.SAVE, LONG),
+        (Command.STOP, []),
+    ],
     "fails": [(Command.LOGPROBS, [])],
     "dies": [(Command.PUBLISH, [])],
     "freezes": [(Command.SAVE, []), (Command.RESTORE, [])],

@@ -14,13 +14,14 @@ from tests.kit.waiting import until
 
 # Runs shell commands, given after the seconds of grace and those that the others have alone.
 TOGETHER = """
+import asyncio
 import sys
 from servicekit.life.lifecycle import run_main
 from servicekit.life.processes import Program, run_together
 programs = [Program(name=f"p{n}", command=["sh", "-c", text]) for n, text in enumerate(sys.argv[3:])]
 async def main(stop):
     return await run_together(programs, stop, grace_s=float(sys.argv[1]), alone_s=float(sys.argv[2]))
-sys.exit(run_main("together", main))
+sys.exit(run_main("together", main, loop_factory=asyncio.new_event_loop))
 """
 DEADLINE_S = 60.0
 FOREVER = "while :; do sleep 0.05; done"
