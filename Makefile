@@ -94,7 +94,7 @@ bench-demo: venv ## measure whole iterations of the demo against TRL's (15 minut
 	@tools/bench_train/make_venv.sh
 	@$(PY) -W ignore -m tools.bench_train.demo $(ARGS)
 
-images: ## build the container images with Docker, for CPUs or with VARIANT=gpu (docs/docker.md)
+images: ## build the container images with Docker: VARIANT=gpu, REGISTRY=..., PUSH=1 (docs/docker.md)
 	@deploy/images/build.sh
 
 check-cuda: venv ## imports, unit tests and layouts in the environment for NVIDIA GPUs, without a GPU (10 GB)

@@ -120,8 +120,8 @@ class ServiceEnvironment(ServerEnvironment):
         alias="TANDEM_ADVERTISE_HOST",
         validate_default=True,
         description=(
-            "Address at which others reach this process, for its record and for weight syncs. Unset: TANDEM_BIND_HOST. "
-            "A pod: status.podIP."
+            "Address at which others reach this process, for its record and for weight syncs; of several, with commas, "
+            "the first IPv4 address. Unset: TANDEM_BIND_HOST. A pod: status.podIPs."
         ),
     )
     metrics_port: Port = Field(
@@ -131,6 +131,13 @@ class ServiceEnvironment(ServerEnvironment):
         "",
         alias="TANDEM_KUBE_NAMESPACE",
         description="Namespace of the pods of fleet.kind kubernetes. Unset: the service account's, or kubeconfig's.",
+    )
+    rollout_set: str = Field(
+        "",
+        alias="TANDEM_ROLLOUT_SET",
+        pattern=r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?$",
+        description="Name of the set of the rollout pods, in place of fleet.rollout_set: where a kustomization's "
+        "namePrefix changes it. Unset: fleet.rollout_set.",
     )
     web_port: Port | None = Field(
         None,
@@ -161,21 +168,30 @@ class ServiceEnvironment(ServerEnvironment):
     @field_validator("run_dir")
     @classmethod
     def _is_folder(cls, folder: Path) -> Path:
-        if not folder.is_dir():
-            raise ValueError(f"{str(folder)!r} is not a folder")
+        try:
+            # Of a claim that several runs share, where this may be the first service of a new one.
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{str(folder)!r} is not a folder, and cannot be made: {error.strerror}") from None
         return folder
 
     @field_validator("advertise_host")
     @classmethod
     def _can_be_reached(cls, given: str, info: ValidationInfo) -> str:
         host = given or str(info.data.get("bind_host", ""))
+        if "," in host:
+            # Of a pod with two addresses the first may be the IPv6 one.
+            found = [each.strip() for each in host.split(",") if ":" not in each]
+            host = found[0] if found else host
         if host in WILDCARDS:
             raise ValueError(
                 f"{host} is an address to listen on (TANDEM_BIND_HOST), not to connect to: set "
-                "TANDEM_ADVERTISE_HOST to the address of this process, in a pod to status.podIP"
+                "TANDEM_ADVERTISE_HOST to the address of this process, in a pod to status.podIPs"
             )
         if ":" in host:
-            raise ValueError(f"{host!r} is not a host name or an IPv4 address; the port is added to it")
+            raise ValueError(
+                f"{host!r} is not a host name or an IPv4 address (gloo and SGLang know no others); the port is added"
+            )
         return host
 
     def advertised(self, bound: str | int) -> str:

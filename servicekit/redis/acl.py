@@ -2,14 +2,13 @@
 
     TANDEM_REDIS_PASSWORD=... python -m servicekit.redis.acl > users.acl
 
-The file holds the password's SHA-256 only. All other users may run PING (probes do), and nothing else.
+The file holds the password's SHA-256 only. All other users may run PING (probes do), and nothing else. This module
+needs the standard library alone: operators run it with the python3 of their own machine.
 """
 
 import hashlib
 import os
 import sys
-
-from servicekit.errors import ConfigError
 
 USER = "tandem"
 PASSWORD_VARIABLE = "TANDEM_REDIS_PASSWORD"
@@ -54,9 +53,9 @@ def rules() -> str:
 
 
 def acl_file(password: str, user: str = USER) -> str:
-    """Write the text of users.acl. Raises: ConfigError: the password is empty."""
+    """Write the text of users.acl. Raises: ValueError: the password is empty."""
     if not password:
-        raise ConfigError(f"the password of Redis user {user!r} is empty; set {PASSWORD_VARIABLE}")
+        raise ValueError(f"the password of Redis user {user!r} is empty; set {PASSWORD_VARIABLE}")
     digest = hashlib.sha256(password.encode()).hexdigest()
     return f"user default on nopass resetkeys resetchannels -@all +ping\nuser {user} on #{digest} {rules()}\n"
 
@@ -65,7 +64,7 @@ def main() -> int:
     """Print the file. Returns: 0, or 2 if there is no password."""
     try:
         sys.stdout.write(acl_file(os.environ.get(PASSWORD_VARIABLE, "")))
-    except ConfigError as error:
+    except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 2
     return 0

@@ -1,15 +1,16 @@
 """A FAKE kubelet for tests: runs the pods of built manifests as containers of a real Docker engine.
 
 It takes from a pod what a kubelet takes: image, command, environment (downward API, secrets), user, read-only root,
-capabilities, sysctls, volumes, limits, probes, grace period. It has no scheduler and no controllers (nothing is started
-again), enforces no NetworkPolicy, and names pods by Docker's DNS. What runs here has not run on Kubernetes.
+capabilities, sysctls, volumes, limits, probes, grace period. It does not evict a pod whose emptyDir grows beyond its
+limit. It has no scheduler and no controllers (nothing is started again), enforces no NetworkPolicy, and names pods by
+Docker's DNS. What runs here has not run on Kubernetes.
 """
 
 import base64
 import os
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ class FakeKubelet:
         container = pod.container
         command = [*container["command"], *container.get("args", [])]
         environ = self._environment(pod)
-        command = [re.sub(r"\$\((\w+)\)", lambda match: environ[match[1]], word) for word in command]
+        command = [expanded(word, environ) for word in command]
         options = ["--network", self._name, "--ip", pod.ip, "--hostname", pod.name, "--name", self._container(name)]
         options += [word for alias in pod.names for word in ("--network-alias", alias)]
         options += [word for key, value in environ.items() for word in ("--env", f"{key}={value}")]
@@ -123,7 +124,11 @@ class FakeKubelet:
         return f"{self._name}-{pod}"
 
     def _environment(self, pod: Pod) -> dict[str, str]:
-        return {entry["name"]: self._value(entry, pod) for entry in pod.container.get("env", [])}
+        made: dict[str, str] = {}
+        for entry in pod.container.get("env", []):
+            # Of what comes before in the list; the rest stays as it is written.
+            made[entry["name"]] = expanded(self._value(entry, pod), made)
+        return made
 
     def _value(self, entry: Manifest, pod: Pod) -> str:
         if "value" in entry:
@@ -135,7 +140,7 @@ class FakeKubelet:
         label = re.fullmatch(r"metadata\.labels\['(.+)'\]", path)
         if label is not None:
             return pod.labels[label[1]]
-        return {"metadata.name": pod.name, "metadata.namespace": "tandem", "status.podIP": pod.ip}[path]
+        return {"metadata.name": pod.name, "metadata.namespace": "tandem", "status.podIPs": pod.ip}[path]
 
     def _data(self, kind: str, name: str) -> dict[str, str]:
         """The entries of a ConfigMap or Secret. Raises: AssertionError: it is not in the manifests."""
@@ -160,15 +165,22 @@ class FakeKubelet:
             volume, path = volumes[mount["name"]], mount["mountPath"]
             if "emptyDir" in volume:
                 size = _bytes(volume["emptyDir"]["sizeLimit"])
-                options += (
-                    ["--shm-size", str(size)]
-                    if path == "/dev/shm"
-                    else ["--tmpfs", f"{path}:rw,exec,mode=1777,size={size}"]
-                )
+                if path == "/dev/shm":
+                    options += ["--shm-size", str(size)]
+                else:
+                    options += ["--volume", f"{self._scratch(str(volume['name']), pod)}:{path}:rw"]
             else:
                 mode = "ro" if mount.get("readOnly") else "rw"
                 options += ["--volume", f"{self._folder_of(volume, pod)}:{path}:{mode}"]
         return options
+
+    def _scratch(self, name: str, pod: Pod) -> Path:
+        """An emptyDir: a folder of the node's disk, for everybody to write and execute, as the kubelet makes it."""
+        folder = self._folder / "scratch" / pod.name / name
+        folder.mkdir(parents=True, exist_ok=True)
+        os.chown(folder, 0, pod.spec["securityContext"]["fsGroup"])
+        folder.chmod(0o2777)
+        return folder
 
     def _folder_of(self, volume: Manifest, pod: Pod) -> Path:
         if "persistentVolumeClaim" in volume:
@@ -183,6 +195,15 @@ class FakeKubelet:
         for key, text in self._data(kind, source).items():
             (folder / key).write_text(text, encoding="utf-8")
         return folder
+
+
+def expanded(text: str, environ: Mapping[str, str]) -> str:
+    """A text with $(NAME) as the kubelet takes it: a name that is not defined yet stays.
+
+    >>> expanded("/run/$(ID)/$(LATER)", {"ID": "a"})
+    '/run/a/$(LATER)'
+    """
+    return re.sub(r"\$\((\w+)\)", lambda match: environ.get(match[1], match[0]), text)
 
 
 def chown(folder: Path, group: int) -> None:

@@ -22,7 +22,7 @@ KIND = {name: kind for kind, names in OURS.items() for name in names}
 SERVICES = sorted(KIND)
 COMPOSE_TIMEOUT_S = 60.0
 
-OF_THE_COORDINATOR = {"TANDEM_WEB_PORT", "TANDEM_KUBE_NAMESPACE"}
+OF_THE_COORDINATOR = {"TANDEM_WEB_PORT", "TANDEM_KUBE_NAMESPACE", "TANDEM_ROLLOUT_SET"}
 # Read by trainer_service.host, which is not imported here: a test runs it as a program.
 OF_THE_TRAINER = {"TANDEM_RANKS_PER_HOST", "TANDEM_HOST_INDEX"}
 
@@ -33,6 +33,7 @@ ON_GPUS = sorted(name for name in SERVICES if service(name).get("ipc") == "host"
 # Settings that one machine's private network does without, and why; all others are set.
 UNSET = {
     "TANDEM_KUBE_NAMESPACE": "there is no Kubernetes",
+    "TANDEM_ROLLOUT_SET": "there is no set, and no Kubernetes",
     "TANDEM_RUN_TOKEN": "services meet on the project's own network; a person may set it from a secret of theirs",
     "TANDEM_REDIS_CA": "Redis is reached without TLS, on the project's own network",
     "TANDEM_REDIS_CERT": "Redis is reached without TLS, on the project's own network",
@@ -133,7 +134,14 @@ def test_images_are_pinned(name: str) -> None:
     if name in KIND:
         version = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
         on_cpu = "gpu" not in service(name)["profiles"] and KIND[name] != "coordinator"
-        assert (image, tag) == (f"tandem/{KIND[name]}", f"{version}-cpu" if on_cpu else version)
+        assert (image, tag) == (f"registry.invalid/tandem/{KIND[name]}", f"{version}-cpu" if on_cpu else version)
+
+
+@pytest.mark.parametrize("name", sorted(compose()["services"]))
+def test_no_image_of_ours_can_be_somebody_elses(name: str) -> None:
+    """A name without a registry is one of docker.io, where anybody may take the user `tandem`."""
+    image = resolved(service(name)["image"])
+    assert "tandem" not in image or image.startswith("registry.invalid/tandem/")
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -187,7 +195,7 @@ def test_on_gpus_all_containers_are_one_host_to_nccl() -> None:
 @pytest.mark.parametrize("name", SERVICES)
 def test_what_is_compiled_at_run_time_can_be_loaded(name: str) -> None:
     """HOME is /tmp, where Triton, flashinfer and inductor put shared objects; Docker's tmpfs is noexec by default."""
-    assert service(name)["tmpfs"] == (["/tmp:exec"] if name in ON_GPUS else ["/tmp"])
+    assert service(name)["tmpfs"] == ["/tmp:exec,mode=1777"]
 
 
 def test_prometheus_scrapes_what_the_services_serve() -> None:

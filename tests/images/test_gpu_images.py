@@ -76,7 +76,7 @@ def build(engine: Engine, folder: Path, sglang: str) -> None:
 def images(debian: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Names of the images for GPUs by kind; they go away again."""
     build(debian, tmp_path_factory.mktemp("base"), LOCK["sglang"])
-    names = {kind: f"tandem/{kind}:{VERSION}" for kind in ("trainer", "rollout")}
+    names = {kind: f"registry.invalid/tandem/{kind}:{VERSION}" for kind in ("trainer", "rollout")}
     yield names
     debian.run("image", "rm", "--force", *names.values())
 
@@ -91,10 +91,10 @@ def test_another_sglang_is_refused(debian: Engine, tmp_path: Path) -> None:
         build(debian, tmp_path, "0.4.0")
 
 
-@pytest.mark.parametrize(("name", "loads"), [("rollout-0", False), ("rollout-0-gpu", True), ("trainer-gpu", True)])
+@pytest.mark.parametrize(("name", "loads"), [("", False), ("rollout-0", True), ("rollout-0-gpu", True)])
 def test_a_shared_object_in_tmp_loads_where_kernels_are_compiled(debian: Engine, name: str, loads: bool) -> None:
     """As compose mounts it. The first case shows that Docker's own default refuses, and so that this can fail."""
-    [tmpfs] = service(name)["tmpfs"]
+    [tmpfs] = service(name)["tmpfs"] if name else ["/tmp"]
     done = subprocess.run(
         [debian.docker, "run", "--rm", "--read-only", "--tmpfs", tmpfs, "--user", "10001", BASE, "python3", "-c", LOAD],
         env=debian.environ,

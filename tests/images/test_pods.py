@@ -66,7 +66,7 @@ def test_the_pods_of_dev_cpu_run_the_demo(kubelet: FakeKubelet) -> None:
     until(lambda: not kubelet.is_running("coordinator"), RUN_S, interval_s=LOOK_S)
     assert kubelet.exit_code("coordinator") == 0, kubelet.logs("coordinator")
 
-    results = kubelet.claim("run")
+    results = kubelet.claim("run") / "arithmetic"
     assert json.loads((results / "summary.json").read_text())["iterations"] == ITERATIONS
     assert json.loads((results / "hf" / "config.json").read_text())["model_type"] == "qwen3"
 

@@ -16,6 +16,8 @@ import yaml
 from tests.house.repository import REPO
 
 DEPLOY = REPO / "deploy"
+# What is applied once, apart from runs: of a namespace, or of the cluster.
+ONCE = ("namespace", "namespace-privileged", "storage", "storage-one-node", "queues", "monitoring")
 OVERLAYS = tuple(sorted(path.parent.name for path in DEPLOY.glob("overlays/*/kustomization.yaml")))
 COMPONENTS = tuple(sorted(path.parent.name for path in DEPLOY.glob("components/*/kustomization.yaml")))
 # Components need kustomize 3.7, `labels` with includeTemplates 5.0 (kubectl 1.27); Debian 12's own kubectl has 2.0.
@@ -30,7 +32,11 @@ VARIANTS = {
         "cluster",
         ("gpu-nccl", "mtls", "monitoring", "autoscale-rollout", "jobset-trainer", "lws-rollout", "kueue"),
     ),
-    "cluster + external-redis": ("cluster", ("external-redis", "monitoring", "lws-rollout")),
+    "cluster + names": (
+        "cluster",
+        ("names", "disk-transport", "gpu-nodes", "pull-secret", "tracing", "mtls", "jobset-trainer", "lws-rollout"),
+    ),
+    "cluster + external-redis": ("cluster", ("names", "external-redis", "monitoring", "lws-rollout")),
     "cluster + reward-server": ("cluster", ("reward-server",)),
     "single-node-gpu + mtls": ("single-node-gpu", ("gpu-nccl", "mtls")),
     "dev-cpu + jobset": ("dev-cpu", ("jobset-trainer", "monitoring")),
@@ -64,10 +70,10 @@ def build(folder: Path) -> tuple[Manifest, ...]:
 
 
 def overlay(name: str) -> tuple[Manifest, ...]:
-    """An overlay of the repository, `base`, or one of VARIANTS."""
+    """An overlay of the repository, `base`, one of ONCE, or one of VARIANTS."""
     if name in VARIANTS:
         return variant(name)
-    return build(DEPLOY / "base" if name == "base" else DEPLOY / "overlays" / name)
+    return build(DEPLOY / name if name in ("base", *ONCE) else DEPLOY / "overlays" / name)
 
 
 @functools.cache
@@ -77,14 +83,25 @@ def variant(name: str) -> tuple[Manifest, ...]:
         return combine(Path(folder), *VARIANTS[name])
 
 
-def combine(folder: Path, base: str, components: Sequence[str]) -> tuple[Manifest, ...]:
-    """An overlay with components added, as a user's own kustomization would, written to `folder`."""
-    content = {
+def combine(
+    folder: Path, base: str, components: Sequence[str], run: str = "", namespace: str = "tandem"
+) -> tuple[Manifest, ...]:
+    """An overlay with components added, as a user's own kustomization would, written to `folder`.
+
+    Args:
+        run: id of a run beside others, which is the prefix of its names then; "": the overlay's own, without a prefix.
+    """
+    content: Manifest = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
         "resources": [os.path.relpath(DEPLOY / "overlays" / base, folder.resolve())],
         "components": [os.path.relpath(DEPLOY / "components" / each, folder.resolve()) for each in components],
     }
+    if run:
+        content["namespace"], content["namePrefix"] = namespace, f"{run}-"
+    own = yaml.safe_load((DEPLOY / "overlays" / base / "kustomization.yaml").read_text(encoding="utf-8"))["labels"]
+    (run_label,) = [each for each in own if "tandem.run/id" in each["pairs"]]
+    content["labels"] = [{**run_label, "pairs": {"tandem.run/id": run or run_label["pairs"]["tandem.run/id"]}}]
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
     return build(folder)
 
@@ -163,8 +180,9 @@ def environment(container: Manifest) -> dict[str, Manifest]:
 
 
 def run_yaml(manifests: Sequence[Manifest]) -> str:
-    """The run's configuration."""
-    return str(find(manifests, "ConfigMap", "run-config")["data"]["run.yaml"])
+    """The run's configuration; of a run beside others, too."""
+    (found,) = [each for each in kinds(manifests, "ConfigMap") if _plain(each).endswith("run-config")]
+    return str(found["data"]["run.yaml"])
 
 
 def strings(value: Any) -> Iterator[str]:

@@ -4,7 +4,7 @@ import kubernetes_validate
 
 from tests.manifests.kustomize import Manifest, label
 
-VERSIONS = ("1.29", "1.30", "1.31", "1.32", "1.33", "1.34")
+VERSIONS = ("1.29", "1.30", "1.31", "1.32", "1.33", "1.34", "1.35", "1.36", "1.37")
 # Groups of custom resources: their controllers define them, not Kubernetes.
 CUSTOM_GROUPS = (
     "cert-manager.io",

@@ -8,6 +8,7 @@ import pytest
 
 from reward_service.serve import DRAIN_S
 from servicekit.environment import ServerEnvironment
+from servicekit.tracing import ENDPOINT
 from tests.house.repository import REPO
 from tests.manifests.kustomize import (
     COMPONENTS,
@@ -20,26 +21,34 @@ from tests.manifests.kustomize import (
     kinds,
     overlay,
     pod_template,
+    pod_templates,
+    workloads,
 )
 from tests.manifests.schemas import is_custom, problems
 
-# single-node puts everything beside our Redis, which external-redis removes.
-CONTRADICTING = [{"single-node", "external-redis"}]
 PROMISED = {
     "autoscale-rollout",
+    "disk-transport",
     "external-redis",
     "gpu-nccl",
+    "gpu-nodes",
     "jobset-trainer",
     "kueue",
     "lws-rollout",
     "monitoring",
     "mtls",
+    "names",
+    "pull-secret",
     "reward-server",
     "single-node",
+    "tracing",
 }
+# Below another component: a part of it that not every cluster wants.
+PARTS = {"gpu-nccl": ["ipc-lock"], "gpu-nodes": ["priority", "runtime-class", "selector"]}
 README = DEPLOY / "components/reward-server/README.md"
 DOCKERFILE = DEPLOY / "images/coordinator.Dockerfile"
-# In kustomize's order: what is changed, then what removes or copies it.
+# In kustomize's order: what others change again, what is changed, then what removes or copies it.
+FIRST = ("names",)
 LAST = ("external-redis", "jobset-trainer", "lws-rollout", "kueue")
 
 
@@ -64,14 +73,15 @@ def test_each_builds_on_an_overlay(name: str, tmp_path: Path) -> None:
     assert not [problem for each in manifests if not is_custom(each) for problem in problems(each, "1.32")]
 
 
+def place(name: str) -> tuple[int, str]:
+    """Where a component stands among others."""
+    return (LAST.index(name) + 1 if name in LAST else -1 if name in FIRST else 0), name
+
+
 def combinations() -> list[tuple[str, ...]]:
     """An overlay and two components that go with it and with each other."""
-    pairs = [pair for pair in itertools.combinations(COMPONENTS, 2) if set(pair) not in CONTRADICTING]
-    ordered = [sorted(pair, key=lambda name: (LAST.index(name) if name in LAST else -1, name)) for pair in pairs]
-    on_one_node = {name for name in OVERLAYS if name != "cluster"}
-    return [
-        (base, *pair) for base in OVERLAYS for pair in ordered if not (base in on_one_node and "external-redis" in pair)
-    ]
+    ordered = [sorted(pair, key=place) for pair in itertools.combinations(COMPONENTS, 2)]
+    return [(base, *pair) for base in OVERLAYS for pair in ordered]
 
 
 @pytest.mark.slow
@@ -79,7 +89,7 @@ def combinations() -> list[tuple[str, ...]]:
 def test_every_pair_builds_and_is_valid(names: tuple[str, ...], tmp_path: Path) -> None:
     base, *pair = names
     manifests = combine(tmp_path, base, pair)
-    for version in ("1.29", "1.34"):
+    for version in ("1.29", "1.37"):
         assert not [problem for each in manifests if not is_custom(each) for problem in problems(each, version)]
 
 
@@ -101,24 +111,110 @@ def test_gpu_nccl_documents_its_settings() -> None:
     assert {name: value for names, value in rows for name in re.findall(r"`(\w+)`", names)} == values
 
 
-def test_single_node_follows_redis() -> None:
-    for name in ("dev-cpu", "single-node-gpu"):
-        manifests = overlay(name)
-        claims = {
-            each["metadata"]["name"]: each["spec"]["accessModes"] for each in kinds(manifests, "PersistentVolumeClaim")
-        }
-        assert set(map(tuple, claims.values())) == {("ReadWriteOnce",)}
-        for kind, workload in (("StatefulSet", "trainer"), ("StatefulSet", "rollout"), ("Job", "coordinator")):
-            (term,) = pod_template(find(manifests, kind, workload))["spec"]["affinity"]["podAffinity"][
-                "requiredDuringSchedulingIgnoredDuringExecution"
-            ]
-            assert term["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == "redis"
+@pytest.mark.parametrize("name", ["dev-cpu", "single-node-gpu"])
+def test_single_node_is_where_the_trainer_is(name: str) -> None:
+    """Its GPUs are what few nodes have: what followed a pod without GPUs could be drawn to a node that has none."""
+    manifests = overlay(name)
+    claims = [*kinds(manifests, "PersistentVolumeClaim"), *kinds(overlay("storage-one-node"), "PersistentVolumeClaim")]
+    assert {tuple(each["spec"]["accessModes"]) for each in claims} == {("ReadWriteOnce",)}
+    trainer = pod_template(find(manifests, "StatefulSet", "trainer"))["metadata"]["labels"]
+    workers = ("trainer", "rollout", "redis")
+    for kind, workload in (*(("StatefulSet", each) for each in workers), ("Job", "coordinator")):
+        (term,) = pod_template(find(manifests, kind, workload))["spec"]["affinity"]["podAffinity"][
+            "requiredDuringSchedulingIgnoredDuringExecution"
+        ]
+        assert term["labelSelector"]["matchLabels"].items() <= trainer.items()
+        assert term["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == "trainer"
+
+
+def test_pods_without_gpus_may_stand_on_a_gpu_node_where_there_is_one_node() -> None:
+    """GPU nodes are tainted on most clusters: what must stand beside the trainer must tolerate it."""
+    for workload in workloads(overlay("single-node-gpu")):
+        assert pod_template(workload)["spec"]["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists"}]
+
+
+def test_gpu_nodes_are_tolerated_by_what_has_gpus(tmp_path: Path) -> None:
+    manifests = combine(tmp_path, "cluster", ["gpu-nodes", "jobset-trainer", "lws-rollout"])
+    for owner, template in pod_templates(manifests).items():
+        has_gpu = "nvidia.com/gpu" in template["spec"]["containers"][0]["resources"]["limits"]
+        assert ("tolerations" in template["spec"]) is has_gpu, owner
+
+
+@pytest.mark.parametrize("name", [f"{whole}/{part}" for whole, parts in PARTS.items() for part in parts])
+def test_a_part_of_a_component_builds_after_it_and_is_named(name: str, tmp_path: Path) -> None:
+    whole = name.partition("/")[0]
+    manifests = combine(tmp_path, "cluster", [whole, name])
+    (tmp_path / "without").mkdir()
+    assert manifests != combine(tmp_path / "without", "cluster", [whole])
+    assert not [problem for each in manifests if not is_custom(each) for problem in problems(each, "1.32")]
+    assert f"`{name}`" in (DEPLOY / "components" / whole / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_parts_are_all(tmp_path: Path) -> None:
+    found = sorted(path.parent for path in DEPLOY.glob("components/*/*/kustomization.yaml"))
+    assert [f"{each.parent.name}/{each.name}" for each in found if each.name != "copy"] == sorted(
+        f"{whole}/{part}" for whole, parts in PARTS.items() for part in parts
+    )
+
+
+def test_the_priority_class_is_the_one_that_the_cluster_has(tmp_path: Path) -> None:
+    manifests = combine(tmp_path, "cluster", ["gpu-nodes/priority"])
+    (known,) = kinds(overlay("queues"), "PriorityClass")
+    for template in pod_templates(manifests).values():
+        assert template["spec"]["priorityClassName"] == known["metadata"]["name"]
+
+
+def test_locked_memory_is_asked_for_with_the_namespace_that_admits_it(tmp_path: Path) -> None:
+    manifests = combine(tmp_path, "cluster", ["gpu-nccl", "gpu-nccl/ipc-lock"])
+    for service in ("trainer", "rollout"):
+        (container,) = pod_template(find(manifests, "StatefulSet", service))["spec"]["containers"]
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+
+
+def test_a_pull_secret_is_in_every_account_of_ours(tmp_path: Path) -> None:
+    manifests = combine(tmp_path, "cluster", ["pull-secret"])
+    accounts = {each["metadata"]["name"]: each.get("imagePullSecrets") for each in kinds(manifests, "ServiceAccount")}
+    assert accounts == {key: [{"name": "registry"}] for key in ("coordinator", "trainer", "rollout")}
+    for template in pod_templates(manifests).values():
+        ours = template["spec"]["containers"][0]["image"] != "redis:7.4.2-bookworm"
+        assert (template["spec"].get("serviceAccountName") in accounts) is ours
+
+
+def test_the_disk_transport_has_one_folder(tmp_path: Path) -> None:
+    manifests = combine(tmp_path, "cluster", ["disk-transport"])
+    mounts = set()
+    for service in ("trainer", "rollout"):
+        spec = pod_template(find(manifests, "StatefulSet", service))["spec"]
+        (volume,) = [each for each in spec["volumes"] if each["name"] == "run"]
+        assert volume == {"name": "run", "persistentVolumeClaim": {"claimName": "run"}}
+        mounts |= {m["mountPath"] for m in spec["containers"][0]["volumeMounts"] if m["name"] == "run"}
+    assert len(mounts) == 1
+
+
+def test_spans_reach_the_collector(tmp_path: Path) -> None:
+    manifests = combine(tmp_path, "cluster", ["tracing"])
+    settings = find(manifests, "ConfigMap", "tracing")
+    (rule,) = find(manifests, "NetworkPolicy", "tracing")["spec"]["egress"]
+    port = int(settings["data"]["endpoint"].rpartition(":")[2])
+    assert port in {each["port"] for each in rule["ports"]}
+    for kind, service in (("Job", "coordinator"), ("StatefulSet", "trainer"), ("StatefulSet", "rollout")):
+        source = environment(pod_template(find(manifests, kind, service))["spec"]["containers"][0])[ENDPOINT]
+        assert source["valueFrom"]["configMapKeyRef"] == {"name": settings["metadata"]["name"], "key": "endpoint"}
 
 
 def test_external_redis_leaves_nothing_of_ours(tmp_path: Path) -> None:
     manifests = combine(tmp_path, "cluster", ["external-redis"])
     ours = [(each["kind"], each["metadata"]["name"]) for each in manifests if "redis" in each["metadata"]["name"]]
     assert ours == [("NetworkPolicy", "external-redis")]
+
+
+def test_external_redis_is_the_one_of_the_secret_beside_other_runs(tmp_path: Path) -> None:
+    manifests = combine(tmp_path, "cluster", ["names", "external-redis"], run="mine")
+    for kind, service in (("Job", "coordinator"), ("StatefulSet", "trainer"), ("StatefulSet", "rollout")):
+        environ = environment(pod_template(find(manifests, kind, f"mine-{service}"))["spec"]["containers"][0])
+        assert environ["REDIS_URL"]["valueFrom"]["secretKeyRef"] == {"name": "redis-auth", "key": "url"}
+        assert "value" not in environ["REDIS_URL"]
+        assert not {"REDIS_HOST", "REDIS_PASSWORD", "REDIS_SCHEME"} & set(environ)
 
 
 def test_mtls_gives_every_service_its_own_certificate(tmp_path: Path) -> None:
@@ -177,7 +273,7 @@ def test_jobset_has_the_trainers_pods(tmp_path: Path) -> None:
     assert {name for name in changed if changed[name] != kept.get(name)} == {"MASTER_ADDR", "TANDEM_HOST_INDEX"}
     network = jobset["spec"]["network"]
     first = f"{jobset['metadata']['name']}-{jobset['spec']['replicatedJobs'][0]['name']}-0-0.{network['subdomain']}"
-    assert changed["MASTER_ADDR"]["value"] == first
+    assert changed["MASTER_ADDR"]["value"].replace("$(TRAINER_SET)", changed["TRAINER_SET"]["value"]) == first
     for part in ("volumes", "securityContext", "terminationGracePeriodSeconds"):
         assert template["spec"][part] == original["spec"][part]
 
@@ -194,14 +290,22 @@ def test_jobset_knows_the_generated_names(tmp_path: Path) -> None:
 
 
 def test_kueue_has_quota_for_what_the_cluster_overlay_asks(tmp_path: Path) -> None:
-    manifests = combine(tmp_path, "cluster", ["kueue"])
-    (queue,) = kinds(manifests, "ClusterQueue")
+    """With RDMA cards: Kueue never admits a pod that asks for what the queue does not cover."""
+    manifests = combine(tmp_path, "cluster", ["gpu-nccl", "kueue"])
+    (queue,) = kinds(overlay("queues"), "ClusterQueue")
     (group,) = queue["spec"]["resourceGroups"]
     quota = {each["name"]: each["nominalQuota"] for each in group["flavors"][0]["resources"]}
+    assert list(quota) == group["coveredResources"], "Kueue wants the same resources in the same order"
+    (local,) = kinds(overlay("queues"), "LocalQueue")
+    assert local["spec"]["clusterQueue"] == queue["metadata"]["name"]
+    (namespace,) = kinds(overlay("namespace"), "Namespace")
+    wanted_labels = queue["spec"]["namespaceSelector"]["matchLabels"]
+    assert wanted_labels.items() <= namespace["metadata"]["labels"].items()
+    assert not kinds(manifests, "ClusterQueue"), "a run that is removed would take the queue of others along"
     wanted = dict.fromkeys(quota, 0.0)
     for service in ("trainer", "rollout"):
         workload = find(manifests, "StatefulSet", service)
-        assert workload["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == queue["metadata"]["name"]
+        assert workload["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == local["metadata"]["name"]
         (container,) = pod_template(workload)["spec"]["containers"]
         for name, amount in container["resources"]["requests"].items():
             wanted[name] += workload["spec"]["replicas"] * quantity(amount)
@@ -241,8 +345,21 @@ def test_monitoring_labels_what_the_rules_select_by(tmp_path: Path) -> None:
     assert monitor["spec"]["jobLabel"] == "app.kubernetes.io/component"
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     drop, name = endpoint["relabelings"]
-    followers = ("trainer-1", "trainer-12", "trainer-hosts-0-1-x7f2p")
-    leaders = ("trainer-0", "trainer-hosts-0-0-x7f2p", "rollout-1", "coordinator-1abcd")
+    followers = (
+        "trainer-1",
+        "trainer-12",
+        "trainer-hosts-0-1-x7f2p",
+        "my-run-trainer-1",
+        "run-2-trainer-hosts-0-1-x7f2p",
+    )
+    leaders = (
+        "trainer-0",
+        "trainer-hosts-0-0-x7f2p",
+        "rollout-1",
+        "coordinator-1abcd",
+        "run-1-trainer-0",
+        "run-1-rollout-1",
+    )
     assert all(re.fullmatch(drop["regex"], pod) for pod in followers)
     assert not any(re.fullmatch(drop["regex"], pod) for pod in leaders)
     found = re.fullmatch(name["regex"], "rollout;rollout-3")
@@ -258,8 +375,8 @@ def test_the_rules_object_is_the_rules_file() -> None:
     assert OBJECT.read_text(encoding="utf-8") == made, "run python -m tools.prometheus_rule"
 
 
-def test_every_dashboard_is_in_a_config_map(tmp_path: Path) -> None:
-    manifests = combine(tmp_path, "cluster", ["monitoring"])
+def test_every_dashboard_is_in_a_config_map() -> None:
+    manifests = overlay("monitoring")
     maps: list[Manifest] = [
         each for each in kinds(manifests, "ConfigMap") if "grafana_dashboard" in each["metadata"].get("labels", {})
     ]

@@ -4,12 +4,12 @@ kind                                  checked against
 Certificate, Issuer                   npm: @kubernetes-models/cert-manager (slow: the test installs it)
 PodMonitor, PrometheusRule            npm: @kubernetes-models/prometheus-operator (slow)
 JobSet                                PyPI: kubeflow-trainer-api, whose models are made from JobSet's definition
-LeaderWorkerSet, Kueue's              SCHEMAS: read off their definitions, which no registry has, on 2026-11-20
+LeaderWorkerSet, Kueue's              SCHEMAS: read off their definitions, which no registry has, on 2026-11-20 and 23
 Jobs and pods inside of these         Kubernetes' own schemas
 
 The definitions are, of LeaderWorkerSet v1, api/leaderworkerset/v1 of kubernetes-sigs/lws at 024af084; of ClusterQueue,
-LocalQueue and ResourceFlavor v1beta1 (still served beside v1beta2, but deprecated), config/components/crd/bases
-of kubernetes-sigs/kueue at 00b014c1, 014868ba, 01ed66fd.
+LocalQueue and ResourceFlavor v1beta2 (Kueue 0.20 no longer serves v1beta1), apis/kueue/v1beta2 of
+kubernetes-sigs/kueue at 013c8f25, dfe97723, 38aefec9.
 """
 
 import copy
@@ -27,6 +27,7 @@ import pytest
 
 from tests.manifests.kustomize import (
     DEPLOY,
+    ONCE,
     VARIANTS,
     Manifest,
     find,
@@ -104,13 +105,12 @@ SCHEMAS: Mapping[tuple[str, str], Schema] = {
             networkConfig=fields("subdomainPolicy", subdomainPolicy=one_of("Shared", "UniquePerReplica")),
         )
     ),
-    ("kueue.x-k8s.io/v1beta1", "ClusterQueue"): document(
+    ("kueue.x-k8s.io/v1beta2", "ClusterQueue"): document(
         fields(
-            admissionChecks=items(TEXT),
             admissionChecksStrategy=OBJECT,
             admissionScope=OBJECT,
-            cohort=TEXT,
-            excludeResourcePrefixes=items(TEXT),
+            cohortName=TEXT,
+            concurrentAdmissionPolicy=OBJECT,
             fairSharing=OBJECT,
             flavorFungibility=OBJECT,
             namespaceSelector=fields(matchLabels=LABELS, matchExpressions=items(OBJECT)),
@@ -122,15 +122,17 @@ SCHEMAS: Mapping[tuple[str, str], Schema] = {
             stopPolicy=STOP_POLICY,
         )
     ),
-    ("kueue.x-k8s.io/v1beta1", "LocalQueue"): document(fields(clusterQueue=TEXT, stopPolicy=STOP_POLICY)),
-    ("kueue.x-k8s.io/v1beta1", "ResourceFlavor"): document(
+    ("kueue.x-k8s.io/v1beta2", "LocalQueue"): document(
+        fields(clusterQueue=TEXT, stopPolicy=STOP_POLICY, fairSharing=OBJECT)
+    ),
+    ("kueue.x-k8s.io/v1beta2", "ResourceFlavor"): document(
         fields(nodeLabels=LABELS, nodeTaints=items(OBJECT), tolerations=items(OBJECT), topologyName=TEXT)
     ),
 }
 
 
 def custom_resources() -> list[Manifest]:
-    return [each for name in VARIANTS for each in overlay(name) if is_custom(each)]
+    return [each for name in (*VARIANTS, *ONCE) for each in overlay(name) if is_custom(each)]
 
 
 def kind_of(manifest: Manifest) -> tuple[str, str]:
@@ -167,7 +169,7 @@ def test_they_are_as_their_definitions_say() -> None:
     ],
 )
 def test_a_field_in_the_wrong_place_is_found(kind: str, name: str, path: str) -> None:
-    broken = copy.deepcopy(find(overlay("cluster + all"), kind, name))
+    broken = copy.deepcopy(find((*overlay("cluster + all"), *overlay("queues")), kind, name))
     *parents, last = path.split(".")
     node = broken
     for part in parents:

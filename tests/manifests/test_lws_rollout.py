@@ -25,6 +25,7 @@ from tests.manifests.kustomize import (
     pod_template,
     pod_templates,
     run_yaml,
+    templates_of,
     worker_template,
 )
 from tests.manifests.test_network import flows
@@ -188,7 +189,9 @@ def config(the_readmes_run: tuple[Manifest, ...], tmp_path: Path) -> RunConfig:
 
 
 def test_its_engines_are_those_of_its_configuration(the_readmes_run: tuple[Manifest, ...], config: RunConfig) -> None:
-    group = find(the_readmes_run, "LeaderWorkerSet", config.fleet.rollout_set)
+    group = find(the_readmes_run, "LeaderWorkerSet", f"my-run-{config.fleet.rollout_set}")
+    (coordinator,) = templates_of(the_readmes_run, "coordinator")
+    assert environment(coordinator["spec"]["containers"][0])["TANDEM_ROLLOUT_SET"]["value"] == group["metadata"]["name"]
     assert config.fleet.rollout_set_kind == group["kind"]
     assert group["spec"]["replicas"] == config.rollout.replicas
     assert group["spec"]["leaderWorkerTemplate"]["size"] == config.rollout.nodes > 1
@@ -199,6 +202,6 @@ def test_its_engines_are_those_of_its_configuration(the_readmes_run: tuple[Manif
 
 
 def test_all_of_its_pods_are_of_its_run(the_readmes_run: tuple[Manifest, ...], config: RunConfig) -> None:
-    """Labels that are added beside the component, not below it, would not reach the copied templates."""
+    """kustomize has to be told where a LeaderWorkerSet's templates are, for labels beside the component."""
     runs = {template["metadata"]["labels"]["tandem.run/id"] for template in pod_templates(the_readmes_run).values()}
     assert runs == {config.run.name}

@@ -11,7 +11,7 @@ from tests.manifests.kustomize import OVERLAYS, VARIANTS, Manifest, component_of
 FROM_THE_NODE = {"health"}
 # Of torch, gloo and NCCL: the system picks them from the range that the pods set.
 PICKED = ("trainer", "rollout", "rollout-worker")
-DNS, KUBERNETES_API, EXTERNAL_REDIS = {53}, {443, 6443}, {6379, 6380}
+DNS, KUBERNETES_API, EXTERNAL_REDIS, OTLP = {53, 5353}, {443, 6443, 8443, 16443}, {6379, 6380}, {4317, 4318}
 
 Flow = tuple[str, str, str]  # (from, to, port or range)
 
@@ -27,8 +27,8 @@ def components(selector: Manifest) -> set[str]:
     found = {selector["matchLabels"][key]} if key in selector.get("matchLabels", {}) else set()
     for expression in selector.get("matchExpressions", []):
         assert expression["operator"] == "In"
-        assert expression["key"] == key
-        found |= set(expression["values"])
+        assert expression["key"] in (key, "k8s-app")
+        found |= set(expression["values"] if expression["key"] == key else ())
     return found
 
 
@@ -56,7 +56,12 @@ def test_everything_is_denied_first(manifests: tuple[Manifest, ...]) -> None:
         for each in kinds(manifests, "NetworkPolicy")
         if not each["spec"].get("ingress") and not each["spec"].get("egress")
     ]
-    assert denials == [{"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}]
+    (denial,) = denials
+    assert denial["policyTypes"] == ["Ingress", "Egress"]
+    wanted = denial["podSelector"]["matchLabels"]
+    assert set(wanted) == {"app.kubernetes.io/name", "tandem.run/id"}
+    for owner, template in pod_templates(manifests).items():
+        assert wanted.items() <= template["metadata"]["labels"].items(), owner
 
 
 def test_both_sides_of_a_flow_are_open(manifests: tuple[Manifest, ...]) -> None:
@@ -102,6 +107,7 @@ def test_beyond_the_namespace_there_is_dns_and_the_api(manifests: tuple[Manifest
             if not inside:
                 outward.setdefault(policy["metadata"]["name"], set()).update(p["port"] for p in rule["ports"])
     redis = outward.pop("external-redis", EXTERNAL_REDIS)
+    assert outward.pop("tracing", OTLP) == OTLP
     assert outward == {"dns": DNS, "coordinator": KUBERNETES_API}
     assert redis == EXTERNAL_REDIS
 

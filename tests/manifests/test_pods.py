@@ -1,6 +1,7 @@
 """Rules that every pod of every overlay keeps: limits, security, probes, images, termination."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tests.manifests.kustomize import (
     Manifest,
     component_of,
     containers,
+    environment,
     kinds,
     label,
     overlay,
@@ -74,9 +76,63 @@ def test_pods_meet_the_restricted_standard(manifests: tuple[Manifest, ...]) -> N
             assert "hostPort" not in str(container.get("ports")), owner
 
 
-def test_the_namespace_enforces_it(manifests: tuple[Manifest, ...]) -> None:
-    (namespace,) = kinds(manifests, "Namespace")
-    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+@pytest.mark.parametrize(
+    ("name", "level"), [("namespace", "restricted"), ("dev-cpu", "restricted"), ("namespace-privileged", "privileged")]
+)
+def test_the_namespace_enforces_it(name: str, level: str) -> None:
+    (namespace,) = kinds(overlay(name), "Namespace")
+    labels = namespace["metadata"]["labels"]
+    assert labels["pod-security.kubernetes.io/enforce"] == level
+    assert labels["pod-security.kubernetes.io/warn"] == labels["pod-security.kubernetes.io/audit"] == "restricted"
+
+
+def test_removing_a_run_removes_neither_namespace_nor_results(manifests: tuple[Manifest, ...]) -> None:
+    """But dev-cpu, which is a demo: what is applied with a run goes with it."""
+    if "arithmetic" in {each["metadata"]["labels"].get("tandem.run/id") for each in manifests}:
+        return
+    claims = [each["metadata"]["name"] for each in kinds(manifests, "PersistentVolumeClaim")]
+    assert set(claims) <= {"redis"}
+    assert not kinds(manifests, "Namespace")
+    assert not kinds(manifests, "ClusterQueue")
+
+
+def test_a_changed_template_reaches_pods_on_purpose_only(manifests: tuple[Manifest, ...]) -> None:
+    """A rolling update would mix two configurations or releases, pod by pod."""
+    for each in kinds(manifests, "StatefulSet"):
+        assert each["spec"]["updateStrategy"] == {"type": "OnDelete"}, label(each)
+
+
+def test_node_autoscalers_move_nothing_that_a_run_waits_for(manifests: tuple[Manifest, ...]) -> None:
+    for owner, template in pod_templates(manifests).items():
+        kept = template["metadata"].get("annotations", {})
+        moved = component_of(template) in ("rollout", "rollout-worker", "reward-server")
+        assert (kept.get("cluster-autoscaler.kubernetes.io/safe-to-evict") == "false") is not moved, owner
+        assert (kept.get("karpenter.sh/do-not-disrupt") == "true") is not moved, owner
+
+
+def test_a_variable_is_defined_before_it_is_used(manifests: tuple[Manifest, ...]) -> None:
+    """The kubelet leaves $(NAME) as it is where NAME comes later in the list, or not at all."""
+    for owner, template in pod_templates(manifests).items():
+        for container in containers(template):
+            defined: set[str] = set()
+            for entry in container.get("env", []):
+                used = set(re.findall(r"\$\((\w+)\)", entry.get("value", "")))
+                assert used <= defined, f"{owner}: {entry}"
+                defined.add(entry["name"])
+
+
+def test_a_runs_folder_is_its_own(manifests: tuple[Manifest, ...]) -> None:
+    for owner, template in pod_templates(manifests).items():
+        environ = environment(containers(template)[0])
+        if service_of(template) in ("coordinator", "trainer", "rollout"):
+            assert environ["TANDEM_RUN_DIR"]["value"] == "/var/lib/tandem/run/$(TANDEM_RUN_ID)", owner
+
+
+@pytest.mark.parametrize("name", ["base", *OVERLAYS])
+def test_rollouts_mount_no_claim_that_others_write(name: str) -> None:
+    for template in templates_of(overlay(name), "rollout"):
+        claims = {each["name"] for each in template["spec"]["volumes"] if "persistentVolumeClaim" in each}
+        assert claims <= {"models"}
 
 
 def test_only_the_coordinator_has_a_token(manifests: tuple[Manifest, ...]) -> None:
@@ -145,10 +201,11 @@ def test_images_are_pinned_to_this_version(manifests: tuple[Manifest, ...]) -> N
         for container in containers(template):
             image, _, tag = container["image"].partition(":")
             assert tag not in ("", "latest"), f"{owner}: {container['image']}"
-            if image.startswith("tandem/"):
+            if image != "redis":
                 assert tag.removesuffix("-cpu") == project_version(), f"{owner}: {container['image']}"
                 service = service_of(template)
-                assert image == f"tandem/{IMAGE_OF.get(service, service)}"
+                # Of no registry (RFC 2606): `tandem/...` would be an image of whoever takes that name on docker.io.
+                assert image == f"registry.invalid/tandem/{IMAGE_OF.get(service, service)}"
 
 
 def test_nothing_says_latest() -> None:
@@ -162,6 +219,25 @@ def test_labels_are_on_everything(name: str) -> None:
         labels = each["metadata"]["labels"]
         assert labels["app.kubernetes.io/name"] == "tandem", label(each)
         assert "tandem.run/id" in labels, label(each)
+
+
+def test_the_run_is_in_every_selector_that_names_ours(manifests: tuple[Manifest, ...]) -> None:
+    """Of Services, sets, budgets, policies, affinities and spreads: or a run would select another run's pods."""
+    for each in manifests:
+        for selector in selectors(each):
+            assert "tandem.run/id" in selector, f"{label(each)}: {selector}"
+
+
+def selectors(value: object) -> Iterator[Manifest]:
+    """Every set of labels to match, in a tree, that has our name; a Service's selector too."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if key in ("matchLabels", "selector") and isinstance(each, dict) and "app.kubernetes.io/name" in each:
+                yield each
+            yield from selectors(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from selectors(each)
 
 
 def test_pods_have_the_component_and_the_run(manifests: tuple[Manifest, ...]) -> None:
@@ -220,7 +296,15 @@ def test_no_password_outside_the_overlay_for_laptops() -> None:
 
 
 def test_disruptions_are_budgeted(manifests: tuple[Manifest, ...]) -> None:
-    budgets = {
-        each["metadata"]["name"]: each["spec"]["maxUnavailable"] for each in kinds(manifests, "PodDisruptionBudget")
-    }
-    assert budgets == {"trainer": 0, "rollout": 1}
+    budgets = {each["metadata"]["name"]: each["spec"] for each in kinds(manifests, "PodDisruptionBudget")}
+    # A share of a Job's pods cannot be told: it has no scale, and the budget would allow nothing, with an error.
+    assert budgets.pop("coordinator")["minAvailable"] == 1
+    has_redis = any(component_of(each) == "redis" for each in pod_templates(manifests).values())
+    wanted = {"trainer": 0, "rollout": 1} | ({"redis": 0} if has_redis else {})
+    assert {name: spec["maxUnavailable"] for name, spec in budgets.items()} == wanted
+
+
+@pytest.mark.parametrize("name", ["base", *OVERLAYS])
+def test_a_job_that_has_ended_stays_for_a_week_and_goes(name: str) -> None:
+    (job,) = kinds(overlay(name), "Job")
+    assert job["spec"]["ttlSecondsAfterFinished"] == 7 * 24 * 3600

@@ -1,16 +1,16 @@
-"""Every object of every overlay is valid in Kubernetes 1.29 to 1.34, strictly: an unknown field is an error."""
+"""Every object of every overlay is valid in Kubernetes 1.29 to 1.37, strictly: an unknown field is an error."""
 
 import copy
 
 import pytest
 from kubernetes_validate import utils
 
-from tests.manifests.kustomize import OVERLAYS, VARIANTS, find, overlay
+from tests.manifests.kustomize import ONCE, OVERLAYS, VARIANTS, find, overlay
 from tests.manifests.schemas import VERSIONS, is_custom, problems
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("name", ["base", *OVERLAYS, *VARIANTS])
+@pytest.mark.parametrize("name", ["base", *ONCE, *OVERLAYS, *VARIANTS])
 def test_every_object_is_valid(name: str, version: str) -> None:
     found = [problem for each in overlay(name) if not is_custom(each) for problem in problems(each, version)]
     assert not found

@@ -33,6 +33,12 @@ SERVICES = ("coordinator", "trainer", "rollout")
 # Known to the program that reads it, which is not ours: variable -> who.
 FOREIGN = {
     "OMP_NUM_THREADS": "OpenMP",
+    "OTEL_EXPORTER_OTLP_ENDPOINT": "OpenTelemetry",
+    "REDIS_HOST": "component names: $(REDIS_HOST)",
+    "REDIS_PASSWORD": "component names: $(REDIS_PASSWORD)",
+    # mtls sets it for names, with or without.
+    "REDIS_SCHEME": "components names and mtls: $(REDIS_SCHEME)",
+    "TRAINER_SET": "the manifest itself: $(TRAINER_SET)",
     "POD_NAME": "the manifest itself: $(POD_NAME)",
     "SET_NAME": "the component lws-rollout: $(SET_NAME)",
     "GROUP_INDEX": "the component lws-rollout: $(GROUP_INDEX)",
@@ -54,6 +60,7 @@ OF_SOME_SERVICES = {
     "MASTER_ADDR": ("trainer",),
     "MASTER_PORT": ("trainer",),
     "TANDEM_KUBE_NAMESPACE": ("coordinator",),
+    "TANDEM_ROLLOUT_SET": ("coordinator",),
     "TANDEM_WEB_PORT": ("coordinator",),
 }
 # An engine in one pod is host 0, which is the default.
@@ -92,9 +99,12 @@ def test_every_variable_of_the_service_is_set(manifests: tuple[Manifest, ...], s
 def test_a_variable_that_the_manifest_itself_wants_is_used(manifests: tuple[Manifest, ...]) -> None:
     for template in pod_templates(manifests).values():
         for container in containers(template):
-            words = " ".join([*container.get("command", []), *container.get("args", [])])
+            values = [entry.get("value", "") for entry in container.get("env", [])]
+            words = " ".join([*container.get("command", []), *container.get("args", []), *values])
             used = set(re.findall(r"\$\((\w+)\)", words))
-            assert used == {name for name in environment(container) if "the" in FOREIGN.get(name, "").split()}
+            own = {name for name in environment(container) if "$(" in FOREIGN.get(name, "")}
+            assert own - {"REDIS_SCHEME"} <= used
+            assert used <= own | {"TANDEM_RUN_ID"}
 
 
 @pytest.mark.parametrize(("name", "services"), OF_SOME_SERVICES.items())

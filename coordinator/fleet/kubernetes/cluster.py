@@ -113,6 +113,9 @@ def reach_cluster(config: RunConfig, environment: ServiceEnvironment, events: Ev
     """
     api_client, namespace = connect(config.fleet, environment.kube_namespace)
     api = KubeApi(api_client, namespace, timeout_s=config.fleet.request_timeout_s)
+    if environment.rollout_set:
+        fleet = config.fleet.model_copy(update={"rollout_set": environment.rollout_set})
+        config = config.model_copy(update={"fleet": fleet})
     return Cluster(config, api, PodWatch(api, selector(environment.run_id)), Troubles(events))
 
 

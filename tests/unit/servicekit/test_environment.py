@@ -1,5 +1,7 @@
 """Where a service listens, and where it says that others reach it."""
 
+from pathlib import Path
+
 import pytest
 
 from servicekit.environment import ServiceEnvironment
@@ -18,6 +20,9 @@ def read(**variables: str) -> ServiceEnvironment:
         ({}, "127.0.0.1:0", "127.0.0.1:4711"),
         ({"TANDEM_BIND_HOST": "10.0.0.7"}, "10.0.0.7:0", "10.0.0.7:4711"),
         ({"TANDEM_BIND_HOST": "0.0.0.0", "TANDEM_ADVERTISE_HOST": "10.0.0.7"}, "0.0.0.0:0", "10.0.0.7:4711"),
+        # status.podIPs of a cluster with two families, whichever comes first.
+        ({"TANDEM_ADVERTISE_HOST": "fd00::5,10.0.0.7"}, "127.0.0.1:0", "10.0.0.7:4711"),
+        ({"TANDEM_ADVERTISE_HOST": "10.0.0.7,fd00::5"}, "127.0.0.1:0", "10.0.0.7:4711"),
         ({"TANDEM_ADVERTISE_HOST": "rollout-0.rollout.ns.svc"}, "127.0.0.1:0", "rollout-0.rollout.ns.svc:4711"),
         # As a manifest writes a variable that has no value.
         ({"TANDEM_ADVERTISE_HOST": ""}, "127.0.0.1:0", "127.0.0.1:4711"),
@@ -43,3 +48,24 @@ def test_an_address_that_nobody_can_connect_to_is_refused_by_name(name: str, hos
 def test_an_address_with_a_port_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"TANDEM_ADVERTISE_HOST='10\.0\.0\.7:80' is wrong.*the port is added"):
         read(TANDEM_ADVERTISE_HOST="10.0.0.7:80")
+
+
+@pytest.mark.parametrize("given", ["fd00::5", "fd00::5,fd00::6"])
+def test_a_pod_without_an_ipv4_address_is_refused_by_name(given: str) -> None:
+    with pytest.raises(ConfigError, match=f"TANDEM_ADVERTISE_HOST='{given}' is wrong.*IPv4"):
+        read(TANDEM_ADVERTISE_HOST=given)
+
+
+def test_the_folder_of_a_new_run_is_made_on_the_claim(tmp_path: Path) -> None:
+    """By whichever service comes first, and again by the next."""
+    for _ in range(2):
+        assert read(TANDEM_RUN_DIR=str(tmp_path / "my-run")).run_dir.is_dir()
+    with pytest.raises(ConfigError, match="TANDEM_RUN_DIR"):
+        read(TANDEM_RUN_DIR=str(tmp_path / "no-claim" / "my-run"))
+
+
+def test_the_rollout_set_may_be_named_outside_of_the_configuration() -> None:
+    assert read().rollout_set == ""
+    assert read(TANDEM_ROLLOUT_SET="my-run-rollout").rollout_set == "my-run-rollout"
+    with pytest.raises(ConfigError, match="TANDEM_ROLLOUT_SET"):
+        read(TANDEM_ROLLOUT_SET="My_Run")

@@ -15,6 +15,7 @@ from servicekit.redis import acl as redis_acl
 from servicekit.redis.client import connect
 from servicekit.redis.records import ServiceRecord
 from servicekit.redis.registry import Registry
+from tests.house.repository import REPO
 from tests.kit.redis import RedisProcess
 from tests.kit.waiting import throughout, until
 from weightsync.group.rendezvous import Rendezvous, SlotLease
@@ -150,3 +151,11 @@ def test_the_command_prints_the_file_without_the_password() -> None:
     assert (printed.returncode, printed.stdout) == (0, redis_acl.acl_file(PASSWORD))
     assert PASSWORD not in printed.stdout
     assert run("").returncode == 2
+
+
+def test_it_needs_nothing_installed() -> None:
+    """Operators make the Secret on their own machines, from a checkout: -S is without site-packages."""
+    command = [sys.executable, "-S", "-m", "servicekit.redis.acl"]
+    environment = {redis_acl.PASSWORD_VARIABLE: PASSWORD, "PATH": os.environ["PATH"]}
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, redis_acl.acl_file(PASSWORD)), done.stderr

@@ -1,0 +1,46 @@
+"""A run beside others: its set has a prefix by kustomize, which the environment says, and run.yaml does not."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from coordinator.fleet.kubernetes.cluster import reach_cluster
+from coordinator.watch.events import EventLog
+from servicekit.environment import ServiceEnvironment
+from tandem_config.schema import RunConfig
+from tests.contract.coordinator_runs import with_settings
+from tests.contract.kube_objects import NAMESPACE, rollout_set
+from tests.fakes.fake_kube_api import FakeKubeApi
+
+
+@pytest.fixture
+def api() -> Iterator[FakeKubeApi]:
+    with FakeKubeApi(NAMESPACE) as api:
+        yield api
+
+
+async def test_the_set_of_the_environment_is_scaled_and_no_other_runs(
+    api: FakeKubeApi, config: RunConfig, environment: ServiceEnvironment, tmp_path: Path
+) -> None:
+    for name in ("rollout", "my-run-rollout"):
+        made = rollout_set(1)
+        made["metadata"]["name"] = name
+        api.put("statefulsets", made)
+    kubeconfig = api.write_kubeconfig(tmp_path / "kubeconfig", NAMESPACE)
+    settings = with_settings(
+        config,
+        fleet={"kind": "kubernetes", "kubeconfig": kubeconfig, "request_timeout_s": 5.0, "scale": True},
+        rollout={"replicas": 3},
+    )
+    own = environment.model_copy(update={"rollout_set": "my-run-rollout"})
+    cluster = await asyncio.to_thread(reach_cluster, settings, own, EventLog())
+    try:
+        await cluster.start()
+    finally:
+        cluster.close()
+    sizes = {
+        name: api.get("statefulsets", name, NAMESPACE)["spec"]["replicas"] for name in ("rollout", "my-run-rollout")
+    }
+    assert sizes == {"rollout": 1, "my-run-rollout": 3}
