@@ -5,7 +5,7 @@ import signal
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from servicekit.errors import ConfigError, Internal, ReleaseSkew, Unavailable
+from servicekit.errors import ConfigError, ConfigurationSkew, Internal, ReleaseSkew, Unavailable
 from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
 from servicekit.life.tasks import Wait, first_of
 from servicekit.logs import configure_logging, get_logger
@@ -76,7 +76,7 @@ def run_main(service: str, main: Callable[[asyncio.Event], Awaitable[int | None]
         log.error("bad configuration", error=str(error))
         record_failure(service, name or service, str(error))
         return EXIT_BAD_CONFIG
-    except (Unavailable, ReleaseSkew) as error:  # no bug: the message says more than a traceback
+    except (Unavailable, ReleaseSkew, ConfigurationSkew) as error:  # no bug: the message says more than a traceback
         log.error("service failed", error=str(error))
         record_failure(service, name or service, str(error))
         return EXIT_FAILED
