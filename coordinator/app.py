@@ -29,14 +29,16 @@ from servicekit.life.announcing import announce
 from servicekit.life.tasks import cancel, failing, first_of
 from servicekit.logs import get_logger
 from servicekit.metrics import export_disk_of, serve_metrics
-from servicekit.redis.records import PAGE_URL, ServiceRecord
+from servicekit.redis.records import PAGE_URL, AgreedSettings, ServiceRecord
 from servicekit.redis.registry import Registry
 from servicekit.rpc.server import GrpcServer
 from servicekit.security.run_token import own_token, page_key
 from servicekit.security.tls import Identity
 from tandem_api.coordinator.v1.coordinator_pb2_grpc import add_CoordinatorServiceServicer_to_server
+from tandem_config.comparing.agreeing import agreed_settings
 from tandem_config.schema import RunConfig
 from tandem_files.metrics_file import METRICS_FILE, MetricsFile
+from tandem_files.run_folder import RunIdentity, claim_run_dir
 from tandem_files.samples.folder import SampleFolder
 from weightsync.group.coordinator_lease import CoordinatorLease
 from weightsync.group.rendezvous import Rendezvous
@@ -58,10 +60,11 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
     Raises: ConfigError: a file or the environment cannot be used; nothing was started.
     """
     identity = environment.identity("coordinator")
+    owner = await asyncio.to_thread(claim_run_dir, environment.run_dir, environment.run_id)
     inputs = await asyncio.to_thread(read_inputs, config, environment.run_dir, resume=resume)
     rewards = await _ready_rewards(config, inputs, identity, stop)
     try:
-        app = await _assemble(config, environment, identity, inputs, rewards)
+        app = await _assemble(config, environment, owner, identity, inputs, rewards)
         return await _serve_and_run(app, stop)
     finally:
         await close_rewards(rewards)
@@ -70,12 +73,14 @@ async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume:
 async def _assemble(
     config: RunConfig,
     environment: ServiceEnvironment,
+    owner: RunIdentity,
     identity: Identity | None,
     inputs: Inputs,
     rewards: list[Part],
 ) -> App:
+    settings = AgreedSettings(agreed_settings(config))
     registry = await asyncio.to_thread(
-        Registry, environment.redis_url, environment.run_id, wait_s=environment.redis_wait_s
+        Registry, environment.redis_url, environment.run_id, wait_s=environment.redis_wait_s, settings=settings
     )
     lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     group = await asyncio.to_thread(Rendezvous, environment.redis_url, f"tandem:{environment.run_id}")
@@ -84,6 +89,7 @@ async def _assemble(
     return App(
         config=config,
         environment=environment,
+        owner=owner,
         identity=identity,
         inputs=inputs,
         rewards=rewards,

@@ -19,7 +19,9 @@ from servicekit.errors import Fenced, TandemError, Unavailable
 from servicekit.life.exit_codes import EXIT_FAILED, EXIT_OK
 from servicekit.life.tasks import cancel, end_of, first_of
 from servicekit.logs import get_logger
+from tandem_config.loading import dump_resolved
 from tandem_files.atomic import write_json_atomic
+from tandem_files.run_config import note_config
 from tandem_files.run_folder import STATE_FILE, SUMMARY_FILE
 from weightsync.group.rendezvous import Evicted
 
@@ -70,6 +72,9 @@ async def _work(app: App) -> None:
     on_disk = await asyncio.to_thread(marks, app.environment.run_dir)
     if app.inputs.resumed and on_disk != app.inputs.marks:  # a predecessor has worked while we waited for its end
         app = await _as_on_disk(app)
+    if not app.owner.is_launched:
+        resolved = dump_resolved(app.config)
+        await asyncio.to_thread(note_config, app.environment.run_dir, resolved, lambda: check_lease(app.lead))
     async with AsyncExitStack() as stack:
         if app.cluster is not None:
             stack.callback(app.cluster.close)

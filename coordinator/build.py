@@ -42,7 +42,9 @@ from servicekit.environment import ServiceEnvironment
 from servicekit.logs import get_logger
 from servicekit.redis.registry import Registry
 from servicekit.security.tls import Identity
+from tandem_config.comparing.resuming import mark_of
 from tandem_config.schema import EvaluationSet, RunConfig
+from tandem_files.run_folder import RunIdentity
 from tandem_files.samples.folder import SampleFolder
 from tandem_files.tokenizer import TextCodec
 from weightsync.group.coordinator_lease import CoordinatorLease
@@ -58,11 +60,13 @@ class App:
     """The parts of the coordinator process that live as long as it does.
 
     Attributes:
+        owner: of the run's folder: this run, with the id that its checkpoints carry.
         lost: fails when another coordinator has taken our place; its error says how that was noticed.
     """
 
     config: RunConfig
     environment: ServiceEnvironment
+    owner: RunIdentity
     identity: Identity | None
     inputs: Inputs
     rewards: Sequence[Part]
@@ -116,6 +120,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
             trainer=services.trainer,
             keep=config.run.keep_checkpoints,
             background=config.run.checkpoint_async,
+            mark=mark_of(config, app.owner.run_id),
         ),
         missed=Missed(state=inputs.state, progress=progress, budget=config.run.missed_checkpoint_budget),
         exporter=Exporter(
@@ -128,6 +133,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
         control=app.control,
         dropped_prompts=inputs.dropped_prompts(),
         reward_facts=app.reward_facts,
+        comparison=inputs.comparison,
         leaving=app.leaving,
         state=inputs.state,
         progress=progress,
@@ -185,6 +191,7 @@ def _weights(app: App, services: Services, group: WeightGroup, lead: Lead) -> We
         group=group,
         settings=config.sync,
         lead=lead,
+        agreement=app.registry,
         min_replicas=config.rollout.min_replicas,
         rejoin_timeout_s=config.rollout.rejoin_timeout_s,
         observed=app.observed,

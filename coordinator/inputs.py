@@ -15,10 +15,12 @@ from coordinator.record.checkpoints.loading import Newest, load_newest, marks
 from coordinator.record.resuming import order_differences, order_of
 from coordinator.record.state import RunState
 from servicekit.errors import ConfigError
+from tandem_config.comparing.resuming import RunComparison, refuse
 from tandem_config.schema import EvaluationSet, RunConfig
 from tandem_files.checkpoints import Sound, list_complete
 from tandem_files.metrics_file import METRICS_FILE
 from tandem_files.model.fingerprint import model_fingerprint
+from tandem_files.run_folder import read_identity
 from tandem_files.tokenizer import TextCodec
 
 
@@ -29,6 +31,7 @@ class Inputs:
     Attributes:
         resumed: whether the run was started with --resume, so may have begun earlier.
         checkpoint: the one that it resumes from; None: it starts from the beginning.
+        comparison: of the run with that checkpoint.
         marks: the checkpoints found on disk, to notice later ones.
     """
 
@@ -41,6 +44,7 @@ class Inputs:
     state: RunState
     resumed: bool
     checkpoint: Sound | None = None
+    comparison: RunComparison | None = None
     marks: dict[str, int] = field(default_factory=dict)
 
     def dropped_prompts(self) -> dict[DataKey, dict[str, int]]:
@@ -56,7 +60,8 @@ class Inputs:
 def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
     """Load data and tokenizer, and the newest checkpoint's state on a resume.
 
-    Raises: ConfigError: names the file that cannot be used; a checkpoint of another model; a run folder in use.
+    Raises: ConfigError: names the file that cannot be used; a checkpoint of another model, run or configuration; a run
+        folder in use.
     """
     try:
         codec = TextCodec.from_folders(config.model.path, config.model.tokenizer_path)
@@ -79,7 +84,7 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
     if not resume:
         _refuse_used_folder(run_dir)
     else:
-        newest = load_newest(run_dir, model=str(config.model.path), fingerprint=fingerprint)
+        newest = load_newest(run_dir, config, fingerprint, read_identity(run_dir))
         state = state if newest is None else _checked(newest, state)
         _restore(cursor, rng, state)
     return Inputs(
@@ -91,6 +96,7 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
         state=state,
         resumed=resume,
         checkpoint=None if newest is None else newest.sound,
+        comparison=None if newest is None else newest.comparison,
         marks=found,
     )
 
@@ -101,14 +107,9 @@ def evaluation_prompts(config: RunConfig, chosen: EvaluationSet, codec: TextCode
 
 
 def _checked(newest: Newest, fresh: RunState) -> RunState:
-    """Return the checkpoint's state. Raises: ConfigError: lists how its data differs from a new run's."""
-    if fresh.order is not None:
-        different = order_differences(newest.state, fresh.order)
-        if different:
-            raise ConfigError(
-                f"cannot resume from {newest.sound.folder}: {'; '.join(different)}: resume with the same, or start a "
-                "new run"
-            )
+    """Return the checkpoint's state. Raises: ConfigError: lists why a new run may not resume from it."""
+    different = [] if fresh.order is None else order_differences(newest.state, fresh.order)
+    refuse(newest.comparison, newest.sound.folder, different)
     return newest.state
 
 

@@ -38,6 +38,7 @@ from servicekit.life.tasks import cancel
 from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
 from servicekit.tracing import span
+from tandem_config.comparing.resuming import UNRECORDED, RunComparison
 from tandem_config.schema import RunSection
 from tandem_files.checkpoints import Sound
 from tandem_files.metrics_file import METRICS_FILE, MetricsFile, Row
@@ -61,6 +62,7 @@ class Run:
         lead: checked before anything is written.
         lead_patience_s: how long to wait for Redis to confirm that we lead the run.
         reward_facts: what the scores depend on (resuming.py).
+        comparison: of the run with the checkpoint that it resumes from; None: it does not.
         dropped_prompts: by part of the data and name of the source, prompts dropped since they are longer than
             data.max_prompt_tokens.
         leaving: the state shared with the code that stops the run.
@@ -81,6 +83,7 @@ class Run:
     lead: Lead
     lead_patience_s: float
     reward_facts: Mapping[str, str] = field(default_factory=dict)
+    comparison: RunComparison | None = None
     dropped_prompts: Mapping[DataKey, Mapping[str, int]] = field(default_factory=dict)
     leaving: Leaving = field(default_factory=Leaving)
     sinks: Sequence[Sink] = ()
@@ -135,6 +138,7 @@ class Run:
             self.progress.warn("lost_rows", f"{message}: lost in a crash or on a full disk")
         self.progress.load(self._rows.rows())
         self.progress.note_dropped_prompts(self.dropped_prompts)
+        self._note_comparison()
         self.progress.warn_if("reward_changed", reward_warning(self.state.rewards, self.reward_facts))
         self.state.rewards = dict(self.reward_facts)
         self.exporter.note_template()
@@ -150,6 +154,15 @@ class Run:
         self._save_state("running")
         self.leaving.settled.set()
         self.leaving.saves = True
+
+    def _note_comparison(self) -> None:
+        """Log the settings that have changed since the checkpoint; warn of one that does not say what they were."""
+        if self.comparison is None:
+            return
+        if not self.comparison.recorded:
+            self.progress.warn("unrecorded_run", UNRECORDED)
+        if self.comparison.changed:
+            log.info("resumed with other settings", changed=self.comparison.changed)
 
     async def _evaluate_at_the_start(self) -> None:
         """Evaluate the policy before the first iteration: the baseline of all later ones."""

@@ -35,7 +35,7 @@ from servicekit.redis.registry import Registry
 from tandem_config.loading import load_config
 from tandem_config.schema import RunConfig
 from tandem_files.atomic import write_json_atomic
-from tandem_files.run_folder import EVALUATION_FILE
+from tandem_files.run_folder import EVALUATION_FILE, claim_run_dir
 from tandem_files.samples.folder import SampleFolder
 from tandem_files.tokenizer import TextCodec
 
@@ -50,6 +50,7 @@ async def evaluate_model(config: RunConfig, environment: ServiceEnvironment) -> 
     Raises: ConfigError: a file cannot be used; TandemError: of the replica that failed.
     """
     start_s = time.monotonic()
+    await asyncio.to_thread(claim_run_dir, environment.run_dir, environment.run_id)
     try:
         codec = TextCodec.from_folders(config.model.path, config.model.tokenizer_path)
         prompts = {

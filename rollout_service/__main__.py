@@ -34,10 +34,13 @@ def main() -> int:
         from servicekit.environment import ServiceEnvironment
         from servicekit.logs import configure_logging
         from tandem_config.loading import load_config
+        from tandem_files.run_folder import claim_run_dir
 
         configure_logging(role, replica=arguments.name, host=os.environ.get(HOST_INDEX))
         config = load_config(arguments.config)
         environment, share = ServiceEnvironment.from_env(), HostRanks.of(config, os.environ)
+        if config.sync.transport == "disk" and config.sync.disk_folder is None:
+            claim_run_dir(environment.run_dir, environment.run_id)  # the weights come in the run's folder
         if share.host > 0:
             await serve_worker(config, arguments.name, environment, stop, share)
         else:

@@ -23,12 +23,13 @@ from servicekit.life.lifecycle import run_until_stopped
 from servicekit.life.tasks import failing, first_of
 from servicekit.logs import get_logger
 from servicekit.metrics import serve_metrics
-from servicekit.redis.records import ServiceRecord
+from servicekit.redis.records import AgreedSettings, ServiceRecord
 from servicekit.redis.registry import Registry
 from servicekit.rpc.server import GrpcServer
 from tandem_api.common.v1 import common_pb2
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
+from tandem_config.comparing.agreeing import agreed_settings
 from tandem_config.schema import RunConfig
 from weightsync.group.coordinator_lease import newest_leader
 from weightsync.group.rendezvous import Rendezvous
@@ -84,8 +85,9 @@ async def serve(
     share = HostRanks.of(config, {})
     identity = environment.identity("rollout")
     server = GrpcServer("rollout", bind=environment.bind, identity=identity, health_bind=environment.health_bind)
+    settings = AgreedSettings(agreed_settings(config))
     registry = await asyncio.to_thread(
-        Registry, environment.redis_url, environment.run_id, wait_s=environment.redis_wait_s
+        Registry, environment.redis_url, environment.run_id, wait_s=environment.redis_wait_s, settings=settings
     )
     workers = HostWorkers(name, share, identity=identity, ttl_s=config.sync.lease_ttl_s, on_stop=stop.set)
     replica = _Replica(config, name, environment, stop, registry, server, workers)
@@ -220,5 +222,6 @@ class _Replica:
             updates=updates,
             metrics=metrics,
             leader=leader,
+            settings_digest=self._registry.settings_digest,
         )
         return servicer, lambda: on_state(updates.state, updates.policy_version)

@@ -37,6 +37,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
         max_groups: rollout.max_groups_per_call.
         parallel: parallel sizes of the replica's ranks.
         leader: the newest coordinator that the run has had; None: it had none.
+        settings_digest: of the settings on which the run's services must agree.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
         updates: WeightUpdates,
         metrics: RolloutMetrics,
         leader: common_pb2.CoordinatorFence | None = None,
+        settings_digest: str = "",
     ) -> None:
         self._name = name
+        self._settings_digest = settings_digest
         self._parallel = parallel
         self._max_groups = max_groups
         self._engine = engine
@@ -160,6 +163,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
             engine_progress=load.progress,
             parallel=self._parallel.to_proto(),
             versions=common_pb2.SoftwareVersions(packages=software_versions(("sglang", "torch", "transformers"))),
+            settings_digest=self._settings_digest,
         )
 
     async def GetChecksums(self, request: pb.GetChecksumsRequest, context: Any) -> pb.GetChecksumsResponse:

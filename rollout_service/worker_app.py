@@ -17,11 +17,12 @@ from servicekit.life.announcing import announce
 from servicekit.life.tasks import DEADLINE, Wait, end_of, failing, first_of
 from servicekit.logs import get_logger
 from servicekit.metrics import serve_metrics
-from servicekit.redis.records import ServiceRecord
+from servicekit.redis.records import AgreedSettings, ServiceRecord
 from servicekit.redis.registry import Registry
 from servicekit.rpc.server import GrpcServer
 from tandem_api.rollout.v1 import worker_pb2, worker_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2_grpc
+from tandem_config.comparing.agreeing import agreed_settings
 from tandem_config.schema import RunConfig
 from weightsync.round.client import SERVICE
 
@@ -77,8 +78,9 @@ async def serve_worker(
         callers=("rollout",),
         health_bind=environment.health_bind,
     )
+    settings = AgreedSettings(agreed_settings(config))
     registry = await asyncio.to_thread(
-        Registry, environment.redis_url, environment.run_id, wait_s=environment.redis_wait_s
+        Registry, environment.redis_url, environment.run_id, wait_s=environment.redis_wait_s, settings=settings
     )
     worker = _Worker(config, name, environment, stop, server)
     try:

@@ -109,11 +109,13 @@ class ServiceEnvironment(ServerEnvironment):
     run_id: str = Field(
         alias="TANDEM_RUN_ID",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$",
-        description="Name of the run in Redis; the same for all services of a run.",
+        description="The run's id: its name in Redis, in its folder and in its checkpoints; the same for all services "
+        "of a run, and for its restarts.",
     )
     run_dir: Path = Field(
         alias="TANDEM_RUN_DIR",
-        description="Folder of the run: checkpoints, metrics, state. Shared by coordinator and trainer.",
+        description="Folder of the run: checkpoints, metrics, state. Shared by coordinator and trainer, which make it "
+        "where the folder above it exists. A folder belongs to one run, by TANDEM_RUN_ID.",
     )
     advertise_host: str = Field(
         "",
@@ -167,12 +169,9 @@ class ServiceEnvironment(ServerEnvironment):
 
     @field_validator("run_dir")
     @classmethod
-    def _is_folder(cls, folder: Path) -> Path:
-        try:
-            # Of a claim that several runs share, where this may be the first service of a new one.
-            folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"{str(folder)!r} is not a folder, and cannot be made: {error.strerror}") from None
+    def _is_no_file(cls, folder: Path) -> Path:
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"{str(folder)!r} is not a folder")
         return folder
 
     @field_validator("advertise_host")

@@ -88,6 +88,13 @@ class ReleaseSkew(TandemError):
     reason = "RELEASE_SKEW"
 
 
+class ConfigurationSkew(TandemError):
+    """The services of a run have read different configurations; it passes when the ones with the old are restarted."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "CONFIGURATION_SKEW"
+
+
 class AlreadyExists(TandemError):
     """Another process holds the name."""
 
@@ -181,6 +188,7 @@ ERRORS: tuple[type[TandemError], ...] = (
     Poisoned,
     Fenced,
     ReleaseSkew,
+    ConfigurationSkew,
     AlreadyExists,
     TooLarge,
     Unavailable,

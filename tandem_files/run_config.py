@@ -4,12 +4,14 @@ config.resolved.yaml   configuration of the run so far; `--resume` starts from i
 config.next.yaml       configuration of a resume until its first iteration is done; then it replaces the other
 logs/config.yaml       configuration of the last launch's services
 
-So a resume that fails with a changed configuration leaves a run that can still be resumed with its own.
+So a resume that fails with a changed configuration leaves a run that can still be resumed with its own. `tandem run`
+writes these files; where it does not run, as in a cluster, the coordinator writes the first two.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
-from tandem_files.atomic import sync_folder
+from tandem_files.atomic import no_check, sync_folder, write_bytes_atomic
 
 RESOLVED_CONFIG = "config.resolved.yaml"
 NEXT_CONFIG = "config.next.yaml"
@@ -28,3 +30,20 @@ def adopt_next(run_dir: Path) -> bool:
         return False
     sync_folder(run_dir)
     return True
+
+
+def note_config(run_dir: Path, resolved: str, before_write: Callable[[], None] = no_check) -> None:
+    """Write a run's configuration into its folder: as the run's own if it has none, else as the next one.
+
+    Args:
+        resolved: as YAML.
+        before_write: as in write_bytes_atomic.
+    Raises: OSError.
+    """
+    own = run_dir / RESOLVED_CONFIG
+    if not own.is_file():
+        write_bytes_atomic(own, resolved.encode(), before_write)
+    elif own.read_text(encoding="utf-8") == resolved:
+        (run_dir / NEXT_CONFIG).unlink(missing_ok=True)  # of a resume that trained nothing
+    else:
+        write_bytes_atomic(run_dir / NEXT_CONFIG, resolved.encode(), before_write)

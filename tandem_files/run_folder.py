@@ -1,10 +1,12 @@
-"""The folder of a run: its name, its lock, the launcher's notes, and the coordinator's state and summary."""
+"""The folder of a run: its name and owner, its lock, the launcher's notes, and the coordinator's state and summary."""
 
+import errno
 import fcntl
 import itertools
 import json
 import os
 import secrets
+import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -13,7 +15,8 @@ from typing import Any
 
 from servicekit.errors import ConfigError
 from servicekit.security.run_token import own_token
-from tandem_files.atomic import write_json_atomic
+from tandem_files.atomic import naming, write_json_atomic
+from tandem_files.checkpoints import list_complete, read_complete
 from tandem_files.metrics_file import METRICS_FILE, MetricsFile, Row
 from tandem_files.run_config import NEXT_CONFIG
 
@@ -22,6 +25,8 @@ STATE_FILE = "state.json"
 SUMMARY_FILE = "summary.json"
 # The results of `tandem evaluate`.
 EVALUATION_FILE = "evaluation.json"
+# Which run the folder belongs to.
+RUN_FILE = "run.json"
 _LOCK = ".lock"
 _NOTES = "launcher.json"
 _TOKEN = ".token"
@@ -40,6 +45,110 @@ class LauncherNotes:
     pid: int
     run_id: str
     coordinator: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunIdentity:
+    """Whose folder it is: the content of run.json.
+
+    Attributes:
+        run_id: the run's id, also in its checkpoints; it stays the same over all restarts and resumes.
+        launch_id: of a run of `tandem run`: the name of its latest launch in Redis, by which its services know it.
+    """
+
+    run_id: str
+    launch_id: str = ""
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether `tandem run` runs it, which names the run by its folder."""
+        return bool(self.launch_id)
+
+
+def claim_run_dir(run_dir: Path, run_id: str) -> RunIdentity:
+    """Make the folder of a run, unless it is there, and check that it is this run's.
+
+    All processes of a run may do this at the same time. Only the last part of the path is made, so that results never
+    go where a volume should have been mounted.
+
+    Args:
+        run_id: as in the process's environment: TANDEM_RUN_ID.
+    Raises: ConfigError: the folder cannot be made or read, or is another run's.
+    """
+    try:
+        run_dir.mkdir(exist_ok=True)
+        identity = read_identity(run_dir) or _create_identity(run_dir, run_id)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"environment variable TANDEM_RUN_DIR='{run_dir}' is wrong: neither it nor the folder above it exists: "
+            "is its volume mounted?"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"environment variable TANDEM_RUN_DIR='{run_dir}' is wrong: {error}") from error
+    if run_id not in (identity.run_id, identity.launch_id):
+        raise ConfigError(
+            f"{run_dir} is the folder of run {identity.run_id!r} ({RUN_FILE}), and this is run {run_id!r} "
+            "(TANDEM_RUN_ID): give this run a folder of its own (TANDEM_RUN_DIR), or resume the other one by its id"
+        )
+    return identity
+
+
+def note_launch(run_dir: Path, launch_id: str) -> RunIdentity:
+    """Note a new launch of `tandem run` in the folder, which it has locked; the run keeps its id.
+
+    Raises: ConfigError: run.json cannot be understood; OSError.
+    """
+    known = read_identity(run_dir)
+    run_id = (_id_of_checkpoints(run_dir) or launch_id) if known is None else known.run_id
+    identity = RunIdentity(run_id=run_id, launch_id=launch_id)
+    write_json_atomic(run_dir / RUN_FILE, asdict(identity))
+    return identity
+
+
+def read_identity(run_dir: Path) -> RunIdentity | None:
+    """Read whose folder it is; None: it does not say. Raises: ConfigError: the file cannot be understood; OSError."""
+    path = run_dir / RUN_FILE
+    try:
+        identity = RunIdentity(**json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path} does not say whose folder it is ({error}): restore it from a backup") from error
+    if not isinstance(identity.run_id, str) or not isinstance(identity.launch_id, str):
+        raise ConfigError(f"{path} does not say whose folder it is: restore it from a backup")
+    return identity
+
+
+def _create_identity(run_dir: Path, run_id: str) -> RunIdentity:
+    """Make run.json, unless another process was first. Returns: what it says."""
+    identity = RunIdentity(run_id=_id_of_checkpoints(run_dir) or run_id)
+    path = run_dir / RUN_FILE
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    write_json_atomic(temporary, asdict(identity))
+    try:
+        with naming(path):
+            os.link(temporary, path)  # fails if the file is there, whoever made it
+    except FileExistsError:
+        pass
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS):
+            raise
+        temporary.rename(path)  # a file system without links, as some of object stores
+    finally:
+        temporary.unlink(missing_ok=True)
+    return read_identity(run_dir) or identity
+
+
+def _id_of_checkpoints(run_dir: Path) -> str:
+    """Return the run id of the newest checkpoint that has one, e.g. of a restored folder; "": none has."""
+    for _, folder in reversed(list_complete(run_dir)):
+        try:
+            found = read_complete(folder).get("run_id")
+        except ConfigError:
+            continue
+        if isinstance(found, str):
+            return found
+    return ""
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from servicekit.environment import ServiceEnvironment
-from tandem_config.keys import kinds, note_of, sections
+from tandem_config.comparing.resuming import MUST_STAY
+from tandem_config.keys import fields_of, kinds, note_of, sections
 from tandem_config.schema import OffloadSection, Section
 from tandem_config.sections.data import DataSource
 from tandem_config.sections.reward import CodeReference
@@ -37,7 +38,16 @@ def rendered(page: str) -> str:
 def parts() -> dict[str, str]:
     """Generate the Markdown of each part, by the name in its markers."""
     tables = [f"### {name}\n\n{_text(model)}\n\n{_section(name, model)}" for name, model in sections().items()]
-    return {"settings": "\n\n".join(tables), "environment": _environment()}
+    return {"settings": "\n\n".join(tables), "environment": _environment(), "resuming": _resuming()}
+
+
+def _resuming() -> str:
+    """List the settings that a resume must leave as they were, by section."""
+    rows = [
+        f"| `{section}` | {', '.join(f'`{key}`' for key in fields_of(section) if f'{section}.{key}' in MUST_STAY)} |"
+        for section in sections()
+    ]
+    return _table("section | must be as it was", [row for row in rows if not row.endswith("|  |")])
 
 
 def _text(model: type[Section]) -> str:

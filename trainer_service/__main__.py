@@ -11,6 +11,7 @@ from servicekit.life.exit_codes import EXIT_BAD_CONFIG
 from servicekit.logs import configure_logging, get_logger
 from servicekit.redis.failures import record_failure
 from tandem_config.loading import load_config
+from tandem_files.run_folder import claim_run_dir
 from trainer_service import app
 from trainer_service.ranks.liveness import failure_name
 from trainer_service.ranks.world import Place
@@ -30,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         place = Place.from_env(os.environ)
         environment = ServiceEnvironment.from_env()
         config = load_config(options.config)
+        owner = claim_run_dir(environment.run_dir, environment.run_id)
         # With every transport: ranks on GPUs compare these settings, and test an NCCL group, before they agree on one.
         settle_nccl_settings(gpu_name=gpu_name(), engine_hosts=config.rollout.nodes)
     except ConfigError as error:
@@ -37,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         rank = os.environ.get("RANK", "0")
         record_failure("trainer", failure_name(int(rank) if rank.isdigit() else 0), str(error))
         return EXIT_BAD_CONFIG
-    settings = WorkerSettings(config=config, environment=environment, place=place, resume=options.resume)
+    settings = WorkerSettings(config=config, environment=environment, place=place, owner=owner, resume=options.resume)
     return app.run(settings)
 
 

@@ -15,12 +15,13 @@ from servicekit.life.lifecycle import run_main, run_until_stopped
 from servicekit.life.tasks import DEADLINE, failing, first_of
 from servicekit.logs import configure_logging, get_logger
 from servicekit.metrics import export_disk_of, serve_metrics
-from servicekit.redis.records import ServiceRecord
+from servicekit.redis.records import AgreedSettings, ServiceRecord
 from servicekit.redis.registry import Registry
 from servicekit.rpc.server import GrpcServer
 from tandem_api.common.v1 import common_pb2
 from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2_grpc
+from tandem_config.comparing.agreeing import agreed_settings
 from trainer_service.ranks.commands import Command, Commander, follow
 from trainer_service.ranks.liveness import failure_name
 from trainer_service.servicer import TrainerServicer
@@ -63,8 +64,13 @@ class _RankZero:
         """Serve from the start, ready when the model is loaded. Returns: the exit code."""
         loop = asyncio.get_running_loop()
         identity = self._environment.identity(NAME)
+        settings = AgreedSettings(agreed_settings(self._settings.config))
         registry = await asyncio.to_thread(
-            Registry, self._environment.redis_url, self._environment.run_id, wait_s=self._environment.redis_wait_s
+            Registry,
+            self._environment.redis_url,
+            self._environment.run_id,
+            wait_s=self._environment.redis_wait_s,
+            settings=settings,
         )
         grpo = self._settings.config.grpo
         commander = Commander()
@@ -76,7 +82,11 @@ class _RankZero:
         worker = Worker(self._settings, registry, commander.run, on_stop)
         max_samples = grpo.prompts_per_iteration * grpo.group_size
         servicer = TrainerServicer(
-            commander, max_samples=max_samples, run_dir=self._environment.run_dir, interrupt=worker.interrupt
+            commander,
+            max_samples=max_samples,
+            run_dir=self._environment.run_dir,
+            settings_digest=settings.digest,
+            interrupt=worker.interrupt,
         )
         server = GrpcServer(
             NAME, bind=self._environment.bind, identity=identity, health_bind=self._environment.health_bind

@@ -47,6 +47,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
     Args:
         max_samples: most samples of one train step.
         run_dir: the folder that requests may write to.
+        settings_digest: of the settings on which the run's services must agree.
         interrupt: ends the waits of ranks in a phase of the round with this id; blocking.
     """
 
@@ -56,10 +57,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         *,
         max_samples: int,
         run_dir: Path,
+        settings_digest: str = "",
         interrupt: Callable[[str], None] = lambda round_id: None,
     ) -> None:
         self._commander = commander
         self._run_dir = run_dir
+        self._settings_digest = settings_digest
         self._interrupt = interrupt
         self._max_samples = max_samples
         self._engine: TrainerEngine | None = None
@@ -231,6 +234,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
             world_size=engine.parallel.world_size,
             activity="idle" if current is Command.NOOP else current.name.lower(),
             versions=common_pb2.SoftwareVersions(packages=software_versions(PACKAGES)),
+            settings_digest=self._settings_digest,
         )
 
     async def _command(self, command: Command, body: bytes, timeout_s: float | None = None) -> list[bytes]:

@@ -16,11 +16,15 @@ import torch
 import torch.distributed as dist
 
 from servicekit.environment import ServiceEnvironment
-from servicekit.errors import Aborted, TandemError
+from servicekit.errors import Aborted, ConfigurationSkew, TandemError
 from servicekit.logs import get_logger
-from servicekit.redis.registry import Registry
+from servicekit.redis.records import AgreedSettings
+from servicekit.redis.registry import SETTINGS_ADVICE, Registry
+from tandem_config.comparing.agreeing import settings_of_ranks
+from tandem_config.comparing.resuming import compare, refuse
 from tandem_config.schema import RunConfig
 from tandem_files import checkpoints
+from tandem_files.run_folder import RunIdentity
 from trainer_service.engine import TrainerEngine
 from trainer_service.ranks.commands import Handlers, Wire
 from trainer_service.ranks.handlers import CommandHandlers
@@ -29,6 +33,9 @@ from trainer_service.ranks.publish import Publisher
 from trainer_service.ranks.world import Place, connect, device_of, meet
 from weightsync.plans.participants import trainer_slot
 from weightsync.transfer.session import SyncMember
+
+# Key of rank 0's settings in the store.
+_SETTINGS = "settings"
 
 log = get_logger(__name__)
 
@@ -40,6 +47,7 @@ class WorkerSettings:
     config: RunConfig
     environment: ServiceEnvironment
     place: Place
+    owner: RunIdentity  # of the run's folder
     resume: bool
 
 
@@ -105,6 +113,7 @@ class Worker:
         store = meet(place, self._registry, environment, self._settings.config.run.startup_timeout_s)
         self.liveness = Liveness(store, place.rank, place.world_size)
         self.liveness.start(self._on_stop)
+        check_same_settings(store, place, self._settings.config)
         group = connect(place, store, device, environment.advertise_host, trainer.collective_timeout_s)
         engine = self._load(store, device)
         member = self._member = self._make_member(engine)
@@ -163,11 +172,16 @@ class Worker:
 
         Rank 0 looks for all ranks, since two looks could find different ones. It reads the small files only; each rank
         reads its own shards before it loads them.
+
+        Raises: ConfigError: the newest is of another run, or of a configuration that may not change so.
         """
         if self._settings.place.rank == 0:
             found, over = checkpoints.usable(self._settings.environment.run_dir)
             for damage in over:
                 log.error("unusable checkpoint skipped", error=str(damage))
+            for _, folder in found[:1]:
+                mark = checkpoints.read_complete(folder)
+                refuse(compare(mark, self._settings.config, self._settings.owner), folder)
             store.set("checkpoints", json.dumps([str(folder / checkpoints.TRAINER_FOLDER) for _, folder in found]))
         return [Path(text) for text in json.loads(store.get("checkpoints").decode())]
 
@@ -185,6 +199,22 @@ class Worker:
             on_lost=self._fail,
             disk_folder=self._settings.config.sync.published_folder(environment.run_dir),
             lends=not self._settings.config.trainer.offload.parameters,
+        )
+
+
+def check_same_settings(store: dist.Store, place: Place, config: RunConfig) -> None:
+    """Compare this rank's configuration with that of rank 0, which may be on another host.
+
+    Raises: ConfigurationSkew: names the settings that differ.
+    """
+    ours = AgreedSettings(settings_of_ranks(config))
+    if place.rank == 0:
+        store.set(_SETTINGS, ours.to_json())
+        return
+    differences = ours.differences(store.get(_SETTINGS).decode())
+    if differences:
+        raise ConfigurationSkew(
+            f"rank {place.rank} has read another configuration than rank 0: {differences}: {SETTINGS_ADVICE}"
         )
 
 

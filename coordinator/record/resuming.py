@@ -1,7 +1,7 @@
 """Compares a resumed run with its checkpoint: the order of its prompts, which must be the same, and its rewards.
 
-A position in the data is meaningless in another order. The model must be the same too; all other settings may change,
-but other rewards are reported, since the scores before and after them do not compare.
+A position in the data is meaningless in another order. Settings are compared by tandem_config/comparing/resuming.py;
+other code of a reward is reported, since the scores before and after it do not compare.
 """
 
 import json
@@ -11,6 +11,7 @@ from coordinator.data.formatting import PromptFormat
 from coordinator.data.scan import Scan
 from coordinator.learn.rewards.source import source_file
 from coordinator.record.state import DataOrder, RunState, SourceOrder
+from tandem_config.comparing.resuming import difference
 from tandem_config.schema import RunConfig
 from tandem_config.sections.reward import FunctionReward, split_reference
 from tandem_config.sections.rewards.base import RewardSection
@@ -48,7 +49,7 @@ def order_differences(saved: RunState, order: DataOrder) -> list[str]:
     if old is None:
         return []
     found = [
-        _difference(key, before, now)
+        difference(key, before, now)
         for key, before, now in (
             ("run.seed", old.seed, order.seed),
             ("data.shuffle", old.shuffle, order.shuffle),
@@ -61,7 +62,7 @@ def order_differences(saved: RunState, order: DataOrder) -> list[str]:
     for key in sorted(old.settings.keys() | order.settings.keys()):
         before, now = old.settings.get(key, "unused"), order.settings.get(key, "unused")
         if before != now:
-            found.append(_difference(key, before, now))
+            found.append(difference(key, before, now))
     return found
 
 
@@ -85,7 +86,7 @@ def reward_warning(old: Mapping[str, str], new: Mapping[str, str]) -> str:
         new: those of the run.
     """
     different = [
-        _difference(key, old.get(key, "unset"), new.get(key, "unset"))
+        difference(key, old.get(key, "unset"), new.get(key, "unset"))
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]
@@ -130,13 +131,9 @@ def _source_differences(old: Sequence[SourceOrder], new: Sequence[SourceOrder]) 
     for place, (before, now) in enumerate(zip(old, new, strict=True), start=1):
         name = "data.train" if len(new) == 1 else f"data.train, source {place}"
         if before.weight != now.weight:
-            yield _difference(f"{name}, weight", before.weight, now.weight)
+            yield difference(f"{name}, weight", before.weight, now.weight)
         if before.digest != now.digest or before.num_prompts != now.num_prompts:
             yield (
                 f"{name}: other rows than those of the checkpoint ({before.num_prompts} usable ones in the checkpoint, "
                 f"{now.num_prompts} in the run{'' if before.digest == now.digest else '; the files have other bytes'})"
             )
-
-
-def _difference(key: str, old: object, new: object) -> str:
-    return f"{key}: {old} in the checkpoint, {new} in the run"

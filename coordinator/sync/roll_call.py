@@ -13,8 +13,9 @@ from typing import Protocol
 from coordinator.clients.replica import Replica
 from coordinator.clients.trainer import Trainer
 from coordinator.fleet.base import LOOK_INTERVAL_S, Fleet
-from servicekit.errors import DeadlineExceeded, StaleVersion, TandemError, Unavailable, WrongVersion
+from servicekit.errors import ConfigurationSkew, DeadlineExceeded, StaleVersion, TandemError, Unavailable, WrongVersion
 from servicekit.logs import get_logger
+from servicekit.redis.registry import SETTINGS_ADVICE
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.trainer.v1 import trainer_pb2
 from tandem_api.weights.v1 import weights_pb2
@@ -58,6 +59,19 @@ class WeightGroup(Protocol):
         ...
 
 
+class Agreement(Protocol):
+    """The settings on which the run's services must agree (servicekit.redis.registry.Registry)."""
+
+    @property
+    def settings_digest(self) -> str:
+        """Digest of the coordinator's own."""
+        ...
+
+    def explain_settings(self, digest: str) -> str:
+        """Say in which settings a service with this digest differs; blocking."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Present:
     """Trainer and replicas that are present, and the epoch of their group."""
@@ -80,6 +94,7 @@ class RollCall:
     """Finds out which services are present.
 
     Args:
+        agreement: the settings on which the services must agree; None: they are not compared.
         probe_timeout_s: a service whose status does not arrive in this time is absent.
         slots_timeout_s: a service with a rank without its slot for so long is absent.
         timeout_s: how long to wait for the trainer and min_replicas replicas to be present.
@@ -97,7 +112,9 @@ class RollCall:
         slots_timeout_s: float,
         timeout_s: float,
         ending: asyncio.Event,
+        agreement: Agreement | None = None,
     ) -> None:
+        self._agreement = agreement
         self._trainer, self._fleet, self._group = trainer, fleet, group
         self._ending = ending
         self._min_replicas = min_replicas
@@ -112,11 +129,14 @@ class RollCall:
             DeadlineExceeded: the trainer or too many replicas are absent; the message says why each is.
             WrongVersion: the trainer has another version, for example after a restart from an older checkpoint.
             StaleVersion: too few replicas are left without those that have had a newer version.
+            ConfigurationSkew: the trainer has read another configuration, or too few replicas are left without those
+                that have.
         """
         start_s, timeout_s = time.monotonic(), self._timeout_s
         while True:
             left_s = start_s + timeout_s - time.monotonic()
             look = await self._look()
+            await self._refuse_other_settings(look)
             ahead = _exclude_newer(look, policy_version)
             if ahead and len(look.replicas) < self._min_replicas:
                 raise StaleVersion(f"version {policy_version} is not new: {'; '.join(ahead)}; {RESUME_ADVICE}")
@@ -136,6 +156,29 @@ class RollCall:
             if waited_s >= timeout_s or self._ending.is_set():
                 raise DeadlineExceeded(self._timeout_message(look, min(timeout_s, waited_s)))
             await asyncio.sleep(LOOK_INTERVAL_S)
+
+    async def check_configuration(self) -> None:
+        """Compare the settings of the services that answer now with ours. Raises: ConfigurationSkew: as call()."""
+        await self._refuse_other_settings(await self._look())
+
+    async def _refuse_other_settings(self, look: _Look) -> None:
+        """Mark replicas that have read another configuration as absent. Raises: ConfigurationSkew: as call()."""
+        if self._agreement is None:
+            return
+        digests = {replica.name: status.settings_digest for replica, status in look.replicas.items()}
+        if look.trainer is not None:
+            digests[self._trainer.name] = look.trainer.settings_digest
+        ours = self._agreement.settings_digest
+        other = {name: digest for name, digest in digests.items() if digest not in ("", ours)}
+        if not other:
+            return
+        for name, digest in other.items():
+            differences = await asyncio.to_thread(self._agreement.explain_settings, digest)
+            look.absent[name] = f"it has read another configuration: {differences}"
+        look.replicas = {replica: status for replica, status in look.replicas.items() if replica.name not in other}
+        if self._trainer.name in other or len(look.replicas) < self._min_replicas:
+            refused = "; ".join(f"{name}: {look.absent[name]}" for name in other)
+            raise ConfigurationSkew(f"{refused}: {SETTINGS_ADVICE}")
 
     async def _look(self) -> _Look:
         """Ask the trainer and every announced replica for their status."""

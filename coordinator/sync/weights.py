@@ -18,7 +18,7 @@ from coordinator.fleet.base import Fleet
 from coordinator.flow import ReplicaOutcome, SyncResult
 from coordinator.lead import Lead
 from coordinator.sync.forecast import Forecast
-from coordinator.sync.roll_call import Present, RollCall, WeightGroup, parallel_sizes, seeded_version
+from coordinator.sync.roll_call import Agreement, Present, RollCall, WeightGroup, parallel_sizes, seeded_version
 from coordinator.sync.sync_report import RoundReports
 from coordinator.sync.sync_round import SyncRound
 from coordinator.watch import metrics
@@ -117,6 +117,7 @@ class WeightSync:
     Args:
         group: the weight group of the run.
         lead: our claim to be the run's only coordinator.
+        agreement: the settings on which the run's services must agree; None: they are not compared.
         min_replicas: fewest replicas that must have the weights in the end.
         rejoin_timeout_s: how long to wait for them; sync.formation_timeout_s, if that is longer.
         disk_folder: where the transport "disk" writes.
@@ -133,6 +134,7 @@ class WeightSync:
         group: WeightGroup,
         settings: SyncSection,
         lead: Lead,
+        agreement: Agreement | None = None,
         min_replicas: int = 1,
         rejoin_timeout_s: float = 0.0,
         disk_folder: str = "",
@@ -156,6 +158,7 @@ class WeightSync:
             trainer=trainer,
             fleet=fleet,
             group=group,
+            agreement=agreement,
             min_replicas=min_replicas,
             probe_timeout_s=settings.probe_timeout_s,
             slots_timeout_s=settings.lease_ttl_s,
@@ -176,8 +179,10 @@ class WeightSync:
         """Make trainer and replicas refuse earlier coordinators, and wait for the work that those started.
 
         Called before anything else. A replica that does not answer now refuses them from our first round with it on.
-        Raises: TandemError: the trainer's; Fenced: another coordinator has taken over from us.
+        Raises: TandemError: the trainer's; Fenced: another coordinator has taken over from us; ConfigurationSkew: the
+            trainer, or too many replicas, have read another configuration; nothing was changed.
         """
+        await self._roll_call.check_configuration()
         probe_timeout_s = self._settings.probe_timeout_s
         replicas = await self._fleet.look()
         # Concurrently: the work that an older coordinator started on the trainer may wait for a replica.

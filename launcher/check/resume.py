@@ -13,12 +13,13 @@ from coordinator.record.state import RunState
 from launcher.check.data.rows import CheckedData
 from launcher.check.host import is_writable
 from servicekit.errors import ConfigError
+from tandem_config.comparing.resuming import RUN_ID, UNRECORDED, RunComparison, compare, in_one_list
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import COORDINATOR_FILE, TRAINER_FOLDER, newest_sound, read_complete
 from tandem_files.model.fingerprint import model_fingerprint
 from tandem_files.run_config import RESOLVED_CONFIG
-from tandem_files.run_folder import busy_message, is_locked
+from tandem_files.run_folder import RunIdentity, busy_message, is_locked, read_identity
 from trainer_service.identity import differences, identity
 from weightsync.model.spec import ModelSpec
 
@@ -69,7 +70,10 @@ def check_resume(
         more = f"--set run.iterations={sound.iteration + 10} adds ten more"
         weights = f"tandem export {run_dir} --out DIR writes its weights"
         yield _problem("--resume", run_dir, message, f"{more}; {weights}")
-    yield from _check_same(run_dir, sound.folder, config, spec, data)
+    comparison = _compared(run_dir, sound.folder, config)
+    if not comparison.recorded:
+        yield replace(_problem("--resume", run_dir, UNRECORDED, ""), severity="warning")
+    yield from _check_same(run_dir, sound.folder, comparison.refused, config, spec, data)
     yield from _check_rewards(run_dir, sound.folder, config)
 
 
@@ -78,10 +82,26 @@ def note_model(run_dir: Path, spec: ModelSpec) -> None:
     (run_dir / MODEL_NOTE).write_text(json.dumps(asdict(spec), indent=2) + "\n", encoding="utf-8")
 
 
+def _compared(run_dir: Path, checkpoint: Path, config: RunConfig) -> RunComparison:
+    """Compare the checkpoint's run with this one; a folder that does not say whose it is becomes that of its run."""
+    mark = read_complete(checkpoint)
+    owner = read_identity(run_dir) or RunIdentity(run_id=str(mark.get(RUN_ID, "")))
+    return compare(mark, config, replace(owner, launch_id=run_dir.name))
+
+
 def _check_same(
-    run_dir: Path, checkpoint: Path, config: RunConfig, spec: ModelSpec | None, data: CheckedData | None
+    run_dir: Path,
+    checkpoint: Path,
+    refused: Sequence[str],
+    config: RunConfig,
+    spec: ModelSpec | None,
+    data: CheckedData | None,
 ) -> Iterator[ConfigProblem]:
-    """Report all differences between checkpoint and configuration that forbid a resume, as one problem."""
+    """Report all differences between checkpoint and configuration that forbid a resume, as one problem.
+
+    Args:
+        refused: settings that must stay, and differ.
+    """
     different = [] if spec is None else _model_differences(run_dir, checkpoint, config.model.path, spec)
     if spec is not None and (checkpoint / TRAINER_META).is_file():
         meta = json.loads((checkpoint / TRAINER_META).read_text(encoding="utf-8"))
@@ -90,6 +110,7 @@ def _check_same(
         different += differences(meta, {key: value for key, value in own.items() if key != "model" or not different})
     if data is not None and data.formats is not None and data.train and (checkpoint / COORDINATOR_FILE).is_file():
         different += _data_differences(checkpoint, config, data.train, data.formats)
+    different = in_one_list(different, refused)
     if different:
         yield _problem(
             "--resume",

@@ -17,7 +17,7 @@ from servicekit.errors import TandemError
 from servicekit.life.exit_codes import EXIT_FAILED, EXIT_OK
 from servicekit.life.tasks import cancel, end_of, first_of
 from tandem_config.schema import RunConfig
-from tandem_files.run_folder import make_token
+from tandem_files.run_folder import make_token, note_launch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +68,10 @@ async def _drive(request: EvaluationRequest, supervisor: Supervisor, view: RunVi
 
 async def _start(request: EvaluationRequest, supervisor: Supervisor, view: RunView) -> None:
     """Start Redis, the replicas and the evaluator. Raises: TandemError, OSError: one cannot be started."""
+    launch_id = f"{request.run_dir.name}-{secrets.token_hex(4)}"
+    note_launch(request.run_dir, launch_id)
     make_token(request.run_dir)
     redis_url = await start_redis(request.redis_url, request.run_dir, supervisor, view)
-    launch_id = f"{request.run_dir.name}-{secrets.token_hex(4)}"
     launch = launch_of(request.run_dir, launch_id, redis_url, resume=False)
     devices = plan_devices(request.config, visible_gpus(), trainer_ranks=0)
     await start_services(plan_evaluation(request.config, launch, devices), request.run_dir, supervisor, view)

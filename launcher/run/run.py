@@ -22,7 +22,7 @@ from servicekit.life.tasks import cancel, end_of, first_of
 from servicekit.redis.records import COORDINATOR
 from tandem_config.schema import RunConfig
 from tandem_files.run_config import NEXT_CONFIG
-from tandem_files.run_folder import make_token, read_state
+from tandem_files.run_folder import make_token, note_launch, read_state
 
 # A service whose end makes the coordinator fail may be seen to end this much later than the coordinator.
 _CULPRIT_WINDOW_S = 1.0
@@ -80,6 +80,7 @@ async def _drive(request: RunRequest, supervisor: Supervisor, view: RunView) -> 
     """Start the services and follow the run to its end, or to the first death that ends it."""
     launch_id = f"{request.run_dir.name}-{secrets.token_hex(4)}"
     try:
+        note_launch(request.run_dir, launch_id)
         make_token(request.run_dir)
         redis_url = await start_redis(request.redis_url, request.run_dir, supervisor, view)
         specs = _planned(request, launch_id, redis_url, resume=request.resume)

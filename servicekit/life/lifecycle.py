@@ -7,7 +7,7 @@ from typing import Any
 
 import uvloop
 
-from servicekit.errors import ConfigError, Internal, ReleaseSkew, Unavailable
+from servicekit.errors import ConfigError, ConfigurationSkew, Internal, ReleaseSkew, Unavailable
 from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
 from servicekit.life.tasks import Wait, first_of
 from servicekit.logs import configure_logging, get_logger
@@ -89,7 +89,7 @@ def run_main(
         log.error("bad configuration", error=str(error))
         record_failure(service, name or service, str(error))
         return EXIT_BAD_CONFIG
-    except (Unavailable, ReleaseSkew) as error:  # no bug: the message says more than a traceback
+    except (Unavailable, ReleaseSkew, ConfigurationSkew) as error:  # no bug: the message says more than a traceback
         log.error("service failed", error=str(error))
         record_failure(service, name or service, str(error))
         return EXIT_FAILED

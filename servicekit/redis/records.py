@@ -1,8 +1,11 @@
 """The registry's records: of running services, and of why others have ended."""
 
 import dataclasses
+import functools
+import hashlib
 import json
 import time
+from collections.abc import Mapping
 
 from servicekit.errors import ConfigError
 from servicekit.versions import release
@@ -11,6 +14,8 @@ from servicekit.versions import release
 PAGE_URL = "page_url"
 # The role that conducts the run, and the name of its only process.
 COORDINATOR = "coordinator"
+# Differences of settings that a message names.
+_MOST_NAMED = 8
 ROLES = (COORDINATOR, "trainer", "rollout", "rollout-worker")
 
 
@@ -25,6 +30,7 @@ class ServiceRecord:
         metrics_address: `host:port` of /metrics; "" for none.
         worker_id: unique per process start.
         release: of the software that it runs.
+        settings: digest of the settings on which services of a run must agree; "": it does not say.
     """
 
     role: str
@@ -33,6 +39,42 @@ class ServiceRecord:
     metrics_address: str = ""
     worker_id: str
     release: str = dataclasses.field(default_factory=release)
+    settings: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class AgreedSettings:
+    """The settings on which the services of a run must agree, as texts by key."""
+
+    texts: Mapping[str, str]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Digest of all of them."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """Return the texts as others read them."""
+        return json.dumps(dict(self.texts), sort_keys=True)
+
+    def differences(self, theirs: str) -> str:
+        """List what differs from another service's.
+
+        Args:
+            theirs: what its `to_json` has returned.
+        Raises: ValueError: that is not JSON of settings.
+
+        >>> ours = AgreedSettings({"grpo.temperature": "1.0", "run.seed": "0"})
+        >>> ours.differences('{"grpo.temperature": "0.7", "run.seed": "0"}')
+        'grpo.temperature: 1.0 here, 0.7 there'
+        """
+        others = json.loads(theirs)
+        if not isinstance(others, dict):
+            raise ValueError(f"expected an object, got {type(others).__name__}")
+        keys = [key for key in sorted({*self.texts, *others}) if self.texts.get(key) != others.get(key)]
+        named = [f"{key}: {self.texts.get(key, 'not set')} here, {others.get(key, 'not set')} there" for key in keys]
+        more = len(named) - _MOST_NAMED
+        return "; ".join(named[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +97,7 @@ Failures = list[Failure]
 def read_record(text: str) -> ServiceRecord:
     """Read a record from its JSON. Raises: ConfigError: it is not one of ours."""
     try:
-        fields = {"release": "of a release that does not say", **json.loads(text)}
+        fields = {"release": "of a release that does not say", "settings": "", **json.loads(text)}
         # A newer release may have more fields: ignore them here; its field `release` is compared elsewhere.
         return ServiceRecord(**{field.name: fields[field.name] for field in dataclasses.fields(ServiceRecord)})
     except (ValueError, TypeError, KeyError) as error:

@@ -3,6 +3,7 @@
     tandem:<run_id>:service:<role>:<name>   JSON of a ServiceRecord, with a time to live (the lease)
     tandem:<run_id>:names:<role>            names that were ever announced; a name without a record is lost
     tandem:<run_id>:value:<key>             small values that processes of a run share
+    tandem:<run_id>:value:settings:<digest> the settings of that digest (AgreedSettings)
     tandem:<run_id>:failure:<role>:<name>   JSON of a Failure: why the service of that name ended last time
     tandem:<run_id>:failures                "<role>:<name>" of those
 
@@ -27,6 +28,7 @@ from servicekit.errors import (
     Aborted,
     AlreadyExists,
     ConfigError,
+    ConfigurationSkew,
     DeadlineExceeded,
     ReleaseSkew,
     TandemError,
@@ -36,7 +38,15 @@ from servicekit.logs import get_logger
 from servicekit.redis import client as redis_client
 from servicekit.redis.client import AccessRefused, redis_errors
 from servicekit.redis.lease import Lease
-from servicekit.redis.records import ROLES, Failure, Failures, Records, ServiceRecord, read_record
+from servicekit.redis.records import (
+    ROLES,
+    AgreedSettings,
+    Failure,
+    Failures,
+    Records,
+    ServiceRecord,
+    read_record,
+)
 
 T = TypeVar("T")
 
@@ -47,6 +57,9 @@ _LONGEST_POLL_S = 0.1
 # Longer than any run waits for its Redis or its processes; renewed with each lease.
 _KEPT_S = 7 * 86_400
 _RIGHTS_RETRY_S = 0.5
+SETTINGS_ADVICE = (
+    "restart the services that have the old one, so that all of the run read the same file, or give the values back"
+)
 _CLOSED = "the registry was closed while waiting"
 
 _WITHDRAW = """
@@ -89,11 +102,15 @@ class Registry:
     """The registry of one run. Thread-safe; methods block on Redis, so call them from a thread under asyncio.
 
     Args:
+        settings: those on which the run's services must agree, which our record shall carry; None: it says nothing.
         wait_s: seconds that the constructor waits for a Redis that does not answer, or refuses a right that we need.
     Raises (constructor): ConfigError: Redis refuses us; Unavailable: it does not answer.
     """
 
-    def __init__(self, redis_url: str, run_id: str, *, wait_s: float = 0.0) -> None:
+    def __init__(
+        self, redis_url: str, run_id: str, *, wait_s: float = 0.0, settings: AgreedSettings | None = None
+    ) -> None:
+        self._settings = settings
         deadline_s = time.monotonic() + wait_s
         self._redis: redis.Redis = redis_client.connect(redis_url, wait_s=wait_s)
         self._prefix = f"tandem:{run_id}"
@@ -131,7 +148,8 @@ class Registry:
             on_lost: called once, from the thread, with the reason, if another worker has taken the name while
                 Redis had lost our record.
         Raises: AlreadyExists: a live record of another worker has this name; ReleaseSkew: a service of the run is of
-            another release; Unavailable: Redis does not answer; Aborted: close() was called meanwhile.
+            another release; ConfigurationSkew: one has read other settings; Unavailable: Redis does not answer;
+            Aborted: close() was called meanwhile.
         """
         if ttl_s <= 0:
             raise ValueError(f"ttl_s must be positive, got {ttl_s}")
@@ -140,9 +158,13 @@ class Registry:
         if self._lease is not None:
             self._lease.stop()
         with self._unless_closed():
+            if self._settings is not None:
+                record = dataclasses.replace(record, settings=self._settings.digest)
+                self.set_value(f"settings:{self._settings.digest}", self._settings.to_json())
             self._put(record, ttl_s)
             self._record = record
             self._refuse_other_releases(record)
+            self._refuse_other_settings(record)
             self._forget_failures(record.role, record.name)
         self._lease = Lease(f"{record.role}/{record.name}", ttl_s, lambda: self._put(record, ttl_s), on_lost)
         self._lease.start()
@@ -161,6 +183,39 @@ class Registry:
                     f"{record.name} is {record.release}, and {other.name} at {other.address}, of the same run, is "
                     f"{other.release}: use images of one release"
                 )
+
+    def _refuse_other_settings(self, record: ServiceRecord) -> None:
+        """Compare settings, as releases are; services that were killed, and are still listed, do not count."""
+        for role in ROLES:
+            for other in self.list(role):
+                same = other.settings in ("", record.settings) or self._keys(other) == self._keys(record)
+                if not record.settings or same or _refuses(other.address):
+                    continue
+                differences = self.explain_settings(other.settings)
+                self.withdraw()
+                raise ConfigurationSkew(
+                    f"{record.name} has read another configuration than {other.name} at {other.address}, of the same "
+                    f"run: {differences}: {SETTINGS_ADVICE}"
+                )
+
+    @property
+    def settings_digest(self) -> str:
+        """Digest of the settings that we agree to; "" if we say nothing."""
+        return "" if self._settings is None else self._settings.digest
+
+    def explain_settings(self, digest: str) -> str:
+        """Say in which settings a service differs from us.
+
+        Args:
+            digest: of its settings.
+        """
+        try:
+            theirs = self.get_value(f"settings:{digest}")
+            if self._settings is not None and theirs is not None:
+                return self._settings.differences(theirs)
+        except (Unavailable, ValueError) as error:
+            log.warning("settings of another service not read", error=str(error))
+        return f"the digest of its settings is {digest[:12]}, here it is {self.settings_digest[:12]}"
 
     def withdraw(self) -> None:
         """Remove our own record, if there is one; a record of another worker stays."""

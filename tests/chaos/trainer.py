@@ -11,6 +11,7 @@ import torch
 
 import trainer_service.app as trainer_app
 import trainer_service.worker as trainer_worker
+from tandem_files.run_folder import RunIdentity
 from tests.chaos.members import GatedMember, begin, set_up_gates
 from tests.chaos.policy import SPECS, TRAINER, shard_of
 from trainer_service.batch.checks import Limits
@@ -83,4 +84,5 @@ def main(settings: dict[str, Any]) -> None:
     mock.patch.object(trainer_worker, "SyncMember", GatedMember).start()
     mock.patch.object(trainer_app, "Worker", Worker).start()
     place = Place(rank=rank, world_size=TRAINER.world_size, local_rank=rank, master=None)
-    trainer_app.run(WorkerSettings(config=config, environment=environment, place=place, resume=False))
+    owner = RunIdentity(run_id=environment.run_id)
+    trainer_app.run(WorkerSettings(config=config, environment=environment, place=place, owner=owner, resume=False))

@@ -7,6 +7,7 @@ from typing import Any
 from servicekit.environment import ServiceEnvironment
 from tandem_config.loading import dump_resolved
 from tandem_config.schema import RunConfig
+from tandem_files.run_folder import note_launch
 
 
 def with_settings(config: RunConfig, **sections: Any) -> RunConfig:
@@ -15,6 +16,12 @@ def with_settings(config: RunConfig, **sections: Any) -> RunConfig:
     for section, settings in sections.items():
         merged[section] = merged[section] | settings if isinstance(merged[section], dict) else settings
     return RunConfig.model_validate(merged)
+
+
+def launched_again(environment: ServiceEnvironment, launch_id: str) -> ServiceEnvironment:
+    """The environment of another launch in the run's folder, as `tandem run --resume` makes it."""
+    note_launch(environment.run_dir, launch_id)
+    return environment.model_copy(update={"run_id": launch_id})
 
 
 def variables_of(environment: ServiceEnvironment) -> dict[str, str]:

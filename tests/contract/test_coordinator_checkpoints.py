@@ -10,7 +10,7 @@ from servicekit.environment import ServiceEnvironment
 from servicekit.errors import Internal
 from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import list_complete, newest_sound
-from tests.contract.coordinator_runs import rows, saved_state, with_settings
+from tests.contract.coordinator_runs import launched_again, rows, saved_state, with_settings
 from tests.fakes.fake_fleet import announced_fleet
 from tests.fakes.fake_trainer import FakeTrainer
 from tests.kit.waiting import until
@@ -58,7 +58,7 @@ async def test_a_run_ends_after_too_many_missed_in_a_row_and_resumes_from_the_on
     assert "2 checkpoints in a row were not written" in state["error"]
     assert "900 MiB are needed, 17 MiB are free" in state["error"]
     assert complete(environment) == [1]
-    again = environment.model_copy(update={"run_id": "again"})
+    again = launched_again(environment, "again")
     async with announced_fleet(again.redis_url, again.run_id):
         assert await conduct(config, again, resume=True, stop=asyncio.Event()) == 0
     assert [row["iteration"] for row in rows(again)] == [1, 2, 3, 4, 5, 6]

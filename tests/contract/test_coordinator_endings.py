@@ -12,7 +12,7 @@ from servicekit.environment import ServiceEnvironment
 from servicekit.life.exit_codes import EXIT_LOST_TRAINER
 from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import newest_sound
-from tests.contract.coordinator_runs import rows, saved_state, with_settings
+from tests.contract.coordinator_runs import launched_again, rows, saved_state, with_settings
 from tests.fakes.fake_fleet import announced_fleet
 from tests.fakes.fake_trainer import FakeTrainer
 from tests.kit.folders import fill, small_disk
@@ -60,7 +60,7 @@ async def test_a_stop_between_steps_saves_what_is_finished(config: RunConfig, en
             service.hold.set()
     assert saved_state(environment)["status"] == "interrupted"
     assert checkpointed(environment) == 3
-    again = environment.model_copy(update={"run_id": "again"})
+    again = launched_again(environment, "again")
     async with announced_fleet(again.redis_url, again.run_id, FakeTrainer(policy_version=3)):
         assert (
             await conduct(with_settings(config, run={"iterations": 4}), again, resume=True, stop=asyncio.Event()) == 0
@@ -167,7 +167,7 @@ async def test_a_full_disk_fails_by_name_and_the_run_goes_on_when_there_is_room(
     # whole rows only; where a row fits into the last block of its file, it is the state that does not
     assert [row["iteration"] for row in rows(environment)] in ([1, 2], [1, 2, 3])
     (disk / "filler").unlink()
-    again = environment.model_copy(update={"run_id": "again"})
+    again = launched_again(environment, "again")
     async with announced_fleet(again.redis_url, again.run_id):
         assert await conduct(config, again, resume=True, stop=asyncio.Event()) == 0
     assert [row["iteration"] for row in rows(again)] == [1, 2, 3, 4, 5, 6]

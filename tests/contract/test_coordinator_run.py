@@ -21,7 +21,8 @@ from tandem_api.trainer.v1 import trainer_pb2
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import RunConfig
 from tandem_files.run_config import NEXT_CONFIG, RESOLVED_CONFIG
-from tests.contract.coordinator_runs import rows, saved_state, with_settings
+from tandem_files.run_folder import note_launch
+from tests.contract.coordinator_runs import launched_again, rows, saved_state, with_settings
 from tests.fakes.fake_fleet import FakeFleet, announced_fleet
 from tests.fakes.fake_rollout import GenerateFault
 from tests.fakes.fake_trainer import FakeTrainer
@@ -85,7 +86,7 @@ async def test_a_resumed_run_equals_an_uninterrupted_one(config: RunConfig, envi
     first_part = [step.chunks for step in fleet.trainer_service.steps[:2]]
 
     # The services start anew from checkpoint 2, as the real ones do.
-    third = second.model_copy(update={"run_id": "t3"})
+    third = launched_again(second, "t3")
     async with fleet_of(third, FakeTrainer(policy_version=2)) as fleet:
         assert await conduct(config, third, resume=True, stop=asyncio.Event()) == 0
     assert [row["iteration"] for row in rows(third)] == [1, 2, 3, 4, 5, 6]
@@ -115,7 +116,7 @@ async def test_messages_of_two_weighted_files_are_taken_alike_after_a_resume(
     async with fleet_of(second, FakeTrainer(faults=failing_at(4))) as fleet:
         assert await conduct(config, second, resume=False, stop=asyncio.Event()) == 1
     first_part = [rows_of(step.chunks) for step in fleet.trainer_service.steps[:2]]
-    third = second.model_copy(update={"run_id": "t3"})
+    third = launched_again(second, "t3")
     async with fleet_of(third, FakeTrainer(policy_version=2)) as fleet:
         assert await conduct(config, third, resume=True, stop=asyncio.Event()) == 0
     assert first_part + [rows_of(step.chunks) for step in fleet.trainer_service.steps] == whole
@@ -151,6 +152,7 @@ def failing_at(step: int) -> "deque[TandemError | None]":
 async def test_a_configuration_becomes_the_runs_when_it_has_trained_an_iteration(
     config: RunConfig, environment: ServiceEnvironment, good_steps: int, adopted: bool
 ) -> None:
+    note_launch(environment.run_dir, environment.run_id)
     (environment.run_dir / RESOLVED_CONFIG).write_text("old")
     (environment.run_dir / NEXT_CONFIG).write_text("new")
     async with fleet_of(environment, FakeTrainer(faults=failing_at(good_steps + 1))):
@@ -220,7 +222,7 @@ async def test_a_restarted_run_takes_over_services_that_are_ahead_of_its_checkpo
     """Checkpoint 2 of six iterations; a trainer that was restarted from it, or one that lives; replicas that live."""
     async with fleet_of(environment, FakeTrainer(faults=failing_at(4))):
         assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 1
-    again = environment.model_copy(update={"run_id": "again"})
+    again = launched_again(environment, "again")
     async with fleet_of(again, FakeTrainer(policy_version=trained)) as fleet:
         for service in fleet.rollout_services:
             service.state, service.policy_version = weights_pb2.REPLICA_STATE_SERVING, served
@@ -233,19 +235,22 @@ async def test_a_restarted_run_takes_over_services_that_are_ahead_of_its_checkpo
     assert [row["policy_version"] for row in rows(again)] == [1, 2, *range(beyond + 1, beyond + 5)]
 
 
-async def test_other_rewards_after_a_resume_are_told(
-    config: RunConfig, environment: ServiceEnvironment, caplog: pytest.LogCaptureFixture
+async def test_other_reward_code_after_a_resume_is_told(
+    config: RunConfig, environment: ServiceEnvironment, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
+    code = tmp_path / "rewards.py"
+    code.write_text("def one(completion):\n    return 1.0\n")
+    own = with_settings(config, reward=[{"kind": "function", "function": f"{code}:one"}])
     async with fleet_of(environment, FakeTrainer(faults=failing_at(4))):
-        assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 1
-    doubled = with_settings(config, reward=[{"weight": 2.0}])
-    for run_id, changed, number in (("second", doubled, 1), ("third", doubled, 0)):
-        again, longer = environment.model_copy(update={"run_id": run_id}), {"iterations": 6 if number else 8}
+        assert await conduct(own, environment, resume=False, stop=asyncio.Event()) == 1
+    code.write_text("def one(completion):\n    return 0.5\n")
+    for run_id, number in (("second", 1), ("third", 0)):
+        again, longer = launched_again(environment, run_id), {"iterations": 6 if number else 8}
         caplog.clear()
         async with fleet_of(again, FakeTrainer(policy_version=2 if number else 7)):
-            assert await conduct(with_settings(changed, run=longer), again, resume=True, stop=asyncio.Event()) == 0
-        assert caplog.text.count("weight: unset in the checkpoint, 2.0 in the run") == number
-    assert saved_state(environment)["rewards"]["reward exact_match: weight"] == "2.0"
+            assert await conduct(with_settings(own, run=longer), again, resume=True, stop=asyncio.Event()) == 0
+        assert caplog.text.count("the scores before and after this resume do not compare") == number
+    assert f"reward one: code of {code}" in saved_state(environment)["rewards"]
 
 
 @pytest.mark.parametrize("name", ["coordinator.json", "complete.json", "trainer/version"])
@@ -258,7 +263,7 @@ async def test_a_damaged_checkpoint_is_skipped_and_said_everywhere(
     damaged = checkpoints / "step-00000004" / name
     content = damaged.read_bytes()
     damaged.write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:] if len(content) > 2 else b"9")
-    again = environment.model_copy(update={"run_id": "again"})
+    again = launched_again(environment, "again")
     async with fleet_of(again, FakeTrainer(policy_version=2)):
         assert await conduct(config, again, resume=True, stop=asyncio.Event()) == 0
     assert [row["iteration"] for row in rows(again)] == [1, 2, 3, 4, 5, 6]

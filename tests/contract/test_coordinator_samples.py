@@ -12,7 +12,7 @@ from servicekit.environment import ServiceEnvironment
 from servicekit.errors import NotFinite
 from tandem_config.schema import RunConfig
 from tandem_files.samples.folder import SampleFolder
-from tests.contract.coordinator_runs import rows, saved_state, with_settings
+from tests.contract.coordinator_runs import launched_again, rows, saved_state, with_settings
 from tests.fakes.fake_fleet import announced_fleet
 from tests.fakes.fake_trainer import FakeTrainer
 
@@ -61,7 +61,7 @@ async def test_a_resumed_run_leaves_one_set_of_samples(config: RunConfig, enviro
     assert await run(config, environment, FakeTrainer(faults=faults)) == 1  # type: ignore[arg-type]
     folder = SampleFolder(environment.run_dir)
     assert list(folder.iterations()) == [0, 1, 2, 3]
-    again = environment.model_copy(update={"run_id": "again"})
+    again = launched_again(environment, "again")
     assert await run(config, again, FakeTrainer(policy_version=2), resume=True) == 0
     assert list(folder.iterations()) == [0, 1, 2, 3, 4, 5, 6]
     assert {sample.iteration for sample in folder.load(3, "train", range(32))} == {3}

@@ -15,7 +15,7 @@ from typing import Any
 from coordinator.clients.replica import Replica
 from coordinator.clients.trainer import Trainer
 from servicekit.life.lifecycle import run_main
-from servicekit.redis.records import ServiceRecord
+from servicekit.redis.records import AgreedSettings, ServiceRecord
 from servicekit.redis.registry import Registry
 from servicekit.rpc.server import GrpcServer
 from servicekit.security.certificates import CA, CERT, KEY, TlsFiles
@@ -111,7 +111,13 @@ async def fake_fleet(
 
 @asynccontextmanager
 async def announced(
-    redis_url: str, run_id: str, name: str, address: str, slots: Sequence[str] = (), ttl_s: float = _TTL_S
+    redis_url: str,
+    run_id: str,
+    name: str,
+    address: str,
+    slots: Sequence[str] = (),
+    ttl_s: float = _TTL_S,
+    settings: AgreedSettings | None = None,
 ) -> AsyncIterator[Registry]:
     """Announce a service in the registry, and hold its slots of the weight group."""
     group = Rendezvous(redis_url, f"tandem:{run_id}")
@@ -120,7 +126,7 @@ async def announced(
             lease = SlotLease(group, slot, ttl_s)
             await asyncio.to_thread(lease.start)
             stack.push_async_callback(asyncio.to_thread, lease.close)
-        registry = await asyncio.to_thread(Registry, redis_url, run_id)
+        registry = await asyncio.to_thread(Registry, redis_url, run_id, settings=settings)
         stack.push_async_callback(asyncio.to_thread, registry.close)
         record = ServiceRecord(role=name.partition("-")[0], name=name, address=address, worker_id=uuid.uuid4().hex)
         await asyncio.to_thread(registry.announce, record, ttl_s)
@@ -135,12 +141,17 @@ async def announced_fleet(
     tls: TlsFiles | None = None,
     ttl_s: float = _TTL_S,
     slots: Sequence[str] = SLOTS,
+    settings: AgreedSettings | None = None,
 ) -> AsyncIterator[FakeFleet]:
-    """Trainer TP 2 and two replicas, which the registry and the weight group know."""
+    """Trainer TP 2 and two replicas, which the registry and the weight group know; with `settings` they say so."""
     async with fake_fleet(trainer=trainer, tls=tls) as fleet, AsyncExitStack() as stack:
+        if settings is not None:
+            fleet.trainer_service.settings_digest = settings.digest
+            for rollout in fleet.rollout_services:
+                rollout.settings_digest = settings.digest
         for name, address in fleet.addresses.items():
             own = [slot for slot in slots if slot.startswith(f"{name}/")]
-            there = announced(redis_url, run_id, name, address, own, ttl_s)
+            there = announced(redis_url, run_id, name, address, own, ttl_s, settings)
             fleet.registries[name] = await stack.enter_async_context(there)
         yield fleet
 

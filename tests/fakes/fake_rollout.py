@@ -53,6 +53,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
     loads: list[pb.LoadPublishedWeightsRequest] = field(default_factory=list)
     state: weights_pb2.ReplicaState.ValueType = weights_pb2.REPLICA_STATE_UNSEEDED
     policy_version: int = 0
+    settings_digest: str = ""
     groups_per_response: int = 4
     # After a fault in a round it answers nothing any more, as a process that was killed.
     gone_after_fault: bool = False
@@ -137,6 +138,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
             policy_version=self.policy_version,
             parallel=Parallel(tensor=self.tensor_parallel).to_proto(),
             versions=common_pb2.SoftwareVersions(packages={"sglang": "0.0", "torch": "0.0"}),
+            settings_digest=self.settings_digest,
         )
 
     async def PauseGeneration(self, request: pb.PauseGenerationRequest, context: Any) -> pb.PauseGenerationResponse:

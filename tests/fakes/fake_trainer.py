@@ -42,6 +42,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
     """
 
     policy_version: int = 0
+    settings_digest: str = ""
     tensor_parallel: int = 2
     logprob_diff: float = 1e-6
     compute_s: float = 0.002
@@ -159,6 +160,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
             parallel=Parallel(tensor=self.tensor_parallel).to_proto(),
             world_size=self.tensor_parallel,
             versions=common_pb2.SoftwareVersions(packages={"megatron_core": "0.0", "torch": "0.0"}),
+            settings_digest=self.settings_digest,
         )
 
     def _reply(self) -> pb.TrainStepResponse:

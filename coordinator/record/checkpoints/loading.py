@@ -8,6 +8,8 @@ from pathlib import Path
 from coordinator.record.state import RunState
 from servicekit.errors import ConfigError
 from servicekit.logs import get_logger
+from tandem_config.comparing.resuming import RunComparison, compare
+from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import (
     COMPLETE,
     COORDINATOR_FILE,
@@ -17,37 +19,53 @@ from tandem_files.checkpoints import (
     read_complete,
     set_aside,
 )
+from tandem_files.run_folder import RunIdentity
 
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Newest:
-    """The checkpoint to resume from: its state, and the damaged ones that were skipped."""
+    """The checkpoint to resume from: its state, the damaged ones that were skipped, how the run compares with it."""
 
     state: RunState
     sound: Sound
+    comparison: RunComparison
 
 
-def load_newest(run_dir: Path, *, model: str, fingerprint: str) -> Newest | None:
+def load_newest(run_dir: Path, config: RunConfig, fingerprint: str, identity: RunIdentity | None) -> Newest | None:
     """Load the newest undamaged checkpoint; None if there is none.
 
     Args:
-        model: folder of this run's model.
-        fingerprint: fingerprint of this run's model.
+        fingerprint: of this run's model.
+        identity: of this run, whose folder it is; None: run ids are not compared.
     Raises: ConfigError: the checkpoint is of another model; DamagedCheckpoint: all are damaged.
     """
     sound = newest_sound(run_dir)
     if sound is None:
+        _warn_of_folder_above(run_dir)
         return None
     mark = read_complete(sound.folder)
     if mark.get("model_fingerprint") != fingerprint:
         raise ConfigError(
             f"checkpoint {sound.folder} is of another model: it was made from {mark.get('model')} "
-            f"(fingerprint {str(mark.get('model_fingerprint'))[:12]}), this run's model.path is {model} "
+            f"(fingerprint {str(mark.get('model_fingerprint'))[:12]}), this run's model.path is {config.model.path} "
             f"(fingerprint {fingerprint[:12]}): resume with the first, or start a new run"
         )
-    return Newest(state=RunState.load(sound.folder / COORDINATOR_FILE), sound=sound)
+    comparison = compare(mark, config, identity)
+    return Newest(state=RunState.load(sound.folder / COORDINATOR_FILE), sound=sound, comparison=comparison)
+
+
+def _warn_of_folder_above(run_dir: Path) -> None:
+    """Warn of checkpoints from before a run had a folder of its own on the volume."""
+    found = list_complete(run_dir.parent)
+    if found:
+        log.warning(
+            "the folder above holds checkpoints, which this run does not read: if they are its own, stop it and move "
+            "them into its folder",
+            folder=str(run_dir),
+            newest=str(found[-1][1]),
+        )
 
 
 def marks(run_dir: Path) -> dict[str, int]:

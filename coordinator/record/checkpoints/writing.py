@@ -2,16 +2,17 @@
 
 checkpoints/step-00000012/trainer/           the trainer's: weights, optimizer, RNG
                           coordinator.json   RunState after iteration 12
-                          complete.json      written last; has the model and digests
+                          complete.json      written last; has the model, the run's id and configuration, and digests
 """
 
 import asyncio
 import contextlib
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from coordinator.clients.trainer import Trainer
 from coordinator.leaving import message_of
@@ -50,6 +51,7 @@ class Checkpointer:
 
     Args:
         model: folder of the model, for messages.
+        mark: what complete.json says of the run (tandem_config.comparing.resuming.mark_of).
         keep: number of newest checkpoints to keep.
         background: let the trainer continue while its part is written.
     Attributes:
@@ -57,8 +59,11 @@ class Checkpointer:
         running: the one that is being finished; None: none is.
     """
 
-    def __init__(self, *, run_dir: Path, model: str, trainer: Trainer, keep: int, background: bool) -> None:
+    def __init__(
+        self, *, run_dir: Path, model: str, trainer: Trainer, keep: int, background: bool, mark: Mapping[str, Any]
+    ) -> None:
         self._run_dir = run_dir
+        self._mark = dict(mark)
         self._model = model
         self._trainer = trainer
         self._keep = keep
@@ -108,6 +113,7 @@ class Checkpointer:
             policy_version=state.policy_version,
             model=self._model,
             model_fingerprint=state.model_fingerprint,
+            **self._mark,
         )
         self.newest = state.iteration
         finishing = asyncio.create_task(self._finish(folder, mark, check_lead), name="checkpoint")

@@ -450,6 +450,7 @@ class GetStatusResponse(_message.Message):
     PARALLEL_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
     ENGINE_PROGRESS_FIELD_NUMBER: _builtins.int
+    SETTINGS_DIGEST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     state: _weights_pb2.ReplicaState.ValueType
     policy_version: _builtins.int
@@ -461,6 +462,8 @@ class GetStatusResponse(_message.Message):
     """A number that changes when the engine computes tokens, of running completions too, as its scheduler reports them
     (SGLang: after each prefill and every 15th decode step). It is not a count: only its changes have a meaning.
     """
+    settings_digest: _builtins.str
+    """Digest of the settings on which the services of a run must agree, as it has read them; empty: it does not say."""
     @_builtins.property
     def parallel(self) -> _weights_pb2.ParallelSizes: ...
     @_builtins.property
@@ -476,10 +479,11 @@ class GetStatusResponse(_message.Message):
         parallel: _weights_pb2.ParallelSizes | None = ...,
         versions: _common_pb2.SoftwareVersions | None = ...,
         engine_progress: _builtins.int = ...,
+        settings_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parallel", b"parallel", "versions", b"versions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_progress", b"engine_progress", "generated_tokens", b"generated_tokens", "name", b"name", "parallel", b"parallel", "policy_version", b"policy_version", "running_groups", b"running_groups", "state", b"state", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_progress", b"engine_progress", "generated_tokens", b"generated_tokens", "name", b"name", "parallel", b"parallel", "policy_version", b"policy_version", "running_groups", b"running_groups", "settings_digest", b"settings_digest", "state", b"state", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

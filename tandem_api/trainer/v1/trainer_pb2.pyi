@@ -529,10 +529,13 @@ class GetStatusResponse(_message.Message):
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     ACTIVITY_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
+    SETTINGS_DIGEST_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     world_size: _builtins.int
     activity: _builtins.str
     """What the trainer is doing: idle, train_step, publish, save, ..."""
+    settings_digest: _builtins.str
+    """Digest of the settings on which the services of a run must agree, as it has read them; empty: it does not say."""
     @_builtins.property
     def parallel(self) -> _weights_pb2.ParallelSizes: ...
     @_builtins.property
@@ -545,10 +548,11 @@ class GetStatusResponse(_message.Message):
         world_size: _builtins.int = ...,
         activity: _builtins.str = ...,
         versions: _common_pb2.SoftwareVersions | None = ...,
+        settings_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parallel", b"parallel", "versions", b"versions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "parallel", b"parallel", "policy_version", b"policy_version", "versions", b"versions", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "parallel", b"parallel", "policy_version", b"policy_version", "settings_digest", b"settings_digest", "versions", b"versions", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from servicekit.errors import REASON_KEY
+from servicekit.redis.records import AgreedSettings
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2
+from tandem_config.comparing.agreeing import agreed_settings
 from tests.kit.models import CONTEXT, STOP, VOCABULARY, logprobs, text_of
 from tests.kit.replicas import Replica, Trainer
 from tests.kit.round import CALL_S
@@ -35,6 +37,11 @@ def worst_difference(model: Path, prompts: list[list[int]], groups: list[pb.Grou
             expected = logprobs(model, prompt, ids, temperature).gather(1, torch.tensor(ids)[:, None])[:, 0]
             differences.append(float((torch.tensor(completion.logprobs) - expected).abs().max()))
     return max(differences)
+
+
+def test_status_and_record_say_what_settings_were_read(replica: Replica) -> None:
+    digest = AgreedSettings(agreed_settings(replica.config)).digest
+    assert replica.status().settings_digest == replica.services.record_of("rollout", replica.name).settings == digest
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

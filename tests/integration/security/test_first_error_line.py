@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
-from servicekit.redis.records import ServiceRecord
+from servicekit.redis.records import AgreedSettings, ServiceRecord
 from servicekit.redis.registry import Registry
 from servicekit.security.certificates import role_name
+from tandem_config.comparing.agreeing import agreed_settings
+from tandem_config.loading import load_config
+from tandem_files.run_folder import claim_run_dir
 from tests.kit.certificates import DAY, Authority, variables, write_files
 from tests.kit.folders import write_data, write_small_model
 
@@ -105,8 +109,8 @@ def test_a_missing_secret_is_named(run: Run, service: str) -> None:
 
 @pytest.mark.slow
 def test_every_missing_variable_is_in_the_first_line(run: Run) -> None:
-    first = run("coordinator", REDIS_URL=None, TANDEM_RUN_ID=None, TANDEM_RUN_DIR="/nowhere").first
-    for name in ("REDIS_URL is not set", "TANDEM_RUN_ID is not set", "TANDEM_RUN_DIR='/nowhere' is wrong"):
+    first = run("coordinator", REDIS_URL=None, TANDEM_RUN_ID=None, TANDEM_RUN_DIR="/dev/null").first
+    for name in ("REDIS_URL is not set", "TANDEM_RUN_ID is not set", "TANDEM_RUN_DIR='/dev/null' is wrong"):
         assert name in first
 
 
@@ -198,6 +202,51 @@ def test_a_service_of_another_release_is_refused_by_name(run: Run, base: dict[st
     assert ended.code == 1  # while a run is being upgraded it may pass
     assert "coordinator is tandem 0." in ended.first
     assert "trainer at h:1, of the same run, is tandem 9.9, protocol 9" in ended.first
+
+
+def test_a_service_of_another_run_or_configuration_is_refused_by_name(
+    run: Run, base: dict[str, str], config: dict[str, Any], tmp_path: Path
+) -> None:
+    claim_run_dir(tmp_path / "run", "t")
+    ended = run("coordinator", TANDEM_RUN_ID="second")
+    assert ended.code == 2
+    assert "is the folder of run 't' (run.json), and this is run 'second'" in ended.first
+    config["sync"] = {"lease_ttl_s": 0.2}
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(config | {"grpo": {"temperature": 0.7}}))
+    settings = AgreedSettings(agreed_settings(load_config(tmp_path / "theirs.yaml")))
+    registry = Registry(base["REDIS_URL"], "t", settings=settings)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        registry.announce(ServiceRecord(role="trainer", name="trainer", address=address, worker_id="w"), 60)
+        ended = run("coordinator")
+    registry.close()
+    assert ended.code == 1  # it passes when the trainer is restarted
+    told = [each.get("error", each["message"]) for each in ended.errors]
+    assert "coordinator has read another configuration than trainer" in ended.first
+    assert "grpo.temperature: 1.0 here, 0.7 there: restart" in ended.first
+    assert told[0] in told[1:], told  # at first it waits, then it ends
+
+
+@pytest.mark.parametrize(
+    "service",
+    ["coordinator", pytest.param("trainer", marks=pytest.mark.slow), pytest.param("rollout-0", marks=pytest.mark.slow)],
+)
+def test_a_volume_that_is_not_mounted_is_named(run: Run, config: dict[str, Any], tmp_path: Path, service: str) -> None:
+    config["sync"] = {"transport": "disk"}  # or a rollout does not need the folder
+    folder = tmp_path / "mount" / "t"
+    ended = run(service, TANDEM_RUN_DIR=str(folder))
+    assert ended.code == 2
+    assert f"environment variable TANDEM_RUN_DIR='{folder}' is wrong" in ended.first
+    assert "is its volume mounted?" in ended.first
+    assert not folder.parent.exists()
+
+
+@pytest.mark.slow
+def test_a_trainer_in_the_folder_of_another_run_is_refused_by_name(run: Run, tmp_path: Path) -> None:
+    claim_run_dir(tmp_path / "run", "first")
+    ended = run("trainer", "--resume")
+    assert ended.code == 2
+    assert "is the folder of run 'first' (run.json), and this is run 't'" in ended.first
 
 
 def test_who_waits_for_a_failed_service_says_why_it_failed(run: Run, base: dict[str, str]) -> None:

@@ -17,11 +17,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from safetensors.torch import load_file
 
 from servicekit.errors import InvalidRequest, TandemError, TooLarge, WrongVersion, from_rpc_error
-from servicekit.redis.records import ServiceRecord
+from servicekit.redis.records import AgreedSettings, ServiceRecord
 from servicekit.rpc.channel import open_channel
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
+from tandem_config.comparing.agreeing import agreed_settings
 from tandem_files.exports import note_template
 from tests.integration.trainer.processes import TrainerProcesses, chunk, one_by_one, step_requests
 from tests.kit.models import TRAINED_VOCABULARY as VOCAB
@@ -83,8 +84,10 @@ async def refusal(call: Any) -> TandemError:
     return from_rpc_error(caught.value)
 
 
-async def test_status_and_health(stub: Any, record: ServiceRecord) -> None:
+async def test_status_and_health(stub: Any, record: ServiceRecord, shared_trainer: TrainerProcesses) -> None:
     status = await stub.GetStatus(pb.GetStatusRequest(), timeout=10)
+    digest = AgreedSettings(agreed_settings(shared_trainer.config)).digest
+    assert status.settings_digest == record.settings == digest
     assert (status.world_size, status.parallel.tensor, status.activity) == (2, 2, "idle")
     assert status.versions.packages["megatron_core"] == "0.16.1"
     async with open_channel(record.address) as channel:

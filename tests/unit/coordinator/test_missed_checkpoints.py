@@ -47,7 +47,11 @@ class FakeTrainerClient:
 
 def make(run_dir: Path, *, background: bool = False) -> tuple[FakeTrainerClient, Checkpointer]:
     client: Any = FakeTrainerClient()
-    return client, Checkpointer(run_dir=run_dir, model="models/a", trainer=client, keep=2, background=background)
+    mark = {"run_id": "r"}
+    checkpointer = Checkpointer(
+        run_dir=run_dir, model="models/a", trainer=client, keep=2, background=background, mark=mark
+    )
+    return client, checkpointer
 
 
 async def lead() -> None:

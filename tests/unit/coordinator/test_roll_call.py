@@ -1,14 +1,15 @@
-"""A run that is to end waits for no service: neither for replicas and a trainer that are lost, nor for their slots."""
+"""Who takes part in a round: those that read the coordinator's configuration; a run that is to end waits for none."""
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from coordinator.clients.replica import Replica
 from coordinator.sync.roll_call import RollCall
-from servicekit.errors import DeadlineExceeded, Unavailable
+from servicekit.errors import ConfigurationSkew, DeadlineExceeded, Unavailable
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.trainer.v1 import trainer_pb2
 from tests.fakes.fake_fleet import StaticFleet
@@ -31,16 +32,36 @@ class Service(Replica):
         return self.answer
 
 
-def present(name: str) -> Service:
+class Agreement:
+    """The coordinator's settings, and what is known of others'."""
+
+    settings_digest = "ours"
+
+    def explain_settings(self, digest: str) -> str:
+        return f"grpo.temperature: 0.7 here, 1.0 there ({digest})"
+
+
+def present(name: str, settings: str = "") -> Service:
     sizes = Parallel(tensor=1).to_proto()
-    answer = rollout_pb2.GetStatusResponse(parallel=sizes)
-    return Service(name, trainer_pb2.GetStatusResponse(world_size=1) if name == "trainer" else answer)
+    if name == "trainer":
+        return Service(name, trainer_pb2.GetStatusResponse(world_size=1, settings_digest=settings))
+    return Service(name, rollout_pb2.GetStatusResponse(parallel=sizes, settings_digest=settings))
 
 
-def roll_call(trainer: Service, replica: Service, group: FakeGroup, ending: asyncio.Event) -> RollCall:
+def roll_call(
+    trainer: Service, replicas: Sequence[Service], group: FakeGroup, ending: asyncio.Event, min_replicas: int = 1
+) -> RollCall:
     sender: Any = trainer
     times = dict.fromkeys(("probe_timeout_s", "slots_timeout_s", "timeout_s"), LONG_S)
-    return RollCall(trainer=sender, fleet=StaticFleet([replica]), group=group, min_replicas=1, ending=ending, **times)
+    return RollCall(
+        trainer=sender,
+        fleet=StaticFleet(replicas),
+        group=group,
+        min_replicas=min_replicas,
+        ending=ending,
+        agreement=Agreement(),
+        **times,
+    )
 
 
 @pytest.mark.parametrize("lost", ["trainer", "rollout-0", "rollout-0/0"])
@@ -48,7 +69,7 @@ async def test_a_run_that_is_to_end_does_not_wait_for_a_service_that_is_lost(los
     trainer, replica = (Service(name) if name == lost else present(name) for name in ("trainer", "rollout-0"))
     ending = asyncio.Event()
     calling = asyncio.create_task(
-        roll_call(trainer, replica, FakeGroup(empty=(lost,)), ending).call(0, rejoin_timeout_s=LONG_S)
+        roll_call(trainer, [replica], FakeGroup(empty=(lost,)), ending).call(0, rejoin_timeout_s=LONG_S)
     )
     await replica.asked.wait()
     await asyncio.sleep(0.2)
@@ -63,5 +84,26 @@ async def test_a_run_that_is_to_end_does_not_wait_for_a_service_that_is_lost(los
 async def test_a_run_that_is_to_end_still_finishes_a_round_that_can_be() -> None:
     ending = asyncio.Event()
     ending.set()
-    found = await roll_call(present("trainer"), present("rollout-0"), FakeGroup(), ending).call(0)
+    found = await roll_call(present("trainer"), [present("rollout-0")], FakeGroup(), ending).call(0)
+    assert [replica.name for replica in found.replicas] == ["rollout-0"]
+
+
+async def test_a_trainer_with_another_configuration_is_refused_by_name() -> None:
+    calling = roll_call(present("trainer", "other"), [present("rollout-0", "ours")], FakeGroup(), asyncio.Event())
+    told = r"^trainer: it has read another configuration: grpo\.temperature: 0\.7 here, 1\.0 there \(other\): restart"
+    for refused in (calling.call(0), calling.check_configuration()):
+        with pytest.raises(ConfigurationSkew, match=told):
+            await asyncio.wait_for(refused, 10.0)
+
+
+async def test_a_replica_with_another_configuration_is_left_out_as_long_as_enough_are_left() -> None:
+    trainer, replicas = present("trainer", "ours"), [present("rollout-0", "ours"), present("rollout-1", "other")]
+    found = await roll_call(trainer, replicas, FakeGroup(), asyncio.Event()).call(0)
+    assert [replica.name for replica in found.replicas] == ["rollout-0"]
+    with pytest.raises(ConfigurationSkew, match=r"^rollout-1: it has read another configuration: grpo\.temperature"):
+        await roll_call(trainer, replicas, FakeGroup(), asyncio.Event(), min_replicas=2).call(0)
+
+
+async def test_a_replica_that_does_not_say_what_it_has_read_takes_part() -> None:
+    found = await roll_call(present("trainer"), [present("rollout-0")], FakeGroup(), asyncio.Event()).call(0)
     assert [replica.name for replica in found.replicas] == ["rollout-0"]

@@ -11,6 +11,7 @@ from coordinator.record.checkpoints.loading import load_newest
 from coordinator.record.resuming import order_differences
 from coordinator.record.state import KEPT_SYNCS, DataOrder, RunState, SourceOrder, Totals
 from servicekit.errors import ConfigError
+from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import COORDINATOR_FILE, mark_complete, step_folder
 from tandem_files.metrics_file import MetricsFile
 from weightsync.group.rendezvous import Evicted
@@ -24,6 +25,10 @@ def state_at(iteration: int, fingerprint: str = "f00d") -> RunState:
         batch_rng=dict(rng.bit_generator.state),
         model_fingerprint=fingerprint,
     )
+
+
+def config(model: str) -> RunConfig:
+    return RunConfig.model_validate({"model": {"path": Path(model)}, "data": {"train": Path("train.jsonl")}})
 
 
 def save_checkpoint(run_dir: Path, state: RunState) -> Path:
@@ -74,7 +79,7 @@ def test_the_newest_complete_checkpoint_counts(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, state_at(2))
     save_checkpoint(tmp_path, state_at(4))
     (save_checkpoint(tmp_path, state_at(6)) / "complete.json").unlink()
-    loaded = load_newest(tmp_path, model="models/a", fingerprint="f00d")
+    loaded = load_newest(tmp_path, config("models/a"), "f00d", None)
     assert loaded is not None
     assert loaded.state.iteration == 4
     (damage,) = loaded.sound.skipped
@@ -82,13 +87,13 @@ def test_the_newest_complete_checkpoint_counts(tmp_path: Path) -> None:
 
 
 def test_without_a_checkpoint_there_is_nothing_to_load(tmp_path: Path) -> None:
-    assert load_newest(tmp_path, model="models/a", fingerprint="f00d") is None
+    assert load_newest(tmp_path, config("models/a"), "f00d", None) is None
 
 
 def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, state_at(2))
     with pytest.raises(ConfigError) as caught:
-        load_newest(tmp_path, model="models/b", fingerprint="beef")
+        load_newest(tmp_path, config("models/b"), "beef", None)
     for part in (str(folder), "models/a", "f00d", "models/b", "beef"):
         assert part in str(caught.value)
 

@@ -15,8 +15,10 @@ from coordinator.record.state import RunState
 from launcher.check.preflight import preflight
 from launcher.check.resume import check_resume, note_model
 from servicekit.errors import ConfigError
+from tandem_config.comparing.resuming import UNRECORDED, mark_of
 from tandem_config.loading import draft_config, dump_resolved, load_config
 from tandem_config.problems import ConfigProblem
+from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import mark_complete, step_folder
 from tandem_files.digests import file_digest
 from tandem_files.model.fingerprint import model_fingerprint
@@ -27,6 +29,7 @@ from tandem_files.run_folder import (
     is_locked,
     locked,
     metrics_rows,
+    note_launch,
     read_notes,
     write_notes,
 )
@@ -115,8 +118,14 @@ def make_run(tmp_path: Path, iteration: int | None = 1) -> tuple[Path, Path]:
     if iteration is not None:
         folder = step_folder(run_dir, iteration)
         folder.mkdir(parents=True)
-        mark_complete(folder, model=str(config.model.path), model_fingerprint=model_fingerprint(config.model.path))
+        mark(folder, config)
     return run_dir, file
+
+
+def mark(folder: Path, config: RunConfig) -> None:
+    model = config.model.path
+    run = mark_of(config, "tiny-1")
+    mark_complete(folder, model=str(model), model_fingerprint=model_fingerprint(model), **run)
 
 
 def resume(run_dir: Path, file: Path, *overrides: str) -> list[ConfigProblem]:
@@ -172,7 +181,7 @@ def test_a_damaged_checkpoint_mark_is_named(tmp_path: Path) -> None:
     assert "complete.json is damaged: it holds list" in problem.message
 
 
-def test_other_rewards_than_the_checkpoints_are_a_warning(tmp_path: Path) -> None:
+def test_other_code_of_a_reward_than_the_checkpoints_is_a_warning(tmp_path: Path) -> None:
     run_dir, file = make_run(tmp_path)
     code = tmp_path / "mine.py"
     code.write_text("def score(completion): return 1")
@@ -181,19 +190,45 @@ def test_other_rewards_than_the_checkpoints_are_a_warning(tmp_path: Path) -> Non
         cursor=CursorState(sources=()), batch_rng={}, model_fingerprint="", rewards=reward_facts(load_config(file, old))
     )
     state.save(step_folder(run_dir, 1) / "coordinator.json")
+    mark(step_folder(run_dir, 1), load_config(file, old))
     assert resume(run_dir, file, *old, "reward.0.trial=false") == []
     before = file_digest(code)["xxh3_128"][:12]
     code.write_text("def score(completion): return 0")
     after = file_digest(code)["xxh3_128"][:12]
-    assert [problem.severity for problem in resume(run_dir, file)] == ["warning"]  # the default reward instead
-    (problem,) = resume(run_dir, file, f"reward={{function: '{code}:score', weight: 3}}")
+    (problem,) = resume(run_dir, file, *old)
     assert (problem.key, problem.severity) == ("--resume", "warning")
     assert problem.message == (
-        'reward overlong: kind: "overlong" in the checkpoint, unset in the run; '
-        f"reward score: code of {code}: {before} in the checkpoint, {after} in the run; "
-        "reward score: weight: 2.0 in the checkpoint, 3.0 in the run: "
+        f"reward score: code of {code}: {before} in the checkpoint, {after} in the run: "
         "the scores before and after this resume do not compare"
     )
+
+
+def test_other_rewards_than_the_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
+    run_dir, file = make_run(tmp_path)
+    refused, *_ = resume(run_dir, file, "reward={kind: exact_match, weight: 3}")
+    assert (refused.key, refused.severity) == ("--resume", "error")
+    assert "reward.weight: 1.0 in the checkpoint, 3.0 in the run" in refused.message
+    refused, *_ = resume(run_dir, file, "reward=[exact_match, overlong]")
+    assert "entries of reward: 1 in the checkpoint, 2 in the run" in refused.message
+    assert "start a new run" in refused.suggestion
+
+
+def test_a_checkpoint_of_another_run_in_the_folder_is_refused_and_a_renamed_folder_is_not(tmp_path: Path) -> None:
+    run_dir, file = make_run(tmp_path)
+    note_launch(run_dir, "another-1")  # the folder says whose its checkpoints are
+    assert resume(run_dir, file) == []
+    renamed = run_dir.rename(run_dir.parent / "renamed")
+    assert resume(renamed, file, "run.name=renamed") == []
+    (renamed / "run.json").write_text('{"run_id": "another", "launch_id": "another-1"}')
+    (problem,) = resume(renamed, file)
+    assert "run id (TANDEM_RUN_ID): tiny-1 in the checkpoint, another in the run" in problem.message
+
+
+def test_a_checkpoint_that_does_not_say_whose_it_is_is_a_warning(tmp_path: Path) -> None:
+    run_dir, file = make_run(tmp_path)
+    mark_complete(step_folder(run_dir, 1), model_fingerprint=model_fingerprint(load_config(file).model.path))
+    (problem,) = resume(run_dir, file, "run.seed=3")
+    assert (problem.severity, problem.message) == ("warning", UNRECORDED)
 
 
 def test_the_code_of_a_module_is_compared_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +268,7 @@ def test_everything_that_differs_is_named_in_one_message(tmp_path: Path) -> None
     order = order_of(config, train.scans, train.formats)
     state = RunState(iteration=1, cursor=cursor, batch_rng={}, model_fingerprint="", order=order)
     state.save(folder / "coordinator.json")
-    mark_complete(folder, model_fingerprint=model_fingerprint(config.model.path))
+    mark(folder, config)
     changes = ["trainer.tensor_parallel=2", "trainer.pipeline_parallel=3", "model.dtype=bfloat16", "run.seed=5"]
     changes += ["data.shuffle=false"]
     assert list(resume_with_data(run_dir, file)) == []

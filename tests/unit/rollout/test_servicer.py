@@ -50,6 +50,7 @@ class Served:
             updates=self.updates,
             metrics=metrics,
             leader=leader,
+            settings_digest="d1",
         )
         self.server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, self.servicer, NAME)
         self.server.add(weights_pb2_grpc.add_RoundServiceServicer_to_server, self.servicer, SERVICE)
@@ -95,7 +96,7 @@ async def test_groups_come_back_whole(served: Served) -> None:
 async def test_status_tells_that_the_engine_computes(served: Served) -> None:
     served.engine.progress = 7
     status = await served.stub.GetStatus(pb.GetStatusRequest(), timeout=5.0)
-    assert (status.engine_progress, status.generated_tokens) == (7, 0)
+    assert (status.engine_progress, status.generated_tokens, status.settings_digest) == (7, 0, "d1")
 
 
 def _draining(served: Served) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from servicekit.errors import AlreadyExists
+from servicekit.errors import AlreadyExists, ConfigurationSkew
 from servicekit.life.announcing import announce
-from servicekit.redis.records import ServiceRecord
+from servicekit.redis.records import AgreedSettings, ServiceRecord
 from servicekit.redis.registry import Registry
 
 DEADLINE_S = 20.0
@@ -66,6 +66,22 @@ async def test_the_name_of_a_process_that_may_live_is_waited_for(
     owner.announce(record("w1", address), 0.5)
     lose(owner)
     assert await announce(successor, record("w2"), 30, asyncio.Event(), no_loss)
+
+
+async def test_services_with_another_configuration_get_time_to_go(redis_server: str, address: str) -> None:
+    old = Registry(redis_server, "run-1", settings=AgreedSettings({"run.seed": "0"}))
+    new = Registry(redis_server, "run-1", settings=AgreedSettings({"run.seed": "7"}))
+    trainer = ServiceRecord(role="trainer", name="trainer", address=address, worker_id="w1")
+    try:
+        old.announce(trainer, 300)
+        with pytest.raises(ConfigurationSkew, match=r"than trainer at .*: run\.seed: 7 here, 0 there"):
+            await announce(new, record("w2"), 0.1, asyncio.Event(), no_loss)
+        announcing = asyncio.create_task(announce(new, record("w2"), 30, asyncio.Event(), no_loss))
+        await asyncio.to_thread(old.withdraw)
+        assert await asyncio.wait_for(announcing, DEADLINE_S)
+    finally:
+        old.close()
+        new.close()
 
 
 async def test_a_stop_ends_the_wait(registries: tuple[Registry, Registry], address: str) -> None:

@@ -28,11 +28,13 @@ def test_the_environment_has_defaults_for_what_is_local() -> None:
 
 def test_every_wrong_variable_is_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        ServiceEnvironment.from_env({"TANDEM_RUN_ID": "a b", "TANDEM_METRICS_PORT": "70000", "TANDEM_RUN_DIR": "/none"})
+        ServiceEnvironment.from_env(
+            {"TANDEM_RUN_ID": "a b", "TANDEM_METRICS_PORT": "70000", "TANDEM_RUN_DIR": "/dev/null"}
+        )
     problems = str(caught.value).split("; environment")
     assert len(problems) == 4
     assert "REDIS_URL is not set" in str(caught.value)
-    for name in ("TANDEM_RUN_ID='a b'", "TANDEM_METRICS_PORT='70000'", "TANDEM_RUN_DIR='/none'"):
+    for name in ("TANDEM_RUN_ID='a b'", "TANDEM_METRICS_PORT='70000'", "TANDEM_RUN_DIR='/dev/null'"):
         assert f"{name} is wrong" in str(caught.value)
 
 

@@ -2,16 +2,24 @@
 
 import dataclasses
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
 
 import pytest
 
-from servicekit.errors import Aborted, AlreadyExists, DeadlineExceeded, ReleaseSkew, Unavailable
+from servicekit.errors import (
+    Aborted,
+    AlreadyExists,
+    ConfigurationSkew,
+    DeadlineExceeded,
+    ReleaseSkew,
+    Unavailable,
+)
 from servicekit.redis.client import connect
 from servicekit.redis.failures import record_failure
-from servicekit.redis.records import ServiceRecord
+from servicekit.redis.records import AgreedSettings, ServiceRecord
 from servicekit.redis.registry import Registry
 from servicekit.versions import release
 from tests.kit.redis import RedisProcess
@@ -32,8 +40,8 @@ def open_registry() -> Iterator[OpenRegistry]:
     """Registries that are closed after the test."""
     opened: list[Registry] = []
 
-    def open_one(url: str, run_id: str = "run-1") -> Registry:
-        opened.append(Registry(url, run_id))
+    def open_one(url: str, run_id: str = "run-1", settings: AgreedSettings | None = None) -> Registry:
+        opened.append(Registry(url, run_id, settings=settings))
         return opened[-1]
 
     yield open_one
@@ -204,6 +212,61 @@ def test_a_service_of_another_release_is_refused_by_name(redis_server: str, open
     first.withdraw()
     second.announce(other, 30)
     assert second.list("rollout") == [other]
+
+
+def settings() -> AgreedSettings:
+    return AgreedSettings({"grpo.temperature": "1.0", "run.seed": "0"})
+
+
+@pytest.fixture
+def listening() -> Iterator[str]:
+    """The address of a service that lives."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_a_service_with_another_configuration_is_refused_by_name(
+    redis_server: str, open_registry: OpenRegistry, listening: str
+) -> None:
+    first = open_registry(redis_server, settings=settings())
+    second = open_registry(redis_server, settings=AgreedSettings({"grpo.temperature": "0.7", "run.seed": "0"}))
+    first.announce(record("coordinator", "w1", role="coordinator", address=listening), 30)
+    with pytest.raises(ConfigurationSkew) as caught:
+        second.announce(record(), 30)
+    assert str(caught.value).startswith(
+        f"rollout-0 has read another configuration than coordinator at {listening}, of the same run: "
+        "grpo.temperature: 0.7 here, 1.0 there: restart the services that have the old one"
+    )
+    assert first.list("rollout") == []  # it has not stayed
+    first.withdraw()
+    second.announce(record(), 30)
+    assert [each.settings for each in second.list("rollout")] == [second.settings_digest]
+
+
+def test_services_that_were_killed_or_say_nothing_agree_with_all(
+    redis_server: str, open_registry: OpenRegistry, listening: str
+) -> None:
+    killed = open_registry(redis_server, settings=settings())
+    killed.announce(record("rollout-1", "w1", address="127.0.0.1:1"), 30)
+    silent = open_registry(redis_server)
+    silent.announce(record("rollout-2", "w2", address=listening), 30)
+    own = open_registry(redis_server, settings=AgreedSettings({"run.seed": "7"}))
+    own.announce(record(), 30)
+    again = open_registry(redis_server)  # beside `own`, which says something
+    again.announce(record("rollout-3", "w3"), 30)
+
+
+def test_settings_that_cannot_be_read_are_told_apart_by_their_digests(
+    redis_server: str, open_registry: OpenRegistry
+) -> None:
+    registry = open_registry(redis_server, settings=settings())
+    told = f"the digest of its settings is {'f' * 12}, here it is {registry.settings_digest[:12]}"
+    assert registry.explain_settings("f" * 64) == told
+    registry.set_value(f"settings:{'f' * 64}", "[]")
+    assert registry.explain_settings("f" * 64) == told
+    many = AgreedSettings({str(number): "1" for number in range(12)})
+    registry.set_value("settings:m", many.to_json())
+    assert registry.explain_settings("m").endswith("; and 6 more")
 
 
 def test_its_own_earlier_record_is_no_other_release(redis_server: str, open_registry: OpenRegistry) -> None:

@@ -1,0 +1,254 @@
+"""What may change when a run resumes, and what must be as it was: every key of the configuration is in one table.
+
+The rule: what a run learns, and from what, stays; how far, how fast, where and under whose eyes may change. Whoever
+wants another goal starts another run, with an id of its own, from the weights of the first.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from servicekit.errors import ConfigError
+from tandem_config import keys
+from tandem_config.comparing.described import Texts, base_key, described, is_default, shown
+from tandem_config.schema import LISTED, RunConfig
+
+ADVICE = (
+    "give back what was, or start a new run with an id and a folder of its own (docs/configuration.md, Resuming, says "
+    "what may change)"
+)
+# Accepted, since an upgrade must not strand the checkpoints of a run; model and data are compared anyway.
+UNRECORDED = (
+    "the checkpoint does not say of which run and configuration it is, as an older release wrote it: they were not "
+    "compared; the next one will say"
+)
+# The fields of a checkpoint's mark (complete.json) that say whose it is.
+RUN_ID, CONFIGURATION = "run_id", "configuration"
+UNSET = "not set"
+
+# Only the coordinator and `tandem run` act on these: what a run keeps, shows and tolerates, and how many replicas it
+# asks for. The services of a run need not agree on them (agreeing.py).
+OF_THE_COORDINATOR = frozenset(
+    {
+        *(f"run.{name}" for name in ("output_dir", "checkpoint_every", "keep_checkpoints")),
+        *(f"run.{name}" for name in ("checkpoint_async", "missed_checkpoint_budget", "export_every", "keep_exports")),
+        *(f"run.{name}" for name in ("evaluate_every", "target_accuracy", "stop_timeout_s")),
+        *(f"run.{name}" for name in ("trainer_restarts", "replica_restarts", "coordinator_restarts")),
+        *(f"rollout.{name}" for name in ("replicas", "min_replicas", "rejoin_timeout_s", "generate_timeout_s")),
+        "rollout.seeded",
+        *(f"fleet.{name}" for name in ("kind", "kubeconfig", "rollout_set", "rollout_set_kind", "scale")),
+        *(f"fleet.{name}" for name in ("stuck_after_s", "max_evictions_per_hour", "unready_after_s")),
+        *(f"fleet.{name}" for name in ("reschedule_timeout_s", "request_timeout_s")),
+        "data.heldout",
+        *(f"evaluation.{name}" for name in ("sets", "right_from", "best", "save_best", "concurrent")),
+        *(f"samples.{name}" for name in ("enabled", "every", "max_mib", "token_ids")),
+        *(f"trackers.{name}" for name in ("kind", "uri", "experiment", "project", "entity", "group")),
+        *(f"trackers.{name}" for name in ("tags", "mode", "dir")),
+    }
+)
+# How far, how fast and how carefully it learns: amounts that are tuned during a run.
+_AMOUNTS = frozenset(
+    {
+        # The trainer's learning rate may fall until then.
+        "run.iterations",
+        *(f"grpo.{name}" for name in ("prompts_per_iteration", "group_size", "updates_per_iteration", "epochs")),
+        *(f"grpo.{name}" for name in ("max_new_tokens", "temperature", "clip_low", "clip_high", "dual_clip")),
+        *(f"grpo.{name}" for name in ("entropy_coefficient", "kl_coefficient", "reference_refresh_every")),
+        *(f"grpo.{name}" for name in ("correction", "correction_level", "correction_low", "correction_high")),
+        *(f"grpo.{name}" for name in ("on_non_finite", "non_finite_budget")),
+        *(f"grpo.{name}" for name in ("logprob_diff_limit", "logprob_diff_stop")),
+        # A name for other settings of the section, which are compared.
+        "grpo.preset",
+        *(f"trainer.{name}" for name in ("learning_rate", "learning_rate_decay", "warmup_iterations")),
+        *(f"trainer.{name}" for name in ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")),
+    }
+)
+# Where and how the trainer computes: a checkpoint moves between layouts. All of its ranks must agree on these, and no
+# other service need.
+OF_THE_TRAINER = frozenset(
+    {
+        *(f"trainer.{name}" for name in ("tensor_parallel", "pipeline_parallel", "data_parallel")),
+        *(f"trainer.{name}" for name in ("sequence_parallel", "context_parallel", "expert_parallel")),
+        *(f"trainer.{name}" for name in ("expert_tensor_parallel", "virtual_pipeline", "first_stage_layers")),
+        *(f"trainer.{name}" for name in ("last_stage_layers", "embedding_counts", "loss_counts", "layer_spec")),
+        *(f"trainer.{name}" for name in ("max_tokens_per_micro_batch", "moe_grouped_gemm", "share_prompts")),
+        *(f"trainer.{name}" for name in ("recompute", "recompute_modules", "recompute_layers", "offload")),
+        *(f"trainer.{name}" for name in ("distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")),
+        *(f"trainer.{name}" for name in ("ddp_bucket_size", "peak_tflops", "collective_timeout_s")),
+        "trainer.checkpoint_optimizer",
+        *(f"profile.{name}" for name in ("steps", "first", "every", "ranks", "shapes", "stacks", "memory")),
+    }
+)
+# The sizes of an engine, which each replica has for itself, and says in its status where others act on them.
+OF_A_REPLICA = frozenset(
+    {
+        *(f"rollout.{name}" for name in ("tensor_parallel", "expert_parallel", "max_total_tokens")),
+        *(f"rollout.{name}" for name in ("context_length", "max_running_requests", "mem_fraction_static")),
+    }
+)
+# How the services work together, and what happens when one of them, or a reward, does not.
+_TOGETHER = frozenset(
+    {
+        "run.startup_timeout_s",
+        *(f"rollout.{name}" for name in ("nodes", "max_groups_per_call", "serve_model")),
+        *(f"sync.{name}" for name in ("install", "allow_staged_nccl", "pause", "transport", "dtype")),
+        *(f"sync.{name}" for name in ("disk_folder", "bucket_mib", "link_gbit", "formation_timeout_s")),
+        *(f"sync.{name}" for name in ("transfer_timeout_s", "probe_timeout_s", "lease_ttl_s")),
+        *(f"reward.{name}" for name in ("on_error", "max_error_share", "timeout_s", "start_timeout_s", "retries")),
+        *(f"reward.{name}" for name in ("open_after", "open_s", "concurrency", "batch_size", "workers")),
+        *(f"reward.{name}" for name in ("memory_mib", "trial", "url", "address", "security", "api_key_env")),
+    }
+)
+MAY_CHANGE = OF_THE_COORDINATOR | OF_THE_TRAINER | OF_A_REPLICA | _AMOUNTS | _TOGETHER
+
+# Compared by what they lead to, not by how they are written: the model's fingerprint, and the order of the prompts
+# (coordinator/record/resuming.py), with the bytes of the files, the columns, the tokenizer and the chat template.
+BY_CONTENT = frozenset(
+    {
+        *(f"model.{name}" for name in ("path", "tokenizer_path")),
+        *(f"data.{name}" for name in ("train", "prompt_key", "answer_key", "prompt_as", "tools_key", "shuffle")),
+        *(f"data.{name}" for name in ("chat_template", "chat_template_kwargs", "system_prompt")),
+        # By the prompts that are left.
+        *(f"data.{name}" for name in ("max_prompt_tokens", "overlong_prompts")),
+    }
+)
+
+MUST_STAY = frozenset(
+    {
+        *(f"run.{name}" for name in ("name", "seed")),
+        "model.dtype",
+        *(f"reward.{name}" for name in ("kind", "name", "weight", "accuracy", "require_stop")),
+        *(f"reward.{name}" for name in ("function", "args", "per", "pattern", "find_answer")),
+        *(f"reward.{name}" for name in ("full_tokens", "zero_tokens", "cache_tokens")),
+        *(f"reward.{name}" for name in ("model", "prompt", "system", "scores", "full_score", "temperature")),
+        *(f"reward.{name}" for name in ("max_answer_tokens", "body")),
+        *(f"grpo.{name}" for name in ("objective", "aggregation", "baseline", "advantage_std", "zero_variance")),
+        *(f"grpo.{name}" for name in ("truncated", "updates_divide", "old_logprobs", "stop", "stop_token_ids")),
+        *(f"grpo.{name}" for name in ("kl_estimator", "kl_in", "reference_path")),
+        # Read at the beginning of a run only: another one would have no effect.
+        "trainer.initial_checkpoint",
+    }
+)
+
+
+class Owner(Protocol):
+    """Whose folder a run's is (tandem_files.run_folder.RunIdentity)."""
+
+    @property
+    def run_id(self) -> str:
+        """The run's id."""
+        ...
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether `tandem run` runs it, which names the run by its folder, whatever the folder was called before."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunComparison:
+    """A checkpoint's run compared with one that is to resume from it.
+
+    Attributes:
+        refused: why it may not, as texts: another run's id, and settings that must stay.
+        changed: settings that differ and may.
+        recorded: whether the checkpoint says of which run and configuration it is; older releases did not record that.
+    """
+
+    refused: list[str]
+    changed: list[str]
+    recorded: bool
+
+
+def mark_of(config: RunConfig, run_id: str) -> dict[str, Any]:
+    """Return what a checkpoint's mark says of its run."""
+    return {RUN_ID: run_id, CONFIGURATION: described(config)}
+
+
+def compare(mark: Mapping[str, Any], config: RunConfig, owner: Owner | None) -> RunComparison:
+    """Compare a checkpoint's mark with the run that is to resume from it.
+
+    Args:
+        mark: with what `mark_of` returns; of a checkpoint of an older release, without it.
+        owner: whose folder it is; None: run ids are not compared.
+    """
+    run_id, saved = mark.get(RUN_ID), mark.get(CONFIGURATION)
+    if not isinstance(run_id, str) or not isinstance(saved, Mapping):
+        return RunComparison(refused=[], changed=[], recorded=False)
+    refused: list[str] = []
+    changed: list[str] = []
+    if owner is not None and run_id != owner.run_id:
+        refused.append(difference("run id (TANDEM_RUN_ID)", run_id, owner.run_id))
+    for key, text in _differences(saved, config):
+        base = base_key(key)
+        if base in BY_CONTENT or (base == "run.name" and owner is not None and owner.is_launched):
+            continue
+        (changed if base in MAY_CHANGE else refused).append(text)
+    return RunComparison(refused=refused, changed=changed, recorded=True)
+
+
+def refuse(comparison: RunComparison, where: object, others: Sequence[str] = ()) -> None:
+    """Raise ConfigError if a run may not resume from its checkpoint.
+
+    Args:
+        others: further differences that forbid it.
+    """
+    different = in_one_list(others, comparison.refused)
+    if different:
+        raise ConfigError(f"cannot resume from {where}: {'; '.join(different)}: {ADVICE}")
+
+
+def in_one_list(first: Sequence[str], second: Sequence[str]) -> list[str]:
+    """Join two lists of differences; a key that both name counts once.
+
+    >>> in_one_list([difference("run.seed", 0, 7)], [difference("run.seed", 0, 7), difference("run.name", "a", "b")])
+    ['run.seed: 0 in the checkpoint, 7 in the run', 'run.name: a in the checkpoint, b in the run']
+    """
+    named = {text.partition(":")[0] for text in first}
+    return [*first, *(text for text in second if text.partition(":")[0] not in named)]
+
+
+def difference(key: str, was: object, now: object) -> str:
+    """Say how a run differs from the checkpoint in a key."""
+    return f"{key}: {was} in the checkpoint, {now} in the run"
+
+
+def _value(text: str | None) -> str:
+    """Return a described value as messages show it: texts without quotation marks."""
+    if text is None:
+        return UNSET
+    return str(json.loads(text)) if text.startswith('"') else text
+
+
+def _differences(saved: Texts, config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the keys that differ, each with its `difference`."""
+    own = described(config)
+    known, over = set(keys.all_keys()), _entries_that_differ(saved, own)
+    for entry, text in over.items():
+        yield f"{entry}.kind", text
+    for key in dict.fromkeys([*own, *saved]):
+        entry = key.partition(".")[0]
+        if entry in over or entry.partition("[")[0] in over:
+            continue  # its settings are those of another kind
+        was, now = saved.get(key), own.get(key)
+        if was is None and is_default(config, key):
+            continue  # a setting that the checkpoint's release did not have
+        if was != now and (now is not None or base_key(key) in known):
+            yield key, difference(shown(key, own), _value(was), _value(now))
+
+
+def _entries_that_differ(saved: Texts, own: Texts) -> dict[str, str]:
+    """Return the lists of another length, and the entries of another kind, with the `difference` of each."""
+    found: dict[str, str] = {}
+    for section in LISTED:
+        was, now = (
+            [key for key in texts if key.startswith(f"{section}[") and key.endswith("].kind")] for texts in (saved, own)
+        )
+        if len(was) != len(now):
+            found[section] = difference(f"entries of {section}", len(was), len(now))
+            continue
+        for key in now:
+            if saved.get(key) != own[key]:
+                found[key.partition(".")[0]] = difference(shown(key, own), _value(saved.get(key)), _value(own[key]))
+    return found
