@@ -132,6 +132,13 @@ class ServiceEnvironment(ServerEnvironment):
         alias="TANDEM_KUBE_NAMESPACE",
         description="Namespace of the pods of fleet.kind kubernetes. Unset: the service account's, or kubeconfig's.",
     )
+    trainer_set: str = Field(
+        "",
+        alias="TANDEM_TRAINER_SET",
+        pattern=r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?$",
+        description="Name of the set of the trainer's pods, in place of fleet.trainer_set: where a kustomization's "
+        "namePrefix changes it. Unset: fleet.trainer_set.",
+    )
     web_port: Port | None = Field(
         None,
         alias="TANDEM_WEB_PORT",
