@@ -1,7 +1,8 @@
-"""`python -m coordinator --config FILE [--resume] [--interrupted-exit CODE]`: coordinates one run, then exits.
+"""`python -m coordinator --config FILE [--resume] [--interrupted-exit CODE] [--retry-exit CODE]`: coordinates one run.
 
 Exit codes are those of servicekit.life.exit_codes. A Kubernetes Job takes 0 for "the run is complete", so there a run
-that a signal has interrupted exits with another code.
+that a signal has interrupted exits with another code; and it counts failures over its whole life, so there a failure
+exits with a code that it ignores, as long as the coordinator itself has not counted too many in a row.
 """
 
 import argparse
@@ -10,8 +11,10 @@ import sys
 from pathlib import Path
 
 from coordinator.app import conduct
+from coordinator.attempts import code_after_failure
+from coordinator.leaving import Exits
 from servicekit.environment import ServiceEnvironment
-from servicekit.life.exit_codes import EXIT_OK
+from servicekit.life.exit_codes import EXIT_FAILED, EXIT_OK
 from servicekit.life.lifecycle import run_main
 from tandem_config.loading import load_config
 
@@ -22,15 +25,20 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True, help="resolved configuration (YAML)")
     parser.add_argument("--resume", action="store_true", help="resume from the newest complete checkpoint")
     parser.add_argument("--interrupted-exit", type=int, default=EXIT_OK, help="exit code after a signal; default 0")
+    parser.add_argument("--retry-exit", type=int, default=None, help="exit code after a failure worth another attempt")
     options = parser.parse_args()
+    exits = Exits(interrupted=options.interrupted_exit, retry=options.retry_exit)
 
     async def run(stop: asyncio.Event) -> int:
         config = load_config(options.config)
         environment = ServiceEnvironment.from_env()
-        code = await conduct(config, environment, resume=options.resume, stop=stop)
-        return options.interrupted_exit if code == EXIT_OK and stop.is_set() else code
+        return await conduct(config, environment, resume=options.resume, stop=stop, exits=exits)
 
-    return run_main("coordinator", run)
+    def failed() -> int:
+        run_dir = ServiceEnvironment.from_env().run_dir
+        return code_after_failure(run_dir, None, exits, otherwise=EXIT_FAILED)
+
+    return run_main("coordinator", run, failed=failed)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import asyncio
 import uuid
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from coordinator.attempts import run_or_stop
@@ -11,7 +12,7 @@ from coordinator.fleet.arrivals import note_arrivals
 from coordinator.fleet.view import FleetView
 from coordinator.inputs import Inputs, read_inputs
 from coordinator.learn.rewards.registry import Part, build_rewards, close_rewards, start_rewards
-from coordinator.leaving import Leaving
+from coordinator.leaving import Exits, Leaving
 from coordinator.record.report import numeric
 from coordinator.record.resuming import reward_facts
 from coordinator.servicer import FULL_NAME, CoordinatorServicer
@@ -24,7 +25,7 @@ from coordinator.web.samples import SamplePages
 from coordinator.web.server import DATA, EARLIER, SAMPLES, PageServer
 from coordinator.web.snapshot import Source
 from servicekit.environment import ServiceEnvironment
-from servicekit.errors import ConfigError
+from servicekit.errors import ConfigError, TandemError
 from servicekit.life.announcing import announce
 from servicekit.life.tasks import cancel, failing, first_of
 from servicekit.logs import get_logger
@@ -48,24 +49,38 @@ if TYPE_CHECKING:
 
 # Long enough for watchers to read the last events, short enough not to delay the exit noticeably.
 _DRAIN_S = 2.0
+DEFAULT_EXITS = Exits()
 log = get_logger(__name__)
 
 
-async def conduct(config: RunConfig, environment: ServiceEnvironment, *, resume: bool, stop: asyncio.Event) -> int:
+async def conduct(
+    config: RunConfig,
+    environment: ServiceEnvironment,
+    *,
+    resume: bool,
+    stop: asyncio.Event,
+    exits: Exits = DEFAULT_EXITS,
+) -> int:
     """Run the coordinator until the run is over or `stop` is set.
 
     Args:
         resume: continue from the newest complete checkpoint.
-    Returns: the exit code: 0 finished or stopped, 3 failed since the trainer was lost, 1 failed otherwise.
+        exits: codes of a run that is interrupted or has failed.
+    Returns: the exit code: 0 finished, 3 failed since the trainer was lost, 1 failed otherwise, or what `exits` says.
     Raises: ConfigError: a file or the environment cannot be used; nothing was started.
     """
     identity = environment.identity("coordinator")
-    owner = await asyncio.to_thread(claim_run_dir, environment.run_dir, environment.run_id)
-    inputs = await asyncio.to_thread(read_inputs, config, environment.run_dir, resume=resume)
-    rewards = await _ready_rewards(config, inputs, identity, stop)
+    try:
+        owner = await asyncio.to_thread(claim_run_dir, environment.run_dir, environment.run_id)
+        inputs = await asyncio.to_thread(read_inputs, config, environment.run_dir, resume=resume)
+        rewards = await _ready_rewards(config, inputs, identity, stop)
+    except ConfigError as error:
+        if exits.retry is not None:  # a Job, which takes this for the end of the run
+            await asyncio.to_thread(release_unled, config, environment, f"bad configuration: {error}")
+        raise
     try:
         app = await _assemble(config, environment, owner, identity, inputs, rewards)
-        return await _serve_and_run(app, stop)
+        return await _serve_and_run(replace(app, exits=exits), stop)
     finally:
         await close_rewards(rewards)
 
@@ -108,6 +123,8 @@ async def _assemble(
 
 async def _serve_and_run(app: App, stop: asyncio.Event) -> int:
     async with AsyncExitStack() as stack:
+        if app.cluster is not None:
+            stack.callback(app.cluster.close)
         overview = await _overview(app, stack)
         _note_arrivals(app, stack)
         await _serve_page(app, overview, stack)
@@ -143,6 +160,24 @@ def _reach_cluster(config: RunConfig, environment: ServiceEnvironment, events: E
     from coordinator.fleet.kubernetes.cluster import reach_cluster
 
     return reach_cluster(config, environment, events)
+
+
+def release_unled(config: RunConfig, environment: ServiceEnvironment, why: str) -> None:
+    """Give the GPUs back of a run that cannot begin, unless a coordinator leads it. Logs what fails. Blocking."""
+    if config.fleet.kind != "kubernetes" or config.fleet.release_after_s is None:
+        return
+    try:
+        cluster = _reach_cluster(config, environment, EventLog())
+        group = Rendezvous(environment.redis_url, f"tandem:{environment.run_id}")
+        lead = CoordinatorLease(group, config.sync.lease_ttl_s)
+        lead.claim(2 * config.sync.lease_ttl_s)
+        try:
+            if cluster is not None:
+                cluster.release(why)
+        finally:
+            lead.close()
+    except TandemError as error:
+        log.warning("gpus not released", error=str(error))
 
 
 async def _serve(app: App, overview: Source, stop: asyncio.Event) -> GrpcServer:

@@ -3,20 +3,22 @@
 import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coordinator.build import App, build_run
 from coordinator.fleet.services import Services, find_services
 from coordinator.inputs import read_inputs
 from coordinator.lead import check_lease, may_write
-from coordinator.leaving import exit_code_of, message_of
+from coordinator.leaving import Exits, TrainerLost, exit_code_of, follow, message_of
 from coordinator.record.checkpoints.loading import marks
+from coordinator.record.failures import MAX_FAILURES, checkpoint_of, forget_failures, note_failure
 from coordinator.record.reserve import release_reserve, take_reserve
 from coordinator.record.summary import build_summary
 from coordinator.watch.control import State
 from coordinator.watch.events import EventKind
-from servicekit.errors import Fenced, TandemError, Unavailable
-from servicekit.life.exit_codes import EXIT_FAILED, EXIT_OK
+from servicekit.errors import AlreadyExists, Fenced, TandemError, Unavailable
+from servicekit.life.exit_codes import EXIT_FAILED, EXIT_GIVEN_UP, EXIT_OK
 from servicekit.life.tasks import cancel, end_of, first_of
 from servicekit.logs import get_logger
 from tandem_config.loading import dump_resolved
@@ -39,6 +41,7 @@ async def run_or_stop(app: App, stop: asyncio.Event) -> int:
 
     Returns: the exit code.
     """
+    began = await asyncio.to_thread(checkpoint_of, app.environment.run_dir)
     work = asyncio.create_task(_work(app), name="run")
     first = await first_of({"run": end_of(work), "lost": end_of(app.lost), "stop": stop})
     if first.name == "lost":
@@ -49,17 +52,67 @@ async def run_or_stop(app: App, stop: asyncio.Event) -> int:
         return EXIT_FAILED
     if first.name == "stop" and await app.leaving.leave(work, app.config.run.stop_timeout_s):
         await _end(app, State.INTERRUPTED, "by a signal")
-        return EXIT_OK
+        return app.exits.interrupted
     error = work.exception()
     if error is None:
         await _end(app, State.FINISHED)
+        await asyncio.to_thread(forget_failures, app.environment.run_dir)
+        await _release(app, stop, "the run is finished")
         return EXIT_OK
     # The boundary of the run: any failure ends it, and is reported with its cause.
     await _make_room(app)
     why = message_of(error)
     log.error("run failed", error=why, exc_info=None if isinstance(error, Evicted | Fenced) else error)
     await _end(app, State.FAILED, why)
-    return exit_code_of(error)
+    code = exit_code_of(error)
+    if isinstance(error, AlreadyExists | Evicted | Fenced):  # the run and its count are another coordinator's
+        return code
+    code = await asyncio.to_thread(code_after_failure, app.environment.run_dir, began, app.exits, otherwise=code)
+    if code == EXIT_GIVEN_UP:
+        await _release(app, stop, "the run is given up")
+    return code
+
+
+async def _release(app: App, stop: asyncio.Event, why: str) -> None:
+    """Give the GPUs of a cluster back when fleet.release_after_s have passed, immediately on a stop signal.
+
+    Not if another coordinator leads the run, or begins to.
+    """
+    after_s = app.config.fleet.release_after_s
+    if app.cluster is None or after_s is None:
+        return
+    if after_s:
+        log.info("gpus kept for a while", seconds=after_s)
+        await first_of({"lost": end_of(app.lost), "stop": stop}, timeout_s=after_s)
+    if await may_write(app.lead, app.lost):
+        await asyncio.to_thread(app.cluster.release, why)
+
+
+def code_after_failure(run_dir: Path, began: int | None, exits: Exits, *, otherwise: int) -> int:
+    """Count a failure in a row, and return the exit code that says whether another attempt may do better.
+
+    Args:
+        began: iteration of the checkpoint that the attempt started from; None: it did not get so far.
+        otherwise: the code where failures are not counted, or cannot be.
+    """
+    if exits.retry is None:
+        return otherwise
+    try:
+        began = checkpoint_of(run_dir) if began is None else began
+        failures = note_failure(run_dir, began)
+        if failures >= MAX_FAILURES:
+            forget_failures(run_dir)
+    except OSError as error:
+        log.error("failure not counted", error=message_of(error))
+        return otherwise
+    if failures < MAX_FAILURES:
+        log.info("another attempt may do better", failures_in_a_row=failures, most=MAX_FAILURES, exit_code=exits.retry)
+        return exits.retry
+    log.error(
+        f"given up: {failures} attempts in a row have failed from the same checkpoint: see their errors",
+        iteration=began,
+    )
+    return EXIT_GIVEN_UP
 
 
 async def _work(app: App) -> None:
@@ -75,21 +128,19 @@ async def _work(app: App) -> None:
     if not app.owner.is_launched:
         resolved = dump_resolved(app.config)
         await asyncio.to_thread(note_config, app.environment.run_dir, resolved, lambda: check_lease(app.lead))
-    async with AsyncExitStack() as stack:
-        if app.cluster is not None:
-            stack.callback(app.cluster.close)
-            await app.cluster.start()
-        returns = 0
-        while True:
-            before = app.inputs.state.iteration
-            if await _attempt(app):
-                return
-            returns = returns + 1 if app.inputs.state.iteration == before else 0
-            if returns >= MAX_RETURNS:
-                raise Unavailable(
-                    f"the trainer was lost {returns} times in a row without a finished iteration: see its log"
-                )
-            app = await _from_checkpoint(app)
+    if app.cluster is not None:
+        await app.cluster.start()
+    returns = 0
+    while True:
+        before = app.inputs.state.iteration
+        if await _attempt(app):
+            return
+        returns = returns + 1 if app.inputs.state.iteration == before else 0
+        if returns >= MAX_RETURNS:
+            raise Unavailable(
+                f"the trainer was lost {returns} times in a row without a finished iteration: see its log"
+            )
+        app = await _from_checkpoint(app)
 
 
 async def _attempt(app: App) -> bool:
@@ -103,15 +154,25 @@ async def _attempt(app: App) -> bool:
         versions = await services.versions()
         run = build_run(app, services, app.lead.rendezvous, app.lead)
         guard = _guard(app, services)
+        following = asyncio.create_task(follow(services.trainer, app.leaving), name="follow-trainer")
         try:
             await run.execute()
         except TandemError as error:
             app.leaving.saves = False  # the trainer is ahead of the run's state, or lost
             if guard is None:
                 await services.raise_if_trainer_lost(error)
-            if guard is None or app.leaving.asked.is_set():
+            if guard is None or app.leaving.stopping:
                 raise
+            app.leaving.renew()
             await guard.wait_for_return(error)
+            return False
+        finally:
+            await cancel(following)
+        if app.leaving.yields:
+            app.leaving.renew()
+            if guard is None:
+                raise TrainerLost("the trainer was asked to end; the run is saved")
+            await guard.wait_for_next()
             return False
         if app.leaving.left:
             return True

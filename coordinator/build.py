@@ -3,7 +3,7 @@
 import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from coordinator.learn.evaluation import Evaluator, PromptsToEvaluate
 from coordinator.learn.rewards.registry import Part
 from coordinator.learn.rewards.taken import ShownColumns
 from coordinator.learn.scoring import Scorer
-from coordinator.leaving import Leaving
+from coordinator.leaving import Exits, Leaving
 from coordinator.loop import GrpoLoop
 from coordinator.record.checkpoints.missed import Missed
 from coordinator.record.checkpoints.writing import Checkpointer
@@ -81,6 +81,7 @@ class App:
     cluster: "Cluster | None"
     view: FleetView
     observed: Observed
+    exits: Exits = field(default_factory=Exits)
 
 
 def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> Run:
@@ -207,10 +208,18 @@ def _rollouts(app: App, services: Services, seed: Seed | None) -> Rollouts:
         services.fleet,
         max_groups_per_call=config.rollout.max_groups_per_call,
         timeout_s=config.rollout.generate_timeout_s,
-        patience=Patience(probe_s=config.sync.probe_timeout_s, rejoin_s=config.rollout.rejoin_timeout_s),
+        patience=Patience(
+            probe_s=config.sync.probe_timeout_s,
+            rejoin_s=config.rollout.rejoin_timeout_s,
+            is_queued=partial(_has_queued_replicas, app),
+        ),
         seed=seed,
         warn=partial(_warn_of_fleet, app.events),
     )
+
+
+def _has_queued_replicas(app: App) -> bool:
+    return app.cluster is not None and app.cluster.has_queued_replicas()
 
 
 def _warn_of_fleet(events: EventLog, message: str) -> None:

@@ -141,6 +141,13 @@ class ServiceEnvironment(ServerEnvironment):
         description="Name of the set of the rollout pods, in place of fleet.rollout_set: where a kustomization's "
         "namePrefix changes it. Unset: fleet.rollout_set.",
     )
+    trainer_set: str = Field(
+        "",
+        alias="TANDEM_TRAINER_SET",
+        pattern=r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?$",
+        description="Name of the set of the trainer's pods, in place of fleet.trainer_set: where a kustomization's "
+        "namePrefix changes it. Unset: fleet.trainer_set.",
+    )
     web_port: Port | None = Field(
         None,
         alias="TANDEM_WEB_PORT",

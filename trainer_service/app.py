@@ -12,7 +12,7 @@ from servicekit.errors import DeadlineExceeded
 from servicekit.life.announcing import announce
 from servicekit.life.exit_codes import EXIT_FAILED, EXIT_OK
 from servicekit.life.lifecycle import run_main, run_until_stopped
-from servicekit.life.tasks import DEADLINE, failing, first_of
+from servicekit.life.tasks import DEADLINE, end_of, failing, first_of
 from servicekit.logs import configure_logging, get_logger
 from servicekit.metrics import export_disk_of, serve_metrics
 from servicekit.redis.records import AgreedSettings, ServiceRecord
@@ -33,7 +33,8 @@ from weightsync.transfer.devices import check_device
 
 SERVICE = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
 NAME = "trainer"
-# After SIGTERM running calls have this long to finish, then all ranks have as long to stop.
+# After SIGTERM the coordinator has run.stop_timeout_s to save what was trained since the last checkpoint; then running
+# calls have this long to finish, then all ranks have as long to stop.
 DRAIN_GRACE_S = 30.0
 
 log = get_logger(__name__)
@@ -108,6 +109,7 @@ class _RankZero:
             server.set_ready(await announce(registry, record, ttl_s, stop, failing(lost)))
             ended = asyncio.wrap_future(worker.ended)
             await run_until_stopped(stop, {"ranks": ended, "name": lost})
+            await self._until_saved(servicer, ended)
             return await self._shut_down(server, commander, ended)
         finally:
             server.set_ready(False)
@@ -127,6 +129,13 @@ class _RankZero:
             metrics_address=self._environment.advertised(metrics_port),
             worker_id=secrets.token_hex(8),
         )
+
+    async def _until_saved(self, servicer: TrainerServicer, ended: "asyncio.Future[None]") -> None:
+        """Serve on until the coordinator has saved what was trained since the last checkpoint."""
+        timeout_s = self._settings.config.run.stop_timeout_s
+        first = await first_of({"saved": servicer.until_saved(), "ranks": end_of(ended)}, timeout_s=timeout_s)
+        if first.name == DEADLINE:
+            log.warning("no checkpoint at the stop: not done within run.stop_timeout_s", seconds=timeout_s)
 
     async def _shut_down(self, server: GrpcServer, commander: Commander, ended: "asyncio.Future[None]") -> int:
         """Refuse new calls, finish running ones, stop all ranks. Returns: the exit code."""
@@ -154,12 +163,13 @@ async def _follower(settings: WorkerSettings, stop: asyncio.Event) -> int:
         if not await _loaded(worker, stop):
             return EXIT_OK
         set_ready(True)
-        await _until_stopped(worker, settings.place.rank, stop)
+        patience_s = settings.config.run.stop_timeout_s + 3 * DRAIN_GRACE_S
+        await _until_stopped(worker, settings.place.rank, stop, patience_s)
     log.info("trainer rank stopped", rank=settings.place.rank)
     return EXIT_OK
 
 
-async def _until_stopped(worker: Worker, rank: int, stop: asyncio.Event) -> None:
+async def _until_stopped(worker: Worker, rank: int, stop: asyncio.Event, patience_s: float) -> None:
     """Wait for the end of the commands; on a stop signal ask rank 0 to stop all ranks.
 
     Raises: DeadlineExceeded: rank 0 did not do so in time.
@@ -170,9 +180,9 @@ async def _until_stopped(worker: Worker, rank: int, stop: asyncio.Event) -> None
         if worker.liveness is not None:
             with contextlib.suppress(RuntimeError):  # rank 0 has ended already
                 worker.liveness.ask_to_stop(f"rank {rank} was asked to stop")
-        first = await first_of({"ranks": ended}, timeout_s=3 * DRAIN_GRACE_S)
+        first = await first_of({"ranks": ended}, timeout_s=patience_s)
     if first.name == DEADLINE:
-        raise DeadlineExceeded(f"rank 0 did not stop rank {rank} within {3 * DRAIN_GRACE_S:g} s")
+        raise DeadlineExceeded(f"rank 0 did not stop rank {rank} within {patience_s:g} s")
 
 
 @contextlib.asynccontextmanager

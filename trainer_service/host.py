@@ -2,7 +2,8 @@
 
 The first process of the trainer's container. It starts each rank as a `python -m trainer_service` with RANK, LOCAL_RANK
 and WORLD_SIZE; the ranks of all hosts find each other through the registry. SIGTERM goes to every rank. When one rank
-ends, the others are ended too, and the exit code is that of the first that failed.
+ends, the others are ended too, and the exit code is that of the first that failed. A Job (of a JobSet) takes 0 for "the
+work is done", so there a trainer that a signal has ended exits with another code (--interrupted-exit).
 """
 
 import argparse
@@ -13,13 +14,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from servicekit.errors import ConfigError
+from servicekit.life.exit_codes import EXIT_OK
 from servicekit.life.lifecycle import run_main
 from servicekit.life.processes import Program, run_together
 from servicekit.logs import configure_logging
 from tandem_config.loading import load_config
 
 PER_HOST, HOST_INDEX = "TANDEM_RANKS_PER_HOST", "TANDEM_HOST_INDEX"
-# A rank drains for 30 s, then all ranks have as long to stop (trainer_service.app); after that they are killed.
+# Behind run.stop_timeout_s, in which the coordinator saves, a rank drains for 30 s, then all ranks have as long to stop
+# (trainer_service.app); after that they are killed.
 STOP_GRACE_S = 70.0
 
 
@@ -60,15 +63,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer_service.host", description="All trainer ranks of a host.")
     parser.add_argument("--config", type=Path, required=True, help="resolved configuration file (YAML)")
     parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint")
+    parser.add_argument("--interrupted-exit", type=int, default=EXIT_OK, help="exit code after a signal; default 0")
     options = parser.parse_args(arguments)
 
     async def ranks(stop: asyncio.Event) -> int:
         configure_logging("trainer", rank="host")
-        environments = ranks_here(os.environ, load_config(options.config).trainer.world_size)
+        config = load_config(options.config)
+        environments = ranks_here(os.environ, config.trainer.world_size)
         command = [sys.executable, "-m", "trainer_service", "--config", str(options.config)]
         command += ["--resume"] if options.resume else []
         programs = [Program(name=f"rank {env['RANK']}", command=command, env=env) for env in environments]
-        return await run_together(programs, stop, grace_s=STOP_GRACE_S)
+        code = await run_together(programs, stop, grace_s=config.run.stop_timeout_s + STOP_GRACE_S)
+        return int(options.interrupted_exit) if code == EXIT_OK and stop.is_set() else code
 
     return run_main("trainer", ranks, loop_factory=asyncio.new_event_loop)
 

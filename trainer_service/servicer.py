@@ -34,6 +34,10 @@ from trainer_service.saved.files import CHECKPOINT
 from weightsync.round import deadlines
 from weightsync.round.phases import ABORT, RULES, name_of
 
+# While it leaves, a coordinator that has not asked for the status for so long saves nothing; it asks every second.
+SILENT_S = 5.0
+# Between two looks at whether everything is saved.
+_LOOK_S = 0.1
 # A client repeats a step right after its reply was lost, so few replies need to be kept.
 KEPT_REPLIES = 4
 PACKAGES = ("torch", "megatron_core", "numpy", "grpcio", "protobuf", "safetensors")
@@ -68,6 +72,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         self._engine: TrainerEngine | None = None
         self._fence = FenceGuard()
         self._steps: OrderedDict[str, asyncio.Task[pb.TrainStepResponse]] = OrderedDict()
+        # The version that a checkpoint or the initial model has.
+        self._saved_version = 0
+        # That of the checkpoint begun last.
+        self._saving_version = 0
+        self._is_leaving = False
+        self._asked_s = -SILENT_S
 
     def serve_engine(self, engine: TrainerEngine, leader: common_pb2.CoordinatorFence | None = None) -> None:
         """Serve calls from now on: the model is loaded.
@@ -78,7 +88,21 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         if leader is not None:
             self._fence.remember(leader)
         self._engine = engine
+        self._saved_version = engine.policy_version
         metrics.POLICY_VERSION.set(engine.policy_version)
+
+    async def until_saved(self) -> None:
+        """Say in the status that this trainer leaves; return when nothing is unsaved, or no caller asks."""
+        self._is_leaving = True
+        while self._has_unsaved() and time.monotonic() - self._asked_s < SILENT_S:  # noqa: ASYNC110 - time ends it too
+            await asyncio.sleep(_LOOK_S)
+
+    def _has_unsaved(self) -> bool:
+        """Whether a step is running, or has been done since the last checkpoint."""
+        if self._engine is None:
+            return False
+        is_training = any(not step.done() for step in self._steps.values())
+        return is_training or self._engine.policy_version != self._saved_version
 
     def _ready(self) -> TrainerEngine:
         """Return the engine. Raises: NotReady: it is not loaded yet."""
@@ -181,6 +205,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
             engine.saving.done.add_done_callback(partial(_note_saved, request.path, response, begun_s))
         else:
             _note_saved(request.path, response, begun_s)
+            self._saved_version = response.policy_version
+        self._saving_version = response.policy_version
         return response
 
     async def FinishCheckpoint(self, request: pb.FinishCheckpointRequest, context: Any) -> pb.FinishCheckpointResponse:
@@ -189,7 +215,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         self._fence.admit(request.fence)
         if saving is None or saving.folder != Path(request.path):
             raise NotReady(f"checkpoint {request.path} is not being written by this trainer")
-        return pb.FinishCheckpointResponse(bytes=await _end_of(saving))
+        num_bytes = await _end_of(saving)
+        self._saved_version = self._saving_version
+        return pb.FinishCheckpointResponse(bytes=num_bytes)
 
     async def _settled(self, engine: TrainerEngine) -> None:
         """Wait until no checkpoint is being written; FinishCheckpoint says how that ended."""
@@ -220,13 +248,15 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         self._fence.admit(request.fence)
         replies = await self._command(Command.RESTORE, request.SerializeToString())
         response = pb.RestorePolicyResponse.FromString(replies[0])
+        self._saved_version = response.policy_version
         metrics.POLICY_VERSION.set(response.policy_version)
         log.warning("policy restored", path=request.path or "initial model", policy_version=response.policy_version)
         return response
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
-        """Report version, parallel sizes, activity and software versions."""
+        """Report version, parallel sizes, activity and software versions, and whether it leaves."""
         engine = self._ready()
+        self._asked_s = time.monotonic()
         current = self._commander.current
         return pb.GetStatusResponse(
             policy_version=engine.policy_version,
@@ -235,6 +265,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
             activity="idle" if current is Command.NOOP else current.name.lower(),
             versions=common_pb2.SoftwareVersions(packages=software_versions(PACKAGES)),
             settings_digest=self._settings_digest,
+            leaving=self._is_leaving and self._has_unsaved(),
         )
 
     async def _command(self, command: Command, body: bytes, timeout_s: float | None = None) -> list[bytes]:

@@ -31,6 +31,10 @@ class Announced:
 class Outlook(Protocol):
     """What is known of services that are not announced."""
 
+    def update(self, announced: Announced) -> None:
+        """Find out what takes a while to find out; called in a thread before the questions."""
+        ...
+
     def may_come(self, announced: Announced) -> bool:
         """Whether to wait for further replicas, although rollout.min_replicas and the trainer are announced."""
         ...
@@ -53,6 +57,9 @@ class LeaseOutlook(Outlook):
     def __init__(self, config: RunConfig, registry: Registry) -> None:
         self._config, self._registry = config, registry
         self._enough_s: float | None = None
+
+    def update(self, announced: Announced) -> None:
+        """Nothing: a lease is a matter of time."""
 
     def may_come(self, announced: Announced) -> bool:
         """Whether fewer than sync.lease_ttl_s have passed since enough were announced."""
@@ -82,6 +89,7 @@ async def wait_for_enough(config: RunConfig, registry: Registry, outlook: Outloo
     start_s = time.monotonic()
     while True:
         announced = await asyncio.to_thread(_read, registry)
+        await asyncio.to_thread(outlook.update, announced)
         waited_s = time.monotonic() - start_s
         num_replicas = len(announced.rollouts)
         if announced.trainers and num_replicas >= config.rollout.min_replicas:

@@ -5,7 +5,8 @@ A chunk of groups is one call to one replica; a group is in one chunk at a time,
 a call fails                         its unfinished groups go to the replica that has failed least
 a replica fails MAX_FAILURES calls   it gets no more work of this dispatch; its next process counts as a new replica
 groups wait, all replicas are busy   replicas that join are seeded and take them (joiners.py)
-no replica is left, one is lost      the dispatch waits for one to join, up to Patience.rejoin_s without a new group
+no replica is left, one is lost      the dispatch waits for one to join, up to Patience.rejoin_s without a new group, in
+                                     which no replica is queued
 no replica is left, none is lost     all are present but fail, so none will join: the dispatch fails after probe_s
 """
 
@@ -150,6 +151,8 @@ class Dispatch:
                 f"no replica is left: waiting for one to join (rollout.rejoin_timeout_s, {self._patience.rejoin_s:g} s)"
             )
             self._warn(f"{stalled}; {self._describe_missing()}")
+        if self._patience.is_queued():
+            self._stalled_since_s = now_s
         self._one_is_lost = self._one_is_lost or await self._is_one_lost()
         patience_s = self._patience.rejoin_s
         if not self._one_is_lost:

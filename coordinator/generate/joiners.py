@@ -28,11 +28,13 @@ class Patience:
     Attributes:
         probe_s: a replica that does not answer a status call for so long is lost (sync.probe_timeout_s).
         rejoin_s: for a replica to join when none is left (rollout.rejoin_timeout_s).
+        is_queued: whether replicas are held in a queue: the time to join does not run while they are.
         look_s: between two looks for joiners: a replica takes seconds to start, a look costs two reads of Redis.
     """
 
     probe_s: float = 10.0
     rejoin_s: float = 0.0
+    is_queued: Callable[[], bool] = lambda: False
     look_s: float = 1.0
 
 

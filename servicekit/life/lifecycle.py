@@ -64,8 +64,11 @@ def run_main(
     *,
     name: str = "",
     loop_factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop,
+    failed: Callable[[], int] = lambda: EXIT_FAILED,
 ) -> int:
     """Run `main(stop)` on an event loop to its end. Returns: the exit code (None of main counts as 0).
+
+    `failed` returns that of a failure, but for a bad configuration.
 
     Logging is configured for `service` first; main may configure it again, with more fields. A failure is logged, and
     left in Redis under `name` (default: `service`, where only one of its kind runs).
@@ -92,11 +95,11 @@ def run_main(
     except (Unavailable, ReleaseSkew, ConfigurationSkew) as error:  # no bug: the message says more than a traceback
         log.error("service failed", error=str(error))
         record_failure(service, name or service, str(error))
-        return EXIT_FAILED
+        return failed()
     except Exception as error:  # the boundary of the process
         log.error("service failed", error=f"{type(error).__name__}: {error}", exc_info=error)
         record_failure(service, name or service, f"{type(error).__name__}: {error}")
-        return EXIT_FAILED
+        return failed()
     finally:
         stop_tracing()
     return EXIT_OK if code is None else code

@@ -37,12 +37,31 @@ class FleetSection(Section):
         ),
         json_schema_extra=about("needs no other controller"),
     )
+    trainer_set: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] = Field(
+        "trainer",
+        description="The set whose pods are the trainer's hosts.",
+        json_schema_extra=about("the name in deploy/base"),
+    )
+    trainer_set_kind: Literal["StatefulSet", "JobSet"] = Field(
+        "StatefulSet",
+        description="Kind of that set: JobSet with the component jobset-trainer.",
+        json_schema_extra=about("needs no other controller"),
+    )
     scale: bool = Field(
         False,
         description=(
             "Bring the rollout set to rollout.replicas at the start; false: its size is kubectl's or an autoscaler's."
         ),
         json_schema_extra=about("the size may be set on purpose, or by an autoscaler"),
+    )
+    release_after_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+        0.0,
+        description=(
+            "Seconds after the end of the run until its GPUs are given back: rollout set and trainer set are scaled to "
+            "0, a JobSet is deleted. The run has ended when it is finished or given up, not when it is interrupted. 0: "
+            "immediately; null: never."
+        ),
+        json_schema_extra=about("what a run leaves is on its volume; idle GPUs are of no use", unit="s"),
     )
     stuck_after_s: PositiveFloat = Field(
         1800.0,

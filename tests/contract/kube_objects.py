@@ -2,7 +2,22 @@
 
 from typing import Any
 
+import yaml
+
+from tests.house.repository import REPO
+
 NAMESPACE = "tandem"
+
+
+def role_rules() -> list[dict[str, Any]]:
+    """What the coordinator may do, as deploy/ has it, with the components lws-rollout and jobset-trainer."""
+    found = yaml.safe_load_all((REPO / "deploy" / "base" / "coordinator-rbac.yaml").read_text())
+    (rules,) = [each["rules"] for each in found if each["kind"] == "Role"]
+    patches = ("lws-rollout/scale-permission.yaml", "jobset-trainer/release-permission.yaml")
+    for patch in patches:
+        operations = yaml.safe_load((REPO / "deploy" / "components" / patch).read_text())
+        rules += [operation["value"] for operation in operations if operation["op"] == "replace"]
+    return list(rules)
 
 
 def pod(
@@ -30,6 +45,20 @@ def rollout_set(replicas: int) -> dict[str, Any]:
     template = {"metadata": {"labels": labels}, "spec": {"containers": [{"name": "rollout", "image": "i"}]}}
     spec = {"replicas": replicas, "serviceName": "rollout", "selector": {"matchLabels": labels}, "template": template}
     return {"metadata": {"name": "rollout", "namespace": NAMESPACE}, "spec": spec}
+
+
+def trainer_set(replicas: int) -> dict[str, Any]:
+    """The StatefulSet of the trainer."""
+    labels = {"app.kubernetes.io/component": "trainer"}
+    template = {"metadata": {"labels": labels}, "spec": {"containers": [{"name": "trainer", "image": "i"}]}}
+    spec = {"replicas": replicas, "serviceName": "trainer", "selector": {"matchLabels": labels}, "template": template}
+    return {"metadata": {"name": "trainer", "namespace": NAMESPACE}, "spec": spec}
+
+
+def job_set(**spec: Any) -> dict[str, Any]:
+    """The JobSet of a trainer."""
+    jobs = {"name": "hosts", "template": {"spec": {"template": trainer_set(1)["spec"]["template"]}}}
+    return {"metadata": {"name": "trainer", "namespace": NAMESPACE}, "spec": {"replicatedJobs": [jobs], **spec}}
 
 
 def leader_worker_set(replicas: int, size: int = 2) -> dict[str, Any]:

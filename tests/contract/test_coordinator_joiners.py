@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from prometheus_client import REGISTRY
@@ -225,6 +225,21 @@ async def test_when_nobody_comes_the_error_names_all_and_the_deadline() -> None:
     assert text.startswith("20 of 20 groups could not be generated, every replica failed: rollout-0: ")
     assert "; rollout-1: " in text
     assert text.endswith("; none came within 0.3 s (rollout.rejoin_timeout_s)")
+
+
+async def test_the_time_to_join_does_not_run_while_replicas_are_queued() -> None:
+    """All were preempted, and their queue has them again."""
+    queued = [True]
+    async with fake_fleet(num_replicas=1) as services:
+        scene = scene_of(services, 1, rejoin_s=0.3)
+        scene.patience = replace(scene.patience, is_queued=lambda: queued[0])
+        await scene.dies(0)
+        generating = scene.generate()
+        _, pending = await asyncio.wait({generating}, timeout=1.5)
+        assert pending
+        queued[0] = False
+        with pytest.raises(Unavailable, match=r"none came within 0.3 s"):
+            await generating
 
 
 async def test_replicas_that_are_there_and_fail_are_not_waited_for() -> None:

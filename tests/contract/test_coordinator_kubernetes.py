@@ -13,12 +13,22 @@ from typing import Any
 
 import pytest
 
+from coordinator.record.failures import FAILURES_FILE, MAX_FAILURES
 from launcher.view.status import describe
 from servicekit.environment import ServiceEnvironment
+from servicekit.errors import Internal
 from tandem_config.loading import dump_resolved
 from tandem_config.schema import RunConfig
-from tests.contract.coordinator_runs import rows, with_settings
-from tests.contract.kube_objects import NAMESPACE, leader_worker_set, pod, rollout_set, waiting_status
+from tests.contract.coordinator_runs import rows, saved_state, with_settings
+from tests.contract.kube_objects import (
+    NAMESPACE,
+    leader_worker_set,
+    pod,
+    role_rules,
+    rollout_set,
+    trainer_set,
+    waiting_status,
+)
 from tests.fakes.fake_fleet import announced, fake_fleet
 from tests.fakes.fake_kube_api import FakeKubeApi
 from tests.fakes.fake_rollout_set import FakeRolloutSet, fake_rollout_set
@@ -32,6 +42,7 @@ DEADLINE_S = 60.0
 @pytest.fixture
 def api() -> Iterator[FakeKubeApi]:
     with FakeKubeApi(NAMESPACE) as api:
+        api.bind(role_rules())
         yield api
 
 
@@ -50,7 +61,7 @@ def kube_config(config: RunConfig, api: FakeKubeApi, tmp_path: Path) -> RunConfi
 class Coordinator:
     """`python -m coordinator` as in a pod."""
 
-    def __init__(self, config: RunConfig, environment: ServiceEnvironment, folder: Path) -> None:
+    def __init__(self, config: RunConfig, environment: ServiceEnvironment, folder: Path, *options: str) -> None:
         file = folder / "config.yaml"
         file.write_text(dump_resolved(config), encoding="utf-8")
         self.variables = {
@@ -62,7 +73,7 @@ class Coordinator:
         self.run_dir = environment.run_dir
         self.log = folder / "coordinator.log"
         with self.log.open("wb") as log:
-            command = [sys.executable, "-m", "coordinator", "--config", str(file)]
+            command = [sys.executable, "-m", "coordinator", "--config", str(file), *options]
             self.process = subprocess.Popen(command, env={**os.environ, **self.variables}, stderr=log)
 
     def stop(self) -> int:
@@ -79,17 +90,20 @@ class Coordinator:
 
 
 @pytest.fixture
-def start(environment: ServiceEnvironment, tmp_path: Path) -> Iterator[Callable[[RunConfig], Coordinator]]:
+def start(environment: ServiceEnvironment, tmp_path: Path) -> Iterator[Callable[..., Coordinator]]:
     started: list[Coordinator] = []
 
-    def begin(config: RunConfig) -> Coordinator:
-        started.append(Coordinator(config, environment, tmp_path))
+    def begin(config: RunConfig, *options: str) -> Coordinator:
+        started.append(Coordinator(config, environment, tmp_path, *options))
         return started[-1]
 
     yield begin
     for coordinator in started:
         coordinator.process.kill()
         coordinator.process.wait(timeout=10)
+
+
+Start = Callable[..., Coordinator]
 
 
 class TrainerPod:
@@ -157,7 +171,7 @@ async def test_a_run_on_pods_that_appear_end_hang_and_become_more(
     api: FakeKubeApi,
     kube_config: RunConfig,
     environment: ServiceEnvironment,
-    start: Callable[[RunConfig], Coordinator],
+    start: Start,
 ) -> None:
     async with pods(api, environment) as rollouts:
         coordinator = start(kube_config)
@@ -199,7 +213,7 @@ async def test_a_run_on_groups_of_pods_that_end_as_a_whole(
     api: FakeKubeApi,
     kube_config: RunConfig,
     environment: ServiceEnvironment,
-    start: Callable[[RunConfig], Coordinator],
+    start: Start,
 ) -> None:
     api.put("leaderworkersets", leader_worker_set(0))
     fleet = {"rollout_set_kind": "LeaderWorkerSet"}
@@ -231,7 +245,7 @@ async def test_what_keeps_a_run_from_starting_is_in_its_status(
     api: FakeKubeApi,
     kube_config: RunConfig,
     environment: ServiceEnvironment,
-    start: Callable[[RunConfig], Coordinator],
+    start: Start,
 ) -> None:
     api.refuse("create events")
     async with a_trainer(api, environment):
@@ -257,7 +271,7 @@ async def test_a_stop_does_not_wait_for_a_trainer_that_is_rescheduled(
     api: FakeKubeApi,
     kube_config: RunConfig,
     environment: ServiceEnvironment,
-    start: Callable[[RunConfig], Coordinator],
+    start: Start,
 ) -> None:
     """Nothing is left to save: the coordinator ends at once, not after run.stop_timeout_s."""
     rollouts = fake_rollout_set(api, environment.redis_url, environment.run_id)
@@ -270,11 +284,122 @@ async def test_a_stop_does_not_wait_for_a_trainer_that_is_rescheduled(
         assert await asyncio.to_thread(coordinator.stop) == 0
 
 
+async def test_a_trainer_that_is_drained_loses_no_iteration(
+    api: FakeKubeApi,
+    kube_config: RunConfig,
+    environment: ServiceEnvironment,
+    start: Start,
+) -> None:
+    """Its pod is deleted, and it serves until the run has saved: the next one resumes from there."""
+    rollouts = fake_rollout_set(api, environment.redis_url, environment.run_id)
+    async with a_trainer(api, environment) as trainer, rollouts:
+        coordinator = start(with_settings(kube_config, run={"checkpoint_every": 100_000}))
+        await soon(lambda: (environment.run_dir / "metrics.jsonl").exists() and len(rows(environment)) > 4)
+        assert trainer.service.saved == []
+
+        leaving = api.get("pods", "trainer-0", NAMESPACE)
+        leaving["metadata"] |= {"deletionTimestamp": "2026-11-20T14:00:00Z", "deletionGracePeriodSeconds": 160}
+        api.put("pods", leaving)
+        trainer.service.leaves = True
+        await soon(lambda: trainer.service.saved != [])
+        await soon(lambda: any("asked to end, and has saved" in text for _, text in coordinator.status()))
+        done = len(rows(environment))
+        await trainer.stop()
+        api.delete("pods", "trainer-0", NAMESPACE)
+        trainer.show(ready=False, phase="Pending")
+        await trainer.start()
+        await soon(lambda: len(rows(environment)) > done)
+        ((folder, _),) = trainer.service.restored
+        assert int(folder.split("/")[-2].rpartition("-")[2]) == done
+        assert await asyncio.to_thread(coordinator.stop) == 0
+    iterations = [row["iteration"] for row in rows(environment)]
+    assert iterations == list(range(1, len(iterations) + 1))
+
+
+async def test_gpus_are_given_back_when_the_run_is_over(
+    api: FakeKubeApi,
+    kube_config: RunConfig,
+    environment: ServiceEnvironment,
+    start: Start,
+) -> None:
+    rollouts = fake_rollout_set(api, environment.redis_url, environment.run_id)
+    async with a_trainer(api, environment), rollouts:
+        api.put("statefulsets", trainer_set(1))
+        coordinator = start(with_settings(kube_config, run={"iterations": 2}))
+        assert await asyncio.to_thread(coordinator.process.wait, DEADLINE_S) == 0
+    sizes = {each["metadata"]["name"]: each["spec"]["replicas"] for each in api.list("statefulsets")}
+    assert sizes == {"rollout": 0, "trainer": 0}
+    assert {"TandemScaled", "TandemReleased"} == {event["reason"] for event in api.list("events")}
+    assert saved_state(environment)["status"] == "finished"
+
+
+async def test_gpus_are_kept_where_they_are_to_be_kept_or_the_run_goes_on(
+    api: FakeKubeApi,
+    kube_config: RunConfig,
+    environment: ServiceEnvironment,
+    start: Start,
+) -> None:
+    rollouts = fake_rollout_set(api, environment.redis_url, environment.run_id)
+    async with a_trainer(api, environment), rollouts:
+        api.put("statefulsets", trainer_set(1))
+        coordinator = start(kube_config)  # interrupted: a Job would start it again
+        await soon(lambda: (environment.run_dir / "metrics.jsonl").exists() and len(rows(environment)) > 1)
+        assert await asyncio.to_thread(coordinator.stop) == 0
+        done = len(rows(environment))
+        kept = with_settings(kube_config, run={"iterations": done + 1}, fleet={"release_after_s": None})
+        coordinator = start(kept, "--resume")
+        assert await asyncio.to_thread(coordinator.process.wait, DEADLINE_S) == 0
+    sizes = {each["metadata"]["name"]: each["spec"]["replicas"] for each in api.list("statefulsets")}
+    assert sizes == {"rollout": 2, "trainer": 1}
+
+
+async def test_gpus_are_given_back_after_a_while_or_at_a_stop(
+    api: FakeKubeApi,
+    kube_config: RunConfig,
+    environment: ServiceEnvironment,
+    start: Start,
+) -> None:
+    """Meanwhile the run's status can be read; its end is no interruption."""
+    rollouts = fake_rollout_set(api, environment.redis_url, environment.run_id)
+    async with a_trainer(api, environment), rollouts:
+        api.put("statefulsets", trainer_set(1))
+        config = with_settings(kube_config, run={"iterations": 2}, fleet={"release_after_s": 600.0})
+        coordinator = start(config, "--interrupted-exit", "143")
+        await soon(lambda: "gpus kept for a while" in coordinator.log.read_text())
+        assert dict(await asyncio.to_thread(coordinator.status))["state"] == "finished"
+        assert api.get("statefulsets", "trainer", NAMESPACE)["spec"]["replicas"] == 1
+        assert await asyncio.to_thread(coordinator.stop) == 0
+    assert {each["spec"]["replicas"] for each in api.list("statefulsets")} == {0}
+
+
+@pytest.mark.parametrize("why", ["bad data", "given up"])
+async def test_gpus_are_given_back_when_a_job_will_not_try_again(
+    api: FakeKubeApi,
+    kube_config: RunConfig,
+    environment: ServiceEnvironment,
+    start: Start,
+    why: str,
+    tmp_path: Path,
+) -> None:
+    if why == "bad data":
+        kube_config = with_settings(kube_config, data={"train": tmp_path / "nowhere.jsonl"})
+    else:
+        (environment.run_dir / FAILURES_FILE).write_text(json.dumps({"iteration": 0, "failures": MAX_FAILURES - 1}))
+    rollouts = fake_rollout_set(api, environment.redis_url, environment.run_id)
+    async with a_trainer(api, environment) as trainer, rollouts:
+        trainer.service.faults.append(Internal("cuda error"))
+        api.put("statefulsets", trainer_set(1))
+        coordinator = start(kube_config, "--resume", "--retry-exit", "75")
+        code = await asyncio.to_thread(coordinator.process.wait, DEADLINE_S)
+    assert code == (2 if why == "bad data" else 4)
+    assert {each["spec"]["replicas"] for each in api.list("statefulsets")} == {0}
+
+
 async def test_a_run_waits_for_a_trainer_that_is_rescheduled_and_ends_with_one_that_is_dead(
     api: FakeKubeApi,
     kube_config: RunConfig,
     environment: ServiceEnvironment,
-    start: Callable[[RunConfig], Coordinator],
+    start: Start,
 ) -> None:
     rollouts = fake_rollout_set(api, environment.redis_url, environment.run_id)
     async with a_trainer(api, environment) as trainer, rollouts:
@@ -301,6 +426,6 @@ async def test_a_run_waits_for_a_trainer_that_is_rescheduled_and_ends_with_one_t
         assert said["ended"].startswith(
             "failed: the trainer is dead, waiting would not help: trainer-0: container main"
         )
-        assert "9 restarts; lost by: " in said["ended"]
+        assert "9 restarts, 9 of them in a row; lost by: " in said["ended"]
     iterations = [row["iteration"] for row in rows(environment)]
     assert iterations == list(range(1, len(iterations) + 1))

@@ -3,16 +3,23 @@
 What it serves is used by the tests of the coordinator. What passes there has not run on Kubernetes.
 """
 
+import copy
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 
 from tests.contract.kube_objects import NAMESPACE, leader_worker_set, pod, rollout_set
+from tests.fakes.fake_kube_admission import violations
 from tests.fakes.fake_kube_api import FakeKubeApi
+from tests.fakes.fake_kube_store import Refusal
+from tests.house.repository import REPO
+from tests.manifests.kustomize import DEPLOY, build, find, label, overlay, pod_template, workloads
 
 TIMEOUT_S = 30
 EVENT = {
@@ -78,6 +85,186 @@ def test_the_successor_of_a_pod_is_not_evicted_in_its_place(api: FakeKubeApi, ap
 
 def test_what_the_coordinator_does_not_call_is_not_there(api_client: client.ApiClient) -> None:
     assert status_of(client.CoreV1Api(api_client).list_namespaced_secret, NAMESPACE) == 404
-    assert status_of(client.CoreV1Api(api_client).delete_namespaced_pod, "rollout-0", NAMESPACE) == 501
+    assert status_of(client.CoreV1Api(api_client).delete_namespaced_pod, "rollout-0", NAMESPACE) == 404
     scale = client.AppsV1Api(api_client).patch_namespaced_stateful_set_scale
     assert status_of(scale, "rollout", NAMESPACE, {"spec": {"replicas": 1}}) == 415  # a strategic merge patch
+
+
+def refused(api: FakeKubeApi, obj: dict[str, Any]) -> tuple[int, str]:
+    """Code and message of the refusal of an apply."""
+    with pytest.raises(Refusal) as caught:
+        api.apply(obj)
+    return caught.value.code, str(caught.value.body["message"])
+
+
+def base(file: str) -> list[dict[str, Any]]:
+    """The objects of a file of deploy/base, in the namespace."""
+    found = [each for each in yaml.safe_load_all((REPO / "deploy" / "base" / file).read_text()) if each]
+    for each in found:
+        each["metadata"]["namespace"] = NAMESPACE
+    return found
+
+
+def changed(obj: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy with another value at a.b.c."""
+    new = copy.deepcopy(obj)
+    *parents, last = path.split(".")
+    at = new
+    for key in parents:
+        at = at[key]
+    at[last] = value
+    return new
+
+
+@pytest.mark.parametrize(
+    ("file", "kind", "path", "value", "said"),
+    [
+        (
+            "coordinator.yaml",
+            "Job",
+            "spec.template.spec.serviceAccountName",
+            "x",
+            "spec.template: Invalid value",
+        ),
+        ("coordinator.yaml", "Job", "spec.podFailurePolicy", {"rules": []}, "spec.podFailurePolicy"),
+        ("coordinator.yaml", "Job", "spec.backoffLimit", 3, None),
+        ("trainer.yaml", "StatefulSet", "spec.serviceName", "x", "updates to statefulset spec for fields other than"),
+        ("trainer.yaml", "StatefulSet", "spec.podManagementPolicy", "OrderedReady", "changed: podManagementPolicy"),
+        ("trainer.yaml", "StatefulSet", "spec.selector", {"matchLabels": {"a": "b"}}, "changed: selector"),
+        ("trainer.yaml", "StatefulSet", "spec.template.spec.serviceAccountName", "x", None),
+        ("trainer.yaml", "StatefulSet", "spec.replicas", 4, None),
+        ("coordinator-rbac.yaml", "RoleBinding", "roleRef.name", "x", "roleRef: Invalid value: field is immutable"),
+        ("coordinator-rbac.yaml", "Role", "rules", [], None),
+    ],
+)
+def test_fields_that_cannot_be_changed(
+    api: FakeKubeApi, file: str, kind: str, path: str, value: Any, said: str | None
+) -> None:
+    (obj,) = [each for each in base(file) if each["kind"] == kind]
+    assert api.apply(obj) == "created"
+    assert api.apply(obj) == "unchanged"
+    new = changed(obj, path, value)
+    if said is None:
+        assert api.apply(new) == "configured"
+        return
+    code, message = refused(api, new)
+    assert code == 422
+    assert said in message
+    assert api.apply(obj) == "unchanged"  # as before
+
+
+def test_a_claim_may_grow_and_nothing_else(api: FakeKubeApi) -> None:
+    spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
+    metadata = {"name": "run", "namespace": NAMESPACE}
+    claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": spec}
+    api.apply(claim)
+    assert api.apply(changed(claim, "spec.resources.requests.storage", "2Gi")) == "configured"
+    code, message = refused(api, changed(claim, "spec.storageClassName", "fast"))
+    assert (code, "changed: storageClassName" in message) == (422, True)
+
+
+def test_what_is_no_object_of_this_server_is_refused(api: FakeKubeApi) -> None:
+    (job,) = [each for each in base("coordinator.yaml") if each["kind"] == "Job"]
+    assert refused(api, changed(job, "apiVersion", "batch/v1beta1"))[0] == 404
+    assert refused(api, changed(job, "metadata.namespace", "nowhere"))[0] == 404
+    assert refused(api, changed(job, "spec.backoffLimits", 3))[0] == 400
+    assert refused(api, changed(job, "spec.backoffLimit", "three"))[0] == 422
+
+
+RESTRICTED = {
+    "apiVersion": "v1",
+    "kind": "Namespace",
+    "metadata": {"name": NAMESPACE, "labels": {"pod-security.kubernetes.io/enforce": "restricted"}},
+}
+NAKED = {
+    "apiVersion": "v1",
+    "kind": "Pod",
+    "metadata": {"name": "naked", "namespace": NAMESPACE},
+    "spec": {"containers": [{"name": "c", "image": "i"}]},
+}
+
+
+def test_a_restricted_namespace_admits_our_pods_and_no_others(api: FakeKubeApi) -> None:
+    assert api.apply(NAKED) == "created"  # the namespace enforces nothing yet
+    api.apply(RESTRICTED)
+    code, message = refused(api, changed(NAKED, "metadata.name", "another"))
+    assert code == 403
+    for what in ("allowPrivilegeEscalation != false", "unrestricted capabilities", "runAsNonRoot", "seccompProfile"):
+        assert what in message
+    templates = {each["metadata"]["name"]: pod_template(each) for each in workloads(overlay("cluster"))}
+    assert len(templates) == 4
+    for name, template in templates.items():
+        api.make_pod(NAMESPACE, f"{name}-0", template)
+        assert api.get("pods", f"{name}-0", NAMESPACE)["status"]["phase"] == "Pending"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("hostNetwork", True, "host namespaces"),
+        ("volumes", [{"name": "v", "hostPath": {"path": "/"}}], 'restricted volume type "hostPath"'),
+        ("securityContext.sysctls", [{"name": "kernel.msgmax", "value": "1"}], "forbidden sysctls (kernel.msgmax)"),
+        ("securityContext.runAsUser", 0, "runAsUser=0"),
+        ("securityContext.runAsNonRoot", False, "runAsNonRoot != true"),
+        ("securityContext.seccompProfile", {"type": "Unconfined"}, "seccompProfile"),
+    ],
+)
+def test_each_rule_of_restricted_is_one_that_our_trainer_keeps(path: str, value: Any, said: str) -> None:
+    spec = pod_template(find(overlay("cluster"), "StatefulSet", "trainer"))["spec"]
+    assert list(violations(spec)) == []
+    (found,) = violations(changed(spec, path, value))
+    assert said in found
+
+
+@pytest.mark.parametrize(
+    ("context", "said"),
+    [
+        ({"privileged": True}, "privileged"),
+        ({"allowPrivilegeEscalation": True}, "allowPrivilegeEscalation != false"),
+        ({"capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]}}, "unrestricted capabilities"),
+    ],
+)
+def test_each_rule_for_containers(context: dict[str, Any], said: str) -> None:
+    spec = copy.deepcopy(pod_template(find(overlay("cluster"), "StatefulSet", "trainer"))["spec"])
+    spec["containers"][0]["securityContext"] |= context
+    (found,) = violations(spec)
+    assert found.startswith(said)
+
+
+def test_the_coordinators_role_allows_what_it_says(api: FakeKubeApi, api_client: client.ApiClient) -> None:
+    (role,) = [each for each in base("coordinator-rbac.yaml") if each["kind"] == "Role"]
+    api.bind(role["rules"])
+    custom = client.CustomObjectsApi(api_client)
+    where = ("apps", "v1", NAMESPACE, "statefulsets")
+    custom.get_namespaced_custom_object_scale(*where, "rollout", _request_timeout=TIMEOUT_S)
+    assert status_of(custom.get_namespaced_custom_object_scale, *where, "redis") == 403
+    core = client.CoreV1Api(api_client)
+    core.create_namespaced_event(NAMESPACE, EVENT, _request_timeout=TIMEOUT_S)
+    api.bind([])
+    assert status_of(core.create_namespaced_event, NAMESPACE, EVENT) == 403
+
+
+def test_a_changed_configuration_is_taken_by_all_but_the_job(api: FakeKubeApi, tmp_path: Path) -> None:
+    """As seen on a real server: `kubectl apply -k` of another run.yaml over a running run."""
+    before = overlay("cluster")
+    for obj in sorted(before, key=lambda obj: obj["kind"] != "Namespace"):
+        assert api.apply(obj) == "created"
+    assert {api.apply(obj) for obj in before} == {"unchanged"}
+
+    shutil.copytree(DEPLOY, tmp_path / "deploy")
+    folder = tmp_path / "deploy" / "overlays" / "cluster"
+    file = folder / "run.yaml"
+    file.write_text(file.read_text() + "\n# another\n")
+    said: dict[str, str] = {}
+    for obj in build(folder):
+        try:
+            said[label(obj)] = api.apply(obj)
+        except Refusal as refusal:
+            said[label(obj)] = f"{refusal.code} {refusal.body['message']}"
+    not_unchanged = {name: word for name, word in said.items() if word != "unchanged"}
+    (config_map,) = [name for name, word in not_unchanged.items() if word == "created"]
+    assert config_map.startswith("ConfigMap/run-config")
+    taken = {name for name, word in not_unchanged.items() if word == "configured"}
+    assert taken == {"StatefulSet/trainer", "StatefulSet/rollout"}
+    assert not_unchanged["Job/coordinator"].startswith('422 Job "coordinator" is invalid: spec.template: Invalid value')
+    assert len(not_unchanged) == 4

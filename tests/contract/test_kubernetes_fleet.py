@@ -14,13 +14,16 @@ import pytest
 from coordinator.clients.replica import Replica
 from coordinator.fleet.arrivals import wait_for_enough
 from coordinator.fleet.base import Fleet
+from coordinator.fleet.kubernetes import cluster as cluster_module
 from coordinator.fleet.kubernetes.api import watch
 from coordinator.fleet.kubernetes.api.events import About
-from coordinator.fleet.kubernetes.api.rollout_set import RolloutSet
+from coordinator.fleet.kubernetes.api.permissions import PERMISSIONS
+from coordinator.fleet.kubernetes.api.pod_sets import PodSet
 from coordinator.fleet.kubernetes.arrivals import ClusterOutlook, TrainerDead
 from coordinator.fleet.kubernetes.cluster import Cluster, connect, reach_cluster
 from coordinator.fleet.kubernetes.fleet import KubernetesFleet
 from coordinator.fleet.kubernetes.keeper import Keeper
+from coordinator.fleet.kubernetes.returns import TrainerGuard
 from coordinator.fleet.watched import WatchedFleet
 from coordinator.watch.events import EventKind, EventLog
 from servicekit.environment import ServiceEnvironment
@@ -30,7 +33,17 @@ from servicekit.redis.registry import Registry
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import with_settings
-from tests.contract.kube_objects import NAMESPACE, leader_worker_set, pod, rollout_set, waiting_status, worker
+from tests.contract.kube_objects import (
+    NAMESPACE,
+    job_set,
+    leader_worker_set,
+    pod,
+    role_rules,
+    rollout_set,
+    trainer_set,
+    waiting_status,
+    worker,
+)
 from tests.fakes.fake_fleet import FakeFleet, announced_fleet, fake_fleet
 from tests.fakes.fake_fleet import announced as announced_service
 from tests.fakes.fake_kube_api import FakeKubeApi
@@ -38,13 +51,14 @@ from tests.kit.waiting import until
 
 TTL_S = 30.0
 DEADLINE_S = 20.0
-STATEFUL_SET = RolloutSet(kind="StatefulSet", name="rollout")
+STATEFUL_SET = PodSet(kind="StatefulSet", name="rollout")
 SETS = {"StatefulSet": rollout_set, "LeaderWorkerSet": leader_worker_set}
 
 
 @pytest.fixture
 def api() -> Iterator[FakeKubeApi]:
     with FakeKubeApi(NAMESPACE) as api:
+        api.bind(role_rules())
         yield api
 
 
@@ -183,7 +197,7 @@ async def test_all_that_rbac_refuses_is_said_once_at_the_start(api: FakeKubeApi,
 
 async def test_only_what_the_settings_need_is_asked_for(api: FakeKubeApi, start: Start) -> None:
     api.refuse("create pods/eviction", "get statefulsets/scale", "patch statefulsets/scale")
-    cluster = await start(scale=False, max_evictions_per_hour=0)
+    cluster = await start(scale=False, max_evictions_per_hour=0, release_after_s=None)
     assert cluster.troubles() == []
 
 
@@ -204,16 +218,12 @@ async def test_a_refused_call_names_verb_resource_and_namespace(api: FakeKubeApi
     ],
 )
 def test_every_call_is_in_the_table_of_permissions(kind: str, sizes: str) -> None:
-    rows = {str(each) for each in RolloutSet(kind=kind, name="rollout").permissions}
-    assert rows == {
-        "list pods",
-        "watch pods",
-        "create pods/eviction",
-        "create events",
-        "patch events",
-        f"get {sizes}",
-        f"patch {sizes}",
-    }
+    always = {"list pods", "watch pods", "create pods/eviction", "create events", "patch events"}
+    assert {str(each) for each in PERMISSIONS} == always
+    rows = {str(each) for each in PodSet(kind=kind, name="rollout").permissions}
+    assert rows == {f"get {sizes}", f"patch {sizes}"}
+    rows = {str(each) for each in PodSet(kind="JobSet", name="trainer").permissions}
+    assert rows == {"get jobsets.jobset.x-k8s.io", "delete jobsets.jobset.x-k8s.io"}
 
 
 async def test_a_kubeconfig_that_cannot_be_used_is_named(
@@ -273,7 +283,7 @@ async def test_a_set_that_is_of_another_kind_is_named(api: FakeKubeApi, start: S
 async def test_the_size_of_the_other_kind_need_not_be_allowed(api: FakeKubeApi, start: Start) -> None:
     api.put("leaderworkersets", leader_worker_set(2))
     api.refuse("get statefulsets/scale", "patch statefulsets/scale")
-    cluster = await start(scale=True, rollout_set_kind="LeaderWorkerSet")
+    cluster = await start(scale=True, rollout_set_kind="LeaderWorkerSet", release_after_s=None)
     assert cluster.troubles() == []
 
 
@@ -296,6 +306,61 @@ async def test_repeated_events_are_one_with_a_count(api: FakeKubeApi, start: Sta
     assert (first["count"], second["count"]) == (3, 1)  # written at 0 and 40 s; a new one after ten minutes
     assert api.seen["patch events"] == 1
     assert first["involvedObject"] == {"kind": "Pod", "apiVersion": "v1", "name": "rollout-0", "namespace": NAMESPACE}
+
+
+# ---- GPUs are given back ----
+
+
+@pytest.mark.parametrize("kind", SETS)
+async def test_a_run_that_is_over_has_no_pods(kind: str, api: FakeKubeApi, start: Start) -> None:
+    plural = f"{kind.lower()}s"
+    api.put(plural, SETS[kind](16))
+    api.put("statefulsets", trainer_set(8))
+    api.conflict("patch statefulsets/scale", times=1)
+    cluster = await start(rollout_set_kind=kind)
+    await asyncio.to_thread(cluster.release, "the run is finished")
+    assert api.get(plural, "rollout", NAMESPACE)["spec"]["replicas"] == 0
+    assert api.get("statefulsets", "trainer", NAMESPACE)["spec"]["replicas"] == 0
+    told = {event["involvedObject"]["name"]: event["message"] for event in api.list("events")}
+    why = "the run is finished"
+    assert told == {"rollout": f"16 replicas, now none: {why}", "trainer": f"8 replicas, now none: {why}"}
+    await asyncio.to_thread(cluster.release, "once more")
+    assert len(api.list("events")) == 2
+    assert cluster.troubles() == []
+
+
+async def test_a_job_set_has_no_size_and_is_deleted(api: FakeKubeApi, start: Start) -> None:
+    api.put("statefulsets", rollout_set(2))
+    api.put("jobsets", job_set())
+    cluster = await start(trainer_set_kind="JobSet")
+    await asyncio.to_thread(cluster.release, "the run is finished")
+    assert api.list("jobsets") == []
+    await asyncio.to_thread(cluster.release, "once more")  # it is not there
+    assert cluster.troubles() == []
+
+
+async def test_the_environment_names_the_trainers_set_of_a_run_with_a_prefix(
+    api: FakeKubeApi, kube_config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    api.bind([{**rule, "resourceNames": []} for rule in role_rules()])  # its Role has the prefix too
+    renamed = trainer_set(1)
+    renamed["metadata"]["name"] = "b-trainer"
+    api.put("statefulsets", renamed)
+    own = environment.model_copy(update={"trainer_set": "b-trainer"})
+    cluster = await asyncio.to_thread(reach_cluster, kube_config, own, EventLog())
+    await asyncio.to_thread(cluster.release, "the run is finished")
+    assert api.get("statefulsets", "b-trainer", NAMESPACE)["spec"]["replicas"] == 0
+
+
+async def test_gpus_that_cannot_be_given_back_are_told_and_the_others_are(api: FakeKubeApi, start: Start) -> None:
+    api.put("statefulsets", rollout_set(2))
+    api.put("statefulsets", trainer_set(1))
+    cluster = await start()
+    api.refuse("patch statefulsets/scale rollout")
+    await asyncio.to_thread(cluster.release, "the run is finished")
+    assert api.get("statefulsets", "trainer", NAMESPACE)["spec"]["replicas"] == 0
+    (trouble,) = cluster.troubles()
+    assert trouble.startswith("statefulset/rollout keeps its GPUs: Kubernetes API, patch statefulsets/scale.apps roll")
 
 
 # ---- the fleet ----
@@ -649,3 +714,105 @@ async def test_a_trainer_whose_pods_are_up_and_that_says_nothing_is_missing(
     cluster = await start()
     with pytest.raises(DeadlineExceeded, match=r"waited 0.3 s for the trainer and 1 replicas .*; announced: none"):
         await asyncio.wait_for(arrival(kube_config, environment, cluster), DEADLINE_S)
+
+
+# ---- queues ----
+
+GATED = {
+    "type": "PodScheduled",
+    "status": "False",
+    "reason": "SchedulingGated",
+    "message": "non-empty scheduling gates",
+}
+
+
+def gated(name: str, component: str = "trainer") -> dict[str, Any]:
+    """A pod that Kueue holds back."""
+    obj = pod(name, component=component, ready=False, phase="Pending", conditions=[GATED])
+    obj["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/admission"}]
+    return obj
+
+
+async def test_a_queue_is_waited_out_and_told_once_and_the_time_to_start_begins_behind_it(
+    api: FakeKubeApi, start: Start, kube_config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    for name, component in (("trainer-0", "trainer"), ("rollout-0", "rollout"), ("rollout-1", "rollout")):
+        api.put("pods", gated(name, component))
+    events = EventLog()
+    cluster = await start(events, reschedule_timeout_s=0.3)
+    waiting = asyncio.create_task(arrival(kube_config, environment, cluster))
+    await asyncio.wait({waiting}, timeout=4 * kube_config.run.startup_timeout_s)
+    assert not waiting.done()
+    (trouble,) = cluster.troubles()
+    gate = "held by the scheduling gate kueue.x-k8s.io/admission"
+    assert trouble == f"pods of rollout and trainer are queued: {gate}: the run waits as long as they are queued"
+    assert len(events._newer(0)) == 1
+    for name, component in (("trainer-0", "trainer"), ("rollout-0", "rollout"), ("rollout-1", "rollout")):
+        api.put("pods", pod(name, component=component))
+    await soon(lambda: cluster.troubles() == [])
+    with pytest.raises(DeadlineExceeded, match=r"for the trainer and 1 replicas .*; announced: none"):
+        await asyncio.wait_for(waiting, DEADLINE_S)
+
+
+async def test_a_job_set_that_is_suspended_is_queued(
+    api: FakeKubeApi,
+    start: Start,
+    kube_config: RunConfig,
+    environment: ServiceEnvironment,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kueue suspends it: there are no pods that a gate could hold."""
+    monkeypatch.setattr(cluster_module, "SET_INTERVAL_S", 0.05)
+    api.put("jobsets", job_set(suspend=True))
+    config = with_settings(kube_config, fleet={"reschedule_timeout_s": 0.3})
+    cluster = await start(reschedule_timeout_s=0.3, trainer_set_kind="JobSet")
+    waiting = asyncio.create_task(arrival(config, environment, cluster))
+    await asyncio.wait({waiting}, timeout=4 * kube_config.run.startup_timeout_s)
+    assert not waiting.done()
+    assert cluster.troubles() == ["jobset/trainer is suspended: the run waits as long as it is queued"]
+    api.put("jobsets", job_set())
+    with pytest.raises(DeadlineExceeded, match=r"for the trainer and 1 replicas .*; announced: none; no pod yet"):
+        await asyncio.wait_for(waiting, DEADLINE_S)
+
+
+async def test_replicas_that_are_not_needed_to_begin_are_not_waited_for_in_their_queue(
+    api: FakeKubeApi, start: Start, kube_config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    config = with_settings(kube_config, rollout={"replicas": 3, "min_replicas": 2}, run={"startup_timeout_s": 600.0})
+    api.put("pods", gated("rollout-2", "rollout"))
+    cluster = await start()
+    async with announced(environment):
+        assert (await asyncio.wait_for(arrival(config, environment, cluster), DEADLINE_S)).name == "trainer"
+
+
+async def test_a_lost_trainer_that_is_queued_is_waited_for(api: FakeKubeApi, start: Start) -> None:
+    """Preempted: the queue has it again."""
+    api.put("pods", pod("trainer-0", component="trainer"))
+    cluster = await start(reschedule_timeout_s=0.3)
+    guard = TrainerGuard(cluster, lambda: asyncio.sleep(0, result=False))
+    api.put("pods", gated("trainer-0"))
+    waiting = asyncio.create_task(guard.wait_for_return(Unavailable("trainer: gone")))
+    await asyncio.wait({waiting}, timeout=1.5)
+    assert not waiting.done()
+    api.put("pods", pod("trainer-0", component="trainer"))
+    await asyncio.wait_for(waiting, DEADLINE_S)
+
+
+async def test_a_trainer_pod_that_its_job_replaces_is_waited_for_until_the_time_to_reschedule_is_over(
+    api: FakeKubeApi, start: Start
+) -> None:
+    api.put("pods", pod("trainer-0", component="trainer"))
+    cluster = await start(reschedule_timeout_s=1.0)
+    guard = TrainerGuard(cluster, lambda: asyncio.sleep(0, result=False))
+    failed = pod("trainer-0", component="trainer", ready=False, phase="Failed")
+    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "trainer-hosts-0", "uid": "j", "controller": True}
+    failed["metadata"]["ownerReferences"] = [owner]
+    api.put("pods", failed)
+    returns = asyncio.create_task(guard.wait_for_return(Unavailable("trainer: gone")))
+    await asyncio.wait({returns}, timeout=0.5)
+    api.delete("pods", "trainer-0", NAMESPACE)
+    api.put("pods", pod("trainer-0", component="trainer"))
+    await asyncio.wait_for(returns, DEADLINE_S)
+    api.put("pods", failed)
+    with pytest.raises(DeadlineExceeded, match=r"waited 1 s for the trainer: .*Job trainer-hosts-0 may replace it"):
+        await asyncio.wait_for(guard.wait_for_return(Unavailable("trainer: gone")), DEADLINE_S)

@@ -6,16 +6,19 @@ list, watch        pods, by label; replayed from a resource version, 410 when th
 create             pods/eviction (uid precondition, PodDisruptionBudgets), events, selfsubjectaccessreviews
 patch              events
 get, patch         the scale of StatefulSets and LeaderWorkerSets
+get, delete        JobSets, which have no scale
 
-It has no controllers, no scheduler, no kubelet and no admission: what a pod does, a test does. Nothing that runs
-against it has run on Kubernetes.
+`apply` is what `kubectl apply` of an object does, with the refusals of fake_kube_admission.py; `bind` limits the
+coordinator to a Role. It has no controllers, no scheduler and no kubelet: what a pod does, a test does. Nothing that
+runs against it has run on Kubernetes.
 """
 
+import copy
 import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,10 +26,12 @@ from urllib.parse import parse_qsl, urlsplit
 
 import kubernetes_validate
 
+from tests.fakes import fake_kube_admission as admission
 from tests.fakes.fake_kube_store import KINDS, Key, Object, Refusal, Store, changed, not_found, now, refusal
 
 SCHEMAS = "1.32"
-VERBS = {"GET": "get", "POST": "create", "PATCH": "patch"}
+SCALED = ("statefulset", "leaderworkerset")
+VERBS = {"GET": "get", "POST": "create", "PATCH": "patch", "DELETE": "delete"}
 PATH = re.compile(r"/apis?/(.+)/namespaces/([^/]+)/([^/]+)(?:/([^/]+))?(?:/([^/]+))?")
 
 
@@ -57,6 +62,9 @@ class FakeKubeApi:
         self.seen: Counter[str] = Counter()
         self._namespaces = ("default", *namespaces)
         self._refused: set[str] = set()
+        self._rules: list[Object] | None = None
+        # What was applied last, as kubectl's annotation has it.
+        self._applied: dict[Key, Object] = {}
         self._throttled: Counter[str] = Counter()
         self._conflicts: Counter[str] = Counter()
         self._retry_after_s = 1
@@ -104,10 +112,67 @@ class FakeKubeApi:
     def delete(self, plural: str, name: str, namespace: str) -> None:
         self.store.delete((plural, namespace, name))
 
+    # ---- what an operator does ----
+
+    def apply(self, obj: Object) -> str:
+        """Take an object as from `kubectl apply`. Returns: "created", "configured" or "unchanged".
+
+        Raises: Refusal: as a server would.
+        """
+        plural = next((each for each, kind in KINDS.items() if kind == (obj["apiVersion"], obj["kind"])), None)
+        if plural is None:
+            raise not_found(("", "", f'no matches for kind "{obj["kind"]}" in version "{obj["apiVersion"]}"'))
+        if "/" not in obj["apiVersion"] or ".x-k8s.io" not in obj["apiVersion"]:
+            admission.check_schema(obj)
+        namespace, name = obj["metadata"].get("namespace", "default"), obj["metadata"]["name"]
+        key = (plural, "" if plural == "namespaces" else namespace, name)
+        if plural == "pods":
+            admission.check_pod(self._namespace(namespace), obj, name)
+        elif plural != "namespaces":
+            self._namespace(namespace)
+        applied = self._applied.get(key) if self.store.has(key) else None
+        if applied == obj:
+            return "unchanged"
+        if applied is not None:
+            admission.check_update(applied, obj)
+        self.store.put(key, {**self.store.get(key), **obj} if applied is not None else obj)
+        self._applied[key] = copy.deepcopy(obj)
+        return "created" if applied is None else "configured"
+
+    def make_pod(self, namespace: str, name: str, template: Object) -> None:
+        """Make a pod as a controller does. Raises: Refusal: 403: the namespace does not admit it."""
+        admission.check_pod(self._namespace(namespace), template, name)
+        metadata = {**template["metadata"], "namespace": namespace, "name": name}
+        self.put("pods", {**template, "metadata": metadata, "status": {"phase": "Pending"}})
+
+    def bind(self, rules: Sequence[Object]) -> None:
+        """Allow the coordinator what these rules of a Role say, and nothing else."""
+        self._rules = list(rules)
+
+    def _namespace(self, name: str) -> Object:
+        """Raises: Refusal: 404."""
+        key = ("namespaces", "", name)
+        if self.store.has(key):
+            return self.store.get(key)
+        if name in self._namespaces:
+            return {"metadata": {"name": name}}
+        raise not_found(key)
+
+    def _is_allowed(self, verb: str, resource: str, group: str, name: str) -> bool:
+        if self._refused & {f"{verb} {resource}", f"{verb} {resource} {name}"}:
+            return False
+        return self._rules is None or any(
+            group in rule["apiGroups"]
+            and resource in rule["resources"]
+            and verb in rule["verbs"]
+            and (not rule.get("resourceNames") or name in rule["resourceNames"])
+            for rule in self._rules
+        )
+
     # ---- faults ----
 
     def refuse(self, *what: str) -> None:
-        """RBAC: "create pods/eviction" is forbidden from now on."""
+        """RBAC: "create pods/eviction" is forbidden from now on; "patch statefulsets/scale rollout": of that one."""
         self._refused |= set(what)
 
     def throttle(self, what: str, times: int, retry_after_s: int = 1) -> None:
@@ -124,7 +189,7 @@ class FakeKubeApi:
         """HTTP status and body; or the lines of a watch. Raises: Refusal."""
         what, (plural, namespace, name) = request.what, request.key
         self.seen[what] += 1
-        if what in self._refused:
+        if not self._is_allowed(request.verb, request.resource, group_of(plural), name):
             text = f'cannot {request.verb} resource "{request.resource}" in the namespace "{namespace}"'
             raise refusal(403, "Forbidden", f'{plural} "{name}" is forbidden: User "coordinator" {text}')
         if self._throttled[what] > 0:
@@ -134,19 +199,18 @@ class FakeKubeApi:
         if self._conflicts[what] > 0:
             self._conflicts[what] -= 1
             raise changed(request.key)
-        match what:
-            case "list pods":
-                return self._list(request)
-            case "watch pods":
-                return self._watch(request)
-            case "create pods/eviction":
-                return self._evict(request)
-            case "create events":
-                return self._create(request)
-            case "patch events":
-                return self._patch(request)
-        if request.resource in ("statefulsets/scale", "leaderworkersets/scale"):
-            return self._scale(request)
+        handlers: dict[str, Callable[[Request], tuple[int, Object] | Iterable[Object]]] = {
+            "list pods": self._list,
+            "watch pods": self._watch,
+            "create pods/eviction": self._evict,
+            "create events": self._create,
+            "patch events": self._patch,
+            "get jobsets": self._get,
+            "delete jobsets": self._delete,
+        }
+        handlers |= {f"{verb} {kind}s/scale": self._scale for verb in ("get", "patch") for kind in SCALED}
+        if what in handlers:
+            return handlers[what](request)
         raise refusal(404, "NotFound", "the server could not find the requested resource")
 
     def review(self, asked: Object) -> tuple[int, Object]:
@@ -154,8 +218,9 @@ class FakeKubeApi:
         attributes = asked["spec"]["resourceAttributes"]
         sub = attributes.get("subresource")
         resource = f"{attributes['resource']}/{sub}" if sub else attributes["resource"]
-        is_known = KINDS[attributes["resource"]][0] == f"{attributes.get('group', '')}/v1".lstrip("/")
-        allowed = is_known and f"{attributes['verb']} {resource}" not in self._refused
+        verb, group, name = attributes["verb"], attributes.get("group", ""), attributes.get("name", "")
+        is_known = group_of(attributes["resource"]) == group
+        allowed = is_known and self._is_allowed(verb, resource, group, name)
         return 201, {**asked, "status": {"allowed": allowed}}
 
     def _list(self, request: Request) -> tuple[int, Object]:
@@ -194,6 +259,13 @@ class FakeKubeApi:
         self.store.put(request.key, pod)
         return 201, {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201}
 
+    def _get(self, request: Request) -> tuple[int, Object]:
+        return 200, self.store.get(request.key)
+
+    def _delete(self, request: Request) -> tuple[int, Object]:
+        self.store.delete(request.key)
+        return 200, {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
+
     def _create(self, request: Request) -> tuple[int, Object]:
         plural, namespace, _ = request.key
         if namespace not in self._namespaces:
@@ -222,6 +294,11 @@ class FakeKubeApi:
         metadata = {key: owner["metadata"][key] for key in ("name", "namespace", "uid", "resourceVersion")}
         head = {"kind": "Scale", "apiVersion": "autoscaling/v1", "metadata": metadata}
         return 200, {**head, "spec": {"replicas": owner["spec"]["replicas"]}, "status": {"replicas": 0}}
+
+
+def group_of(plural: str) -> str:
+    """API group of a kind; "" for the core group."""
+    return KINDS[plural][0].rpartition("/")[0]
 
 
 def _selected(obj: Object, selector: str) -> bool:
@@ -264,7 +341,7 @@ class _Handler(BaseHTTPRequestHandler):
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
 
-    do_POST = do_PATCH = do_GET
+    do_POST = do_PATCH = do_DELETE = do_GET
 
     def _parse(self, body: Object) -> Request:
         """Raises: Refusal: 404."""

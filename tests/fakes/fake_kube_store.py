@@ -13,11 +13,22 @@ Object = dict[str, Any]
 # plural, namespace, name
 Key = tuple[str, str, str]
 KINDS = {
+    "namespaces": ("v1", "Namespace"),
+    "configmaps": ("v1", "ConfigMap"),
+    "secrets": ("v1", "Secret"),
+    "services": ("v1", "Service"),
+    "serviceaccounts": ("v1", "ServiceAccount"),
+    "persistentvolumeclaims": ("v1", "PersistentVolumeClaim"),
+    "roles": ("rbac.authorization.k8s.io/v1", "Role"),
+    "rolebindings": ("rbac.authorization.k8s.io/v1", "RoleBinding"),
+    "networkpolicies": ("networking.k8s.io/v1", "NetworkPolicy"),
+    "jobs": ("batch/v1", "Job"),
     "pods": ("v1", "Pod"),
     "events": ("v1", "Event"),
     "poddisruptionbudgets": ("policy/v1", "PodDisruptionBudget"),
     "statefulsets": ("apps/v1", "StatefulSet"),
     "leaderworkersets": ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"),
+    "jobsets": ("jobset.x-k8s.io/v1alpha2", "JobSet"),
 }
 
 

@@ -39,6 +39,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
         save_faults: one per SaveCheckpoint call, None for a good one.
         faults: one per TrainStep call, None for a good one; `lost_reply` ones fail after the step was done.
         export_faults: the same of ExportModel.
+        leaves: it was asked to end; its status says so while a step is unsaved.
     """
 
     policy_version: int = 0
@@ -52,6 +53,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
     export_faults: deque[TandemError | None] = field(default_factory=deque)
     save_faults: deque[TandemError | None] = field(default_factory=deque)
     lost_replies: int = 0
+    leaves: bool = False
     # Called by each train step before it is done.
     before_step: Callable[[int], Awaitable[None]] | None = None
     steps: list[Step] = field(default_factory=list)
@@ -65,6 +67,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
         self.fence = FenceGuard()
         self.saving, self.hold = asyncio.Event(), asyncio.Event()
         self.hold.set()
+        self.saved_version = self.policy_version
 
     async def TakeOver(self, request: pb.TakeOverRequest, context: Any) -> pb.TakeOverResponse:
         self.fence.admit(request.fence)
@@ -136,13 +139,14 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
         except OSError as error:  # as the real one says it
             raise Internal(f"cannot write checkpoint {folder}: {error}") from error
         self.saved.append(folder)
+        self.saved_version = policy_version
 
     async def RestorePolicy(self, request: pb.RestorePolicyRequest, context: Any) -> pb.RestorePolicyResponse:
         self.fence.admit(request.fence)
         if request.path and not Path(request.path, "version").is_file():
             raise InvalidRequest(f"{request.path} is no checkpoint")
         self.restored.append((request.path, request.policy_version))
-        self.policy_version = request.policy_version
+        self.policy_version = self.saved_version = request.policy_version
         return pb.RestorePolicyResponse(policy_version=self.policy_version)
 
     async def ExportModel(self, request: pb.ExportModelRequest, context: Any) -> pb.ExportModelResponse:
@@ -161,6 +165,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
             world_size=self.tensor_parallel,
             versions=common_pb2.SoftwareVersions(packages={"megatron_core": "0.0", "torch": "0.0"}),
             settings_digest=self.settings_digest,
+            leaving=self.leaves and self.policy_version != self.saved_version,
         )
 
     def _reply(self) -> pb.TrainStepResponse:

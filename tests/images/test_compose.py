@@ -34,6 +34,7 @@ ON_GPUS = sorted(name for name in SERVICES if service(name).get("ipc") == "host"
 UNSET = {
     "TANDEM_KUBE_NAMESPACE": "there is no Kubernetes",
     "TANDEM_ROLLOUT_SET": "there is no set, and no Kubernetes",
+    "TANDEM_TRAINER_SET": "there is no Kubernetes",
     "TANDEM_RUN_TOKEN": "services meet on the project's own network; a person may set it from a secret of theirs",
     "TANDEM_REDIS_CA": "Redis is reached without TLS, on the project's own network",
     "TANDEM_REDIS_CERT": "Redis is reached without TLS, on the project's own network",
@@ -46,7 +47,10 @@ UNSET = {
     "TANDEM_HOST_INDEX": "all ranks of the trainer are in its one container, which is the default",
 }
 # Flags that are for Kubernetes.
-UNUSED_FLAGS = {"--interrupted-exit": "a Job takes 0 for finished; here nobody restarts the coordinator"}
+UNUSED_FLAGS = {
+    "--interrupted-exit": "a Job takes 0 for finished; here nobody restarts the coordinator",
+    "--retry-exit": "a Job counts failures over its whole life; here nobody restarts the coordinator",
+}
 
 
 def settings_of(kind: str) -> set[str]:

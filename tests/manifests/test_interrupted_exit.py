@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_GIVEN_UP
 from servicekit.redis.registry import Registry
 from tests.house.repository import REPO
 from tests.manifests.kustomize import find, overlay
@@ -43,4 +44,5 @@ def test_it_ends_with_the_code_that_the_job_ignores(redis_server: str, tmp_path:
         for value in rule.get("onExitCodes", {}).get("values", [])
     }
     assert actions[code] == "Ignore"
-    assert actions[2] == "FailJob"
+    assert actions[EXIT_BAD_CONFIG] == actions[EXIT_GIVEN_UP] == "FailJob"
+    assert actions[int(arguments[arguments.index("--retry-exit") + 1])] == "Ignore"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from coordinator.fleet.kubernetes.api.pod_sets import PodSet
 from coordinator.fleet.kubernetes.api.pods import COMPONENT_LABEL, LEADER_ANNOTATION, ROLLOUT, WORKER
-from coordinator.fleet.kubernetes.api.rollout_set import RolloutSet
 from tandem_config.loading import load_config
 from tandem_config.schema import RunConfig
 from tests.manifests.kustomize import (
@@ -29,7 +29,7 @@ from tests.manifests.kustomize import (
     worker_template,
 )
 from tests.manifests.test_network import flows
-from tests.manifests.test_rbac import granted
+from tests.manifests.test_rbac import granted, used
 
 README = (DEPLOY / "components" / "lws-rollout" / "README.md").read_text(encoding="utf-8")
 ALL = "cluster + all"
@@ -118,9 +118,10 @@ def test_a_drain_takes_one_engine_at_a_time() -> None:
 @pytest.mark.parametrize("name", [ALL, "cluster + external-redis"])
 def test_the_role_is_what_the_code_uses_for_such_a_set(name: str) -> None:
     (role,) = kinds(overlay(name), "Role")
-    ours = RolloutSet(kind="LeaderWorkerSet", name="rollout")
-    assert granted(role["rules"]) == {(each.group, each.resource, each.verb) for each in ours.permissions}
-    assert [rule["resourceNames"] for rule in role["rules"] if "resourceNames" in rule] == [["rollout"]]
+    trainer = PodSet(kind="JobSet" if kinds(overlay(name), "JobSet") else "StatefulSet", name="trainer")
+    assert granted(role["rules"]) == used(PodSet(kind="LeaderWorkerSet", name="rollout"), trainer)
+    named = [rule["resourceNames"] for rule in role["rules"] if "resourceNames" in rule]
+    assert named == [["rollout"], ["trainer"]]
 
 
 def test_the_readme_lists_the_flows_that_are_added() -> None:

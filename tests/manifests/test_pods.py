@@ -179,8 +179,8 @@ def grace_needed_s() -> dict[str, float]:
     source = (REPO / "trainer_service" / "app.py").read_text(encoding="utf-8")
     (drain_s,) = re.findall(r"^DRAIN_GRACE_S = ([\d.]+)", source, flags=re.MULTILINE)
     return {
-        # The end of running calls, then STOP, then the ranks' own end: each may take DRAIN_GRACE_S.
-        "trainer": TRAINER_DRAINS * float(drain_s),
+        # A last checkpoint. Then the end of running calls, STOP, and the ranks' own end: each may take DRAIN_GRACE_S.
+        "trainer": RunSection().stop_timeout_s + TRAINER_DRAINS * float(drain_s),
         "rollout": rollout_app.DRAIN_S + plan_processes._SERVICE_GRACE_S,
         # Until its leader has drained and lets it go.
         "rollout-worker": worker_app.LET_GO_S + plan_processes._SERVICE_GRACE_S,

@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from coordinator.fleet.kubernetes.api.rollout_set import RolloutSet
+from coordinator.fleet.kubernetes.api.permissions import PERMISSIONS
+from coordinator.fleet.kubernetes.api.pod_sets import PodSet
 from tests.manifests.kustomize import OVERLAYS, Manifest, find, kinds, overlay
 
 
@@ -18,13 +19,26 @@ def granted(rules: list[Manifest]) -> set[tuple[str, str, str]]:
 @pytest.mark.parametrize("name", ["base", *OVERLAYS])
 def test_the_role_is_what_the_code_uses(name: str) -> None:
     (role,) = kinds(overlay(name), "Role")
-    ours = RolloutSet(kind="StatefulSet", name="rollout")
-    assert granted(role["rules"]) == {(each.group, each.resource, each.verb) for each in ours.permissions}
+    assert granted(role["rules"]) == used(PodSet(kind="StatefulSet", name="rollout"))
 
 
-def test_it_may_scale_the_rollout_set_only() -> None:
+def used(*pod_sets: PodSet) -> set[tuple[str, str, str]]:
+    """What the code needs for these sets."""
+    needed = [*PERMISSIONS, *(permission for pod_set in pod_sets for permission in pod_set.permissions)]
+    return {(each.group, each.resource, each.verb) for each in needed}
+
+
+def test_it_may_scale_the_runs_sets_only() -> None:
     rules = find(overlay("base"), "Role", "coordinator")["rules"]
-    assert [rule["resourceNames"] for rule in rules if "statefulsets/scale" in rule["resources"]] == [["rollout"]]
+    scaled = [rule["resourceNames"] for rule in rules if "statefulsets/scale" in rule["resources"]]
+    assert scaled == [["rollout"], ["trainer"]]
+
+
+def test_it_may_delete_the_trainers_job_set_which_has_no_scale() -> None:
+    rules = find(overlay("dev-cpu + jobset"), "Role", "coordinator")["rules"]
+    assert granted(rules) == used(PodSet(kind="StatefulSet", name="rollout"), PodSet(kind="JobSet", name="trainer"))
+    (deletes,) = [rule for rule in rules if "delete" in rule["verbs"]]
+    assert (deletes["resources"], deletes["resourceNames"]) == (["jobsets"], ["trainer"])
 
 
 @pytest.mark.parametrize("name", ["base", *OVERLAYS])

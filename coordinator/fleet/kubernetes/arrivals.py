@@ -2,6 +2,8 @@
 
 trainer pods             a trainer that is not announced
 starting, rescheduled    is waited for, up to fleet.reschedule_timeout_s: the cluster restarts it
+queued, or of a JobSet   is waited for as long as it is queued; the other times begin when it is no longer
+that is suspended
 dead                     ends the wait: a person must act
 unknown                  is waited for, up to run.startup_timeout_s
 
@@ -11,10 +13,12 @@ rollout.min_replicas are needed: while so many may still come, they are waited f
 are seeded when they come.
 """
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 
 from coordinator.fleet.arrivals import Announced, Outlook
-from coordinator.fleet.kubernetes.api.pods import TRAINER, Pod, PodOutlook
+from coordinator.fleet.kubernetes.api.pods import Pod, PodOutlook
 from coordinator.fleet.kubernetes.cluster import Cluster
 from coordinator.fleet.kubernetes.engines import engines
 from servicekit.errors import Unavailable
@@ -25,29 +29,19 @@ class TrainerDead(Unavailable):
     """The trainer's pods cannot start without a person's help."""
 
 
-def trainer_outlook(pods: Sequence[Pod]) -> tuple[PodOutlook, str]:
-    """Judge the trainer by its pods.
-
-    Returns: DEAD if a pod is dead, since the others wait for it in vain; UP if all are ready; else COMING, also without
-        any pod, since the set is about to create them. And the pods' troubles: `trainer-0: container trainer: ...`.
-    """
-    mine = [pod for pod in pods if pod.component == TRAINER]
-    dead = [pod for pod in mine if pod.outlook is PodOutlook.DEAD]
-    reason = "; ".join(
-        f"{pod.name}: {pod.trouble or 'not ready'}" for pod in dead or mine if pod.outlook is not PodOutlook.UP
-    )
-    if dead:
-        return PodOutlook.DEAD, reason
-    if mine and all(pod.outlook is PodOutlook.UP for pod in mine):
-        return PodOutlook.UP, ""
-    return PodOutlook.COMING, reason or "no pod yet"
-
-
 class ClusterOutlook(Outlook):
-    """Of services in pods; each question updates the cluster's troubles."""
+    """Of services in pods; each question updates the cluster's troubles. For one wait, which begins with it."""
 
-    def __init__(self, config: RunConfig, cluster: Cluster) -> None:
-        self._config, self._cluster = config, cluster
+    def __init__(self, config: RunConfig, cluster: Cluster, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config, self._cluster, self._clock = config, cluster, clock
+        self._begun_s = clock()
+        # How long after the begin of the wait what is needed was last seen in a queue.
+        self._queued_s = 0.0
+
+    def update(self, announced: Announced) -> None:
+        """Ask whether a trainer without pods is in a queue: a JobSet in one is suspended, and has none."""
+        if not announced.trainers:
+            self._cluster.look_at_trainer_set()
 
     def may_come(self, announced: Announced) -> bool:
         """Whether another replica is starting, or its pods are not known."""
@@ -58,30 +52,35 @@ class ClusterOutlook(Outlook):
         )
 
     def patience_s(self, announced: Announced) -> float:
-        """Return run.startup_timeout_s, or longer for pods that may still come.
+        """Return run.startup_timeout_s, or longer for pods that may still come; without end while some are queued.
 
         Raises: TrainerDead: with the troubles of its pods.
         """
         self._cluster.look()
         longer_s = self._longest_s(announced) if self._cluster.pods.is_current else 0.0
-        return max(self._config.run.startup_timeout_s, longer_s)
+        return self._queued_s + max(self._config.run.startup_timeout_s, longer_s)
 
     def troubles(self, announced: Announced) -> list[str]:
         """Return those of the trainer's pods, if it is missing, and the cluster's."""
         pods = self._cluster.pods
-        trainer = trainer_outlook(pods.pods)[1] if not announced.trainers and pods.is_current else ""
+        trainer = self._cluster.trainer_outlook()[1] if not announced.trainers and pods.is_current else ""
         return list(dict.fromkeys([*([trainer] if trainer else []), *self._cluster.troubles()]))
 
     def _longest_s(self, announced: Announced) -> float:
         pods, rollout = self._cluster.pods.pods, self._config.rollout
-        if not announced.trainers:
-            outlook, reason = trainer_outlook(pods)
-            if outlook is PodOutlook.DEAD:
-                raise TrainerDead(f"the trainer is dead, waiting would not help: {reason}")
-            may_come = outlook is PodOutlook.COMING
-        else:
-            silent = [pod for pod in _missing(announced, pods) if pod.outlook is not PodOutlook.COMING]
+        outlook, reason = (PodOutlook.UP, "") if announced.trainers else self._cluster.trainer_outlook()
+        if outlook is PodOutlook.DEAD:
+            raise TrainerDead(f"the trainer is dead, waiting would not help: {reason}")
+        missing = _missing(announced, pods)
+        needed = rollout.min_replicas - len(announced.rollouts)
+        if outlook is PodOutlook.QUEUED or (needed > 0 and any(pod.outlook is PodOutlook.QUEUED for pod in missing)):
+            self._queued_s = self._clock() - self._begun_s
+            return math.inf
+        if announced.trainers:
+            silent = [pod for pod in missing if pod.outlook is not PodOutlook.COMING]
             may_come = rollout.replicas - len(silent) >= rollout.min_replicas
+        else:
+            may_come = outlook is PodOutlook.COMING
         return self._config.fleet.reschedule_timeout_s if may_come else 0.0
 
 

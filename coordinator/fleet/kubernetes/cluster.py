@@ -5,7 +5,8 @@ No failure here ends a run: a refused or unreachable API is reported once, and t
 
 import asyncio
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,21 @@ from coordinator.fleet.kubernetes.api import permissions
 from coordinator.fleet.kubernetes.api.client import KubeApi
 from coordinator.fleet.kubernetes.api.events import About, EventRecorder
 from coordinator.fleet.kubernetes.api.permissions import Permission
-from coordinator.fleet.kubernetes.api.pods import selector
-from coordinator.fleet.kubernetes.api.rollout_set import RolloutSet
+from coordinator.fleet.kubernetes.api.pod_sets import PodSet
+from coordinator.fleet.kubernetes.api.pods import TRAINER, PodOutlook, selector
 from coordinator.fleet.kubernetes.api.watch import PodWatch
+from coordinator.fleet.kubernetes.outlook import queue_of, trainer_outlook
 from coordinator.fleet.kubernetes.troubles import Troubles
 from coordinator.watch.events import EventLog
 from servicekit.environment import ServiceEnvironment
-from servicekit.errors import ConfigError, TandemError
+from servicekit.errors import ConfigError, NotReady, TandemError
 from servicekit.logs import get_logger
 from tandem_config.schema import FleetSection, RunConfig
 
 _SERVICE_ACCOUNT_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _IN_A_POD = "KUBERNETES_SERVICE_HOST"
+# Between two looks at a set without pods.
+SET_INTERVAL_S = 5.0
 
 log = get_logger(__name__)
 
@@ -35,13 +39,25 @@ log = get_logger(__name__)
 class Cluster:
     """The cluster of a run: its pods, its rollout set and its troubles."""
 
-    def __init__(self, config: RunConfig, api: KubeApi, pods: PodWatch, troubles: Troubles) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        api: KubeApi,
+        pods: PodWatch,
+        troubles: Troubles,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.settings = config.fleet
         self.api, self.pods = api, pods
         self.recorder = EventRecorder(api)
         self.noted = troubles
         self._replicas = config.rollout.replicas
-        self._rollout_set = RolloutSet(kind=config.fleet.rollout_set_kind, name=config.fleet.rollout_set)
+        self._clock = clock
+        self._suspended = False
+        self._next_look_s = 0.0
+        self.rollout_set = PodSet(kind=config.fleet.rollout_set_kind, name=config.fleet.rollout_set)
+        self.trainer_set = PodSet(kind=config.fleet.trainer_set_kind, name=config.fleet.trainer_set)
 
     async def start(self) -> None:
         """Check the permissions, start watching pods, and scale the rollout set."""
@@ -58,19 +74,76 @@ class Cluster:
     def look(self) -> None:
         """Update the troubles from the watch and the pods."""
         self.noted.note("watch", self.pods.trouble)
-        pod_troubles = {f"pod/{pod.name}": f"pod {pod.name}: {pod.trouble}" for pod in self.pods.pods if pod.trouble}
+        pods = self.pods.pods
+        self.noted.note("queue", queue_of(pods))
+        in_trouble = [pod for pod in pods if pod.trouble and pod.outlook is not PodOutlook.QUEUED]
+        pod_troubles = {f"pod/{pod.name}": f"pod {pod.name}: {pod.trouble}" for pod in in_trouble}
         for about, text in pod_troubles.items():
             self.noted.note(about, text)
         self.noted.keep("pod/", pod_troubles)
+
+    def trainer_outlook(self) -> tuple[PodOutlook, str]:
+        """Judge the trainer by its pods, and by its set where that has made none."""
+        outlook, reason = trainer_outlook(self.pods.pods)
+        if self._suspended and outlook is PodOutlook.COMING and not self._has_trainer_pods():
+            return PodOutlook.QUEUED, f"{self.trainer_set} is suspended: it is queued"
+        return outlook, reason
+
+    def look_at_trainer_set(self) -> None:
+        """Find out whether a JobSet without pods is suspended. Blocking; asks the API every SET_INTERVAL_S at most."""
+        if self.trainer_set.kind != "JobSet" or self._has_trainer_pods():
+            self._suspended = False
+        elif self._clock() >= self._next_look_s:
+            self._next_look_s = self._clock() + SET_INTERVAL_S
+            try:
+                self._suspended = self.api.is_suspended(self.trainer_set)
+            except TandemError as error:
+                log.warning("trainer set not read", pod_set=str(self.trainer_set), error=str(error))
+        queued = f"{self.trainer_set} is suspended: the run waits as long as it is queued" if self._suspended else ""
+        self.noted.note("trainer set", queued)
+
+    def has_queued_replicas(self) -> bool:
+        """Whether pods of replicas are held in a queue, as far as the watch knows."""
+        pods = self.pods.pods if self.pods.is_current else ()
+        return any(pod.outlook is PodOutlook.QUEUED for pod in pods if pod.component != TRAINER)
+
+    def _has_trainer_pods(self) -> bool:
+        return any(pod.component == TRAINER for pod in self.pods.pods)
 
     def close(self) -> None:
         """Stop watching; does not wait for the API server."""
         self.pods.stop()
 
+    def release(self, why: str) -> None:
+        """Give the GPUs of the run back: scale its sets to 0, delete one that has no scale. Blocking.
+
+        What is refused is a trouble, and in the log.
+        """
+        for pod_set in (self.rollout_set, self.trainer_set):
+            try:
+                before = self._empty(pod_set)
+            except NotReady as error:
+                log.warning("no set to take gpus from", pod_set=str(pod_set), error=str(error))
+                continue
+            except TandemError as error:
+                self.noted.note(f"release/{pod_set}", f"{pod_set} keeps its GPUs: {error}")
+                continue
+            if before:
+                log.info("gpus released", pod_set=str(pod_set), why=why, before=before)
+                self.recorder.record(About.pod_set(pod_set), "TandemReleased", f"{before}, now none: {why}")
+
+    def _empty(self, pod_set: PodSet) -> str:
+        """Take all pods from a set. Returns: its size before, as text; "" if it had none."""
+        if pod_set.has_scale:
+            before = self.api.scale(pod_set, 0)
+            return f"{before} replicas" if before else ""
+        self.api.delete(pod_set)
+        return "deleted"
+
     def _check_permissions(self) -> None:
         """Report all refused permissions together, at the start, instead of when each is needed."""
         try:
-            missing = [item for item in self._needed() if not self.api.is_allowed(item, self._name_of(item))]
+            missing = [permission for permission, name in self._needed() if not self.api.is_allowed(permission, name)]
         except TandemError as error:
             log.warning("permission check failed", error=str(error))
             return
@@ -81,20 +154,20 @@ class Cluster:
                 f"Kubernetes RBAC refuses in namespace {self.api.namespace}: {refused}; see the Role in deploy/",
             )
 
-    def _needed(self) -> list[Permission]:
-        """List the permissions that these settings need."""
-        unused: set[Permission] = set() if self.settings.max_evictions_per_hour else {permissions.EVICT_PODS}
-        ours = self._rollout_set
-        unused |= set() if self.settings.scale else {ours.get_scale, ours.patch_scale}
-        return [permission for permission in ours.permissions if permission not in unused]
-
-    def _name_of(self, permission: Permission) -> str:
-        """Return the object that a permission is about, since a Role may be limited to it; "" for all."""
-        ours = self._rollout_set
-        return ours.name if permission in (ours.get_scale, ours.patch_scale) else ""
+    def _needed(self) -> list[tuple[Permission, str]]:
+        """List the permissions that these settings need, each with the object that it is about, "" for all."""
+        settings, rollout, trainer = self.settings, self.rollout_set, self.trainer_set
+        unused: set[Permission] = set() if settings.max_evictions_per_hour else {permissions.EVICT_PODS}
+        needed = [(permission, "") for permission in permissions.PERMISSIONS if permission not in unused]
+        releases = settings.release_after_s is not None
+        if settings.scale or releases:
+            needed += [(permission, rollout.name) for permission in rollout.permissions]
+        if releases:
+            needed += [(permission, trainer.name) for permission in trainer.permissions]
+        return needed
 
     def _scale(self) -> None:
-        ours, replicas = self._rollout_set, self._replicas
+        ours, replicas = self.rollout_set, self._replicas
         try:
             before = self.api.scale(ours, replicas)
         except TandemError as error:
@@ -103,7 +176,7 @@ class Cluster:
         if before != replicas:
             log.info("rollout set scaled", name=ours.name, before=before, replicas=replicas)
             message = f"from {before} to {replicas} replicas (rollout.replicas)"
-            self.recorder.record(About.rollout_set(ours), "TandemScaled", message)
+            self.recorder.record(About.pod_set(ours), "TandemScaled", message)
 
 
 def reach_cluster(config: RunConfig, environment: ServiceEnvironment, events: EventLog) -> Cluster:
@@ -115,6 +188,9 @@ def reach_cluster(config: RunConfig, environment: ServiceEnvironment, events: Ev
     api = KubeApi(api_client, namespace, timeout_s=config.fleet.request_timeout_s)
     if environment.rollout_set:
         fleet = config.fleet.model_copy(update={"rollout_set": environment.rollout_set})
+        config = config.model_copy(update={"fleet": fleet})
+    if environment.trainer_set:
+        fleet = config.fleet.model_copy(update={"trainer_set": environment.trainer_set})
         config = config.model_copy(update={"fleet": fleet})
     return Cluster(config, api, PodWatch(api, selector(environment.run_id)), Troubles(events))
 

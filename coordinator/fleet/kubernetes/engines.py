@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from coordinator.fleet.kubernetes.api.pods import ROLLOUT, WORKER, Pod, PodOutlook
 
-_FROM_BEST = (PodOutlook.UP, PodOutlook.COMING, PodOutlook.DEAD)
+_FROM_BEST = (PodOutlook.UP, PodOutlook.COMING, PodOutlook.QUEUED, PodOutlook.DEAD)
 
 
 def engines(pods: Sequence[Pod]) -> list[Pod]:

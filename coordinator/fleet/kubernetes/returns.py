@@ -2,6 +2,7 @@
 
 its pods, from the error on            the run
 ended, replaced, started again         waits until they are ready, and resumes from its newest checkpoint
+queued                                 waits as long as they are queued
 dead                                   ends: a person must act
 unchanged, and the trainer answers     ends: the error had another cause
 unchanged, and no answer for long      ends
@@ -15,7 +16,7 @@ from collections.abc import Awaitable, Callable
 
 from coordinator.fleet.base import LOOK_INTERVAL_S
 from coordinator.fleet.kubernetes.api.pods import TRAINER, PodOutlook
-from coordinator.fleet.kubernetes.arrivals import TrainerDead, trainer_outlook
+from coordinator.fleet.kubernetes.arrivals import TrainerDead
 from coordinator.fleet.kubernetes.cluster import Cluster
 from servicekit.errors import Aborted, DeadlineExceeded, NotReady, PeerLost, TandemError, Unavailable, WrongVersion
 from servicekit.logs import get_logger
@@ -49,17 +50,36 @@ class TrainerGuard:
         """
         if not isinstance(error, _LOSSES) or isinstance(error, Evicted) or not await self._is_lost():
             raise error
-        reason = trainer_outlook(self._cluster.pods.pods)[1]
+        await self._wait_until_up(error)
+
+    async def wait_for_next(self) -> None:
+        """Wait until the cluster has replaced the trainer, which was asked to end and has saved.
+
+        Raises: TrainerDead, DeadlineExceeded: no other one comes, and why.
+        """
+        leaves = Unavailable("it was asked to end, and has saved")
+        deadline_s = self._clock() + self._cluster.settings.reschedule_timeout_s
+        while not self._has_changed():
+            if self._clock() >= deadline_s or not self._cluster.pods.is_current:
+                raise leaves
+            await asyncio.sleep(LOOK_INTERVAL_S)
+        await self._wait_until_up(leaves)
+
+    async def _wait_until_up(self, error: TandemError) -> None:
+        _, reason = self._cluster.trainer_outlook()
         self._cluster.noted.note("trainer", f"the trainer was lost ({reason or 'its pods were replaced'}): {error}")
         timeout_s = self._cluster.settings.reschedule_timeout_s
         deadline_s = self._clock() + timeout_s
         while True:
             self._cluster.look()
-            outlook, reason = trainer_outlook(self._cluster.pods.pods)
+            await asyncio.to_thread(self._cluster.look_at_trainer_set)
+            outlook, reason = self._cluster.trainer_outlook()
             if outlook is PodOutlook.UP:
                 break
             if outlook is PodOutlook.DEAD:
                 raise TrainerDead(f"the trainer is dead, waiting would not help: {reason}; lost by: {error}") from error
+            if outlook is PodOutlook.QUEUED:
+                deadline_s = self._clock() + timeout_s
             if self._clock() >= deadline_s:
                 raise DeadlineExceeded(f"waited {timeout_s:g} s for the trainer: {reason}; lost by: {error}") from error
             await asyncio.sleep(LOOK_INTERVAL_S)
@@ -76,7 +96,7 @@ class TrainerGuard:
         return True
 
     def _has_changed(self) -> bool:
-        outlook, _ = trainer_outlook(self._cluster.pods.pods)
+        outlook, _ = self._cluster.trainer_outlook()
         return self._cluster.pods.is_current and (outlook is not PodOutlook.UP or self._incarnations() != self._before)
 
     def _incarnations(self) -> set[tuple[str, int]]:

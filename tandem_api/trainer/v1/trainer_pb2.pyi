@@ -530,12 +530,17 @@ class GetStatusResponse(_message.Message):
     ACTIVITY_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
     SETTINGS_DIGEST_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     world_size: _builtins.int
     activity: _builtins.str
     """What the trainer is doing: idle, train_step, publish, save, ..."""
     settings_digest: _builtins.str
     """Digest of the settings on which the services of a run must agree, as it has read them; empty: it does not say."""
+    leaving: _builtins.bool
+    """It was asked to end (SIGTERM), and has trained since its last checkpoint: it serves until one is saved, as long as
+    its status is asked for, for run.stop_timeout_s at most.
+    """
     @_builtins.property
     def parallel(self) -> _weights_pb2.ParallelSizes: ...
     @_builtins.property
@@ -549,10 +554,11 @@ class GetStatusResponse(_message.Message):
         activity: _builtins.str = ...,
         versions: _common_pb2.SoftwareVersions | None = ...,
         settings_digest: _builtins.str = ...,
+        leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parallel", b"parallel", "versions", b"versions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "parallel", b"parallel", "policy_version", b"policy_version", "settings_digest", b"settings_digest", "versions", b"versions", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "leaving", b"leaving", "parallel", b"parallel", "policy_version", b"policy_version", "settings_digest", b"settings_digest", "versions", b"versions", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -31,7 +31,7 @@ class Hosts(TrainerProcesses):
         self._master = str(free_port())
         self.health = [str(free_port()), str(free_port())]
 
-    def start_host(self, host: int) -> None:
+    def start_host(self, host: int, *options: str) -> None:
         variables = {
             "TANDEM_HEALTH_PORT": self.health[host],
             "TANDEM_HOST_INDEX": str(host),
@@ -39,7 +39,7 @@ class Hosts(TrainerProcesses):
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": self._master,
         }
-        self.start(f"host-{host}", ["trainer_service.host", "--resume"], self.config, variables)
+        self.start(f"host-{host}", ["trainer_service.host", "--resume", *options], self.config, variables)
 
     def says(self, host: int, what: str) -> bool:
         """Whether the host's probe succeeds. Raises: AssertionError: its process has ended."""
@@ -77,11 +77,11 @@ def test_two_hosts_start_together_and_start_again_together(hosts: Hosts) -> None
     # As the kubelet does: the host that has ended is started again, while rank 0 of the old start may still serve.
     hosts.start_host(1)
     assert hosts.exit_codes(["host-0"]) == [1]
-    hosts.start_host(0)
+    hosts.start_host(0, "--interrupted-exit", "143")
     for host in (0, 1):
         until(partial(hosts.says, host, "readiness"), START_S)
 
-    assert hosts.stop(["host-0", "host-1"]) == [0, 0]
+    assert hosts.stop(["host-0", "host-1"]) == [143, 0]
 
 
 def test_the_store_of_an_earlier_start_is_left(redis_server: str, tmp_path: Path) -> None:

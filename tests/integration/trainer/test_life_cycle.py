@@ -1,6 +1,8 @@
 """Start, stop, resume and failure of a trainer of two ranks."""
 
+import asyncio
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +77,33 @@ async def test_stop_resume_and_a_killed_rank(redis_server: str, tiny_model: Path
         trainer.processes["trainer-1"].send_signal(signal.SIGKILL)
         assert trainer.exit_codes(trainer.ranks) == [1, -signal.SIGKILL]
         assert "rank 1" in trainer.log("trainer-0").read_text().splitlines()[-1]
+
+
+async def test_a_trainer_that_is_asked_to_end_serves_until_what_it_has_trained_is_saved(
+    redis_server: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """As long as a coordinator asks for its status; without one it ends, and the step is lost."""
+    with TrainerProcesses(redis_server, tmp_path, tiny_model, pipeline_parallel=2) as trainer:
+        address = trainer.begin().ready().address
+        await call(address, "TrainStep", iter(step_requests("one", 0, [chunk(0)])))
+        assert not (await call(address, "GetStatus", pb.GetStatusRequest())).leaving
+        trainer.processes["trainer-1"].send_signal(signal.SIGTERM)  # its node is drained
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not (await call(address, "GetStatus", pb.GetStatusRequest())).leaving:
+            assert time.monotonic() < deadline_s
+            await asyncio.sleep(0.1)
+        # What it is to save may not be whole yet: the iteration goes on.
+        assert (await call(address, "TrainStep", iter(step_requests("two", 1, [chunk(0)])))).policy_version == 2
+        folder = step_folder(tmp_path, 2)
+        saving = pb.SaveCheckpointRequest(path=str(folder / "trainer"), background=True)
+        await call(address, "SaveCheckpoint", saving)
+        await call(address, "FinishCheckpoint", pb.FinishCheckpointRequest(path=str(folder / "trainer")))
+        assert trainer.exit_codes(trainer.ranks) == [0, 0]
+        mark_complete(folder, iteration=2)
+
+        address = trainer.begin("--resume").ready().address
+        reply = await call(address, "TrainStep", iter(step_requests("three", 2, [chunk(0)])))
+        assert reply.policy_version == 3
+        trainer.processes["trainer-0"].send_signal(signal.SIGTERM)
+        assert trainer.exit_codes(trainer.ranks) == [0, 0]
+        assert "no checkpoint at the stop" not in trainer.log("trainer-0").read_text()

@@ -8,11 +8,12 @@ import pytest
 from kubernetes import client
 from kubernetes.client.exceptions import ApiException
 
+from coordinator.fleet.kubernetes.api.crashes import Crashes
 from coordinator.fleet.kubernetes.api.errors import Expired, Throttled, translate
 from coordinator.fleet.kubernetes.api.pods import Pod, PodOutlook, read_pod, selector
-from coordinator.fleet.kubernetes.arrivals import trainer_outlook
 from coordinator.fleet.kubernetes.engines import engines
 from coordinator.fleet.kubernetes.keeper import read_vital
+from coordinator.fleet.kubernetes.outlook import trainer_outlook
 from coordinator.fleet.kubernetes.stuck import HourlyBudget, StuckDetector, Vital
 from servicekit.errors import Aborted, ConfigError, InvalidRequest, NotReady, PermissionDenied, Unavailable
 from tandem_api.rollout.v1 import rollout_pb2
@@ -22,7 +23,8 @@ from tandem_api.weights.v1 import weights_pb2
 def pod_of(status: dict[str, Any], **metadata: Any) -> Pod:
     """As the client reads it from the API's JSON."""
     labels = {"app.kubernetes.io/component": "trainer"}
-    raw = {"metadata": {"name": "trainer-0", "uid": "u", "labels": labels, **metadata}, "status": status}
+    spec = metadata.pop("spec", {"containers": []})
+    raw = {"metadata": {"name": "trainer-0", "uid": "u", "labels": labels, **metadata}, "spec": spec, "status": status}
     return read_pod(client.ApiClient().deserialize(json.dumps(raw), "V1Pod", "application/json"))
 
 
@@ -35,9 +37,16 @@ def waiting(reason: str, message: str = "", **more: Any) -> dict[str, Any]:
     return container({"waiting": {"reason": reason, "message": message}}, **more)
 
 
+def owner(kind: str, name: str) -> dict[str, Any]:
+    return {"apiVersion": "batch/v1", "kind": kind, "name": name, "uid": f"of {name}", "controller": True}
+
+
 READY = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
 UNSCHEDULABLE = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes: no gpu"}
 OOM = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
+FAILED_CONTAINER = {
+    "containerStatuses": container({"terminated": {"exitCode": 1, "reason": "Error"}})["containerStatuses"]
+}
 
 
 @pytest.mark.parametrize(
@@ -70,7 +79,7 @@ OOM = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
         (
             waiting("CrashLoopBackOff", restarts=7, last=OOM),
             {},
-            PodOutlook.DEAD,
+            PodOutlook.COMING,  # crashes.py says how many of them were in a row
             "container trainer: CrashLoopBackOff: OOMKilled (exit code 137), 7 restarts",
         ),
         (
@@ -81,6 +90,24 @@ OOM = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
         ),
         ({"phase": "Failed"}, {}, PodOutlook.DEAD, "ended (failed)"),
         ({"phase": "Succeeded"}, {}, PodOutlook.DEAD, "ended (succeeded)"),
+        (
+            {"phase": "Failed", **FAILED_CONTAINER},
+            {"ownerReferences": [owner("Job", "trainer-hosts-0")]},
+            PodOutlook.COMING,
+            "ended (Error (exit code 1)), Job trainer-hosts-0 may replace it",
+        ),
+        (
+            {"phase": "Failed"},
+            {"ownerReferences": [owner("StatefulSet", "trainer")]},
+            PodOutlook.COMING,
+            "ended (failed), StatefulSet trainer may replace it",
+        ),
+        (
+            {"phase": "Pending", "conditions": [{**UNSCHEDULABLE, "reason": "SchedulingGated"}]},
+            {},
+            PodOutlook.QUEUED,
+            "queued: held by the scheduling gate (unnamed)",
+        ),
     ],
 )
 def test_a_pods_outlook_is_that_of_its_state(
@@ -88,8 +115,68 @@ def test_a_pods_outlook_is_that_of_its_state(
 ) -> None:
     pod = pod_of(status, **metadata)
     assert (pod.outlook, pod.trouble) == (outlook, trouble)
-    assert pod.leaving == bool(metadata)
+    assert pod.leaving == ("deletionTimestamp" in metadata)
     assert pod.ready == (outlook is PodOutlook.UP)
+
+
+def test_a_scheduling_gate_is_a_queue_and_is_named() -> None:
+    gated = pod_of(
+        {"phase": "Pending"}, spec={"containers": [], "schedulingGates": [{"name": "kueue.x-k8s.io/admission"}]}
+    )
+    assert gated.outlook is PodOutlook.QUEUED
+    assert gated.trouble == "queued: held by the scheduling gate kueue.x-k8s.io/admission"
+    assert trainer_outlook([gated]) == (PodOutlook.QUEUED, f"trainer-0: {gated.trouble}")
+
+
+def crashed(restarts: int, **last: Any) -> Pod:
+    return pod_of(waiting("CrashLoopBackOff", restarts=restarts, last={"terminated": {"exitCode": 1, **last}}))
+
+
+def ready(restarts: int) -> Pod:
+    return pod_of({**container({"running": {}}, restarts=restarts), **READY})
+
+
+LONG = {"startedAt": "2026-11-20T14:00:00Z", "finishedAt": "2026-11-20T14:10:00Z"}
+SHORT = {"startedAt": "2026-11-20T14:00:00Z", "finishedAt": "2026-11-20T14:00:20Z"}
+
+
+@pytest.mark.parametrize(
+    ("seen", "is_dead"),
+    [
+        ([crashed(3)], False),
+        ([crashed(4)], True),  # since when is not known: all count
+        ([crashed(9, **SHORT)], True),
+        ([crashed(9, **LONG)], False),  # ten minutes of work before it: the first in a row
+        ([crashed(9, **LONG), crashed(11, **SHORT)], False),
+        ([crashed(9, **LONG), crashed(12, **SHORT)], True),
+        ([ready(8), crashed(9, **SHORT)], False),  # eight in a month
+        ([ready(8), crashed(11, **SHORT)], False),
+        ([ready(8), crashed(12, **SHORT)], True),
+        ([ready(8), crashed(11, **SHORT), ready(11), crashed(14, **SHORT)], False),
+    ],
+)
+def test_crashes_count_in_a_row(seen: list[Pod], is_dead: bool) -> None:
+    crashes = Crashes()
+    last = [crashes.judge(pod) for pod in seen][-1]
+    assert (last.outlook is PodOutlook.DEAD) == is_dead
+    assert (" of them in a row" in last.trouble) == is_dead
+    crashes.keep([])
+    assert crashes.judge(crashed(4)).outlook is PodOutlook.DEAD  # another pod
+
+
+def test_a_pod_that_has_ended_does_not_count_beside_its_successor() -> None:
+    """A Job keeps its failed pods, under other names."""
+    of_the_job: dict[str, Any] = {"annotations": {"batch.kubernetes.io/job-completion-index": "0"}}
+    of_the_job["ownerReferences"] = [owner("Job", "trainer-hosts-0")]
+    old = pod_of({"phase": "Failed"}, **of_the_job)
+    new = pod_of(READY, **{**of_the_job, "name": "trainer-hosts-0-0-x2", "uid": "v"})
+    assert trainer_outlook([old]) == (
+        PodOutlook.COMING,
+        "trainer-0: ended (failed), Job trainer-hosts-0 may replace it",
+    )
+    assert trainer_outlook([old, new]) == (PodOutlook.UP, "")
+    bare = pod_of({"phase": "Failed"})
+    assert trainer_outlook([bare, pod_of(READY, name="trainer-1", uid="v")])[0] is PodOutlook.DEAD
 
 
 def a_pod(name: str, outlook: PodOutlook, trouble: str = "", component: str = "trainer") -> Pod:

@@ -14,8 +14,8 @@ from kubernetes import client, watch
 from coordinator.fleet.kubernetes.api import permissions
 from coordinator.fleet.kubernetes.api.errors import Throttled, kube_errors
 from coordinator.fleet.kubernetes.api.permissions import Permission
+from coordinator.fleet.kubernetes.api.pod_sets import PodSet
 from coordinator.fleet.kubernetes.api.pods import Pod, read_pod
-from coordinator.fleet.kubernetes.api.rollout_set import RolloutSet
 from servicekit.errors import Aborted, Unavailable
 
 T = TypeVar("T")
@@ -99,32 +99,47 @@ class KubeApi:
             lambda kw: self._core.create_namespaced_pod_eviction(name=pod.name, body=body, **kw),
         )
 
-    def replicas_of(self, rollout_set: RolloutSet) -> tuple[int, str]:
+    def replicas_of(self, pod_set: PodSet) -> tuple[int, str]:
         """Read the desired size of a set, and the resource version of the answer."""
         scale = self._call(
-            rollout_set.get_scale,
-            rollout_set.name,
-            lambda kw: self._custom.get_namespaced_custom_object_scale(**_path(rollout_set), **kw),
+            pod_set.get_scale,
+            pod_set.name,
+            lambda kw: self._custom.get_namespaced_custom_object_scale(**_path(pod_set), **kw),
         )
         return int(scale["spec"].get("replicas", 0)), str(scale["metadata"]["resourceVersion"])
 
-    def scale(self, rollout_set: RolloutSet, replicas: int) -> int:
+    def scale(self, pod_set: PodSet, replicas: int) -> int:
         """Set the size of a set; a concurrent change is not overwritten, but read first.
 
         Returns: the size before.
         """
 
         def once() -> int:
-            before, version = self.replicas_of(rollout_set)
+            before, version = self.replicas_of(pod_set)
             if before != replicas:
                 body = {"metadata": {"resourceVersion": version}, "spec": {"replicas": replicas}}
-                with kube_errors(rollout_set.patch_scale, rollout_set.name, self.namespace):
-                    self._custom.patch_namespaced_custom_object_scale(
-                        **_path(rollout_set), body=body, **self._arguments()
-                    )
+                with kube_errors(pod_set.patch_scale, pod_set.name, self.namespace):
+                    self._custom.patch_namespaced_custom_object_scale(**_path(pod_set), body=body, **self._arguments())
             return before
 
         return self._retrying(Aborted, Unavailable)(once)
+
+    def is_suspended(self, pod_set: PodSet) -> bool:
+        """Whether a JobSet is suspended: a queue has not admitted it yet, and it has no pods."""
+        found = self._call(
+            pod_set.get, pod_set.name, lambda kw: self._custom.get_namespaced_custom_object(**_path(pod_set), **kw)
+        )
+        return bool(found["spec"].get("suspend", False))
+
+    def delete(self, pod_set: PodSet) -> None:
+        """Delete a set, and with it its pods."""
+        self._call(
+            pod_set.delete,
+            pod_set.name,
+            lambda kw: self._custom.delete_namespaced_custom_object(
+                **_path(pod_set), propagation_policy="Background", **kw
+            ),
+        )
 
     def create_event(self, body: Any) -> None:
         """Create an Event."""
@@ -177,14 +192,9 @@ class KubeApi:
         )
 
 
-def _path(rollout_set: RolloutSet) -> dict[str, str]:
+def _path(pod_set: PodSet) -> dict[str, str]:
     """Return the arguments of the client's calls for custom objects."""
-    return {
-        "group": rollout_set.group,
-        "version": rollout_set.version,
-        "plural": rollout_set.plural,
-        "name": rollout_set.name,
-    }
+    return {"group": pod_set.group, "version": pod_set.version, "plural": pod_set.plural, "name": pod_set.name}
 
 
 _BACKOFF = tenacity.wait_random_exponential(multiplier=FIRST_WAIT_S, max=LONGEST_WAIT_S)

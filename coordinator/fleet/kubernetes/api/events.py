@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from coordinator.fleet.kubernetes.api.client import KubeApi
+from coordinator.fleet.kubernetes.api.pod_sets import PodSet
 from coordinator.fleet.kubernetes.api.pods import Pod
-from coordinator.fleet.kubernetes.api.rollout_set import RolloutSet
 from servicekit.errors import Aborted, TandemError
 from servicekit.logs import get_logger
 
@@ -41,10 +41,9 @@ class About:
         return cls(kind="Pod", name=pod.name, uid=pod.uid)
 
     @classmethod
-    def rollout_set(cls, rollout_set: RolloutSet) -> "About":
-        """Refer to the rollout set."""
-        api_version = f"{rollout_set.group}/{rollout_set.version}"
-        return cls(kind=rollout_set.kind, name=rollout_set.name, api_version=api_version)
+    def pod_set(cls, pod_set: PodSet) -> "About":
+        """Refer to a set."""
+        return cls(kind=pod_set.kind, name=pod_set.name, api_version=f"{pod_set.group}/{pod_set.version}")
 
 
 @dataclass(kw_only=True)

@@ -28,11 +28,5 @@ WATCH_PODS = Permission(verb="watch", resource="pods", without="replicas are kno
 EVICT_PODS = Permission(verb="create", resource="pods/eviction", without="stuck replicas are only reported")
 CREATE_EVENTS = Permission(verb="create", resource="events", without="`kubectl describe` does not show what was done")
 PATCH_EVENTS = Permission(verb="patch", resource="events", without="repeated events are not counted")
-# Needed always; those for the rollout set are in rollout_set.py.
+# Needed always; those for the run's sets are in pod_sets.py.
 PERMISSIONS = (LIST_PODS, WATCH_PODS, EVICT_PODS, CREATE_EVENTS, PATCH_EVENTS)
-
-
-def to_scale(verb: str, group: str, plural: str) -> Permission:
-    """Make the permission for the size of a set; a Role may limit it to the rollout set by resourceNames."""
-    without = "the rollout set keeps its size (fleet.scale)"
-    return Permission(verb=verb, group=group, resource=f"{plural}/scale", without=without)

@@ -2,9 +2,11 @@
 
 pod                                                      outlook
 ready                                                    UP
+held by a scheduling gate                                QUEUED   a queue admits it, hours later perhaps
 deleted, evicted, node lost or shut down; new; starting  COMING   its set replaces or starts it: wait
+ended, and its Job or set makes another one              COMING
 image or configuration cannot be used; crashes again     DEAD     a person must act: waiting does not help
-and again; ended
+and again (crashes.py counts); ended, and of no set
 """
 
 from dataclasses import dataclass
@@ -31,10 +33,12 @@ _NEEDS_A_PERSON = frozenset(
         "RunContainerError",
     }
 )
+_CRASH_LOOP = "CrashLoopBackOff"
 # Waiting reasons to report; those not above may pass.
-_TROUBLE = _NEEDS_A_PERSON | {"CrashLoopBackOff", "ErrImagePull"}
-# A rank that loses another one ends too, once or twice; a pod that has crashed this often has a fault of its own.
-CRASHES_OF_A_DEAD_POD = 4
+_TROUBLE = _NEEDS_A_PERSON | {_CRASH_LOOP, "ErrImagePull"}
+_ENDED = frozenset({"Failed", "Succeeded"})
+# Annotation of a pod of an indexed Job with its index.
+INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 # Reasons of pods that the cluster, not their processes, ended: the set replaces them.
 _ENDED_BY_THE_CLUSTER = frozenset({"Evicted", "NodeLost", "NodeShutdown", "Preempting", "Shutdown", "Terminated"})
 
@@ -44,6 +48,7 @@ class PodOutlook(Enum):
 
     UP = "up"
     COMING = "coming"
+    QUEUED = "queued"
     DEAD = "dead"
 
 
@@ -57,6 +62,10 @@ class Pod:
         leaving: its deletion has been requested.
         restarts: of all its containers.
         trouble: why it is not up; "" if there is no trouble.
+        place: what a successor of this pod fills instead of it: a name in its owner; "" without an owner.
+        ended: its containers have ended, and are not started again in this pod.
+        crashes: restarts of the container that crashes again and again; 0: none does.
+        ran_s: how long that container ran before its last crash; None: not known.
     """
 
     name: str
@@ -68,11 +77,20 @@ class Pod:
     outlook: PodOutlook
     trouble: str
     leader: str = ""
+    place: str = ""
+    ended: bool = False
+    crashes: int = 0
+    ran_s: float | None = None
 
     @property
     def incarnation(self) -> tuple[str, int]:
         """An identity that changes when the processes of the pod are restarted."""
         return self.uid, self.restarts
+
+    @property
+    def goes(self) -> bool:
+        """Whether it will not work again: it has ended, or is being deleted."""
+        return self.ended or self.leaving
 
 
 def selector(run_id: str) -> str:
@@ -94,6 +112,9 @@ def read_pod(pod: Any) -> Pod:
     leaving = pod.metadata.deletion_timestamp is not None
     ready = _condition(pod, "Ready", "True") is not None and not leaving
     outlook, trouble = (PodOutlook.UP, "") if ready else _outlook(pod, containers, leaving)
+    annotations = pod.metadata.annotations or {}
+    owner = _owner(pod)
+    crashing = None if ready or leaving else _crashing(containers)
     return Pod(
         name=pod.metadata.name,
         uid=pod.metadata.uid,
@@ -103,7 +124,11 @@ def read_pod(pod: Any) -> Pod:
         restarts=sum(container.restart_count for container in containers),
         outlook=outlook,
         trouble=trouble,
-        leader=(pod.metadata.annotations or {}).get(LEADER_ANNOTATION, ""),
+        leader=annotations.get(LEADER_ANNOTATION, ""),
+        place="" if owner is None else f"{owner.name}/{annotations.get(INDEX_ANNOTATION, pod.metadata.name)}",
+        ended=pod.status.phase in _ENDED,
+        crashes=0 if crashing is None else crashing.restart_count,
+        ran_s=None if crashing is None else _ran_s(crashing),
     )
 
 
@@ -111,9 +136,12 @@ def _outlook(pod: Any, containers: list[Any], leaving: bool) -> tuple[PodOutlook
     """Return the outlook of a pod that is not ready, and its trouble."""
     if leaving:
         return PodOutlook.COMING, ""
-    if pod.status.phase in ("Failed", "Succeeded"):
+    if pod.status.phase in _ENDED:
         return _outlook_of_ended(pod, containers)
     unschedulable = _condition(pod, "PodScheduled", "False")
+    gates = [gate.name for gate in (pod.spec.scheduling_gates or [])] if pod.spec is not None else []
+    if gates or (unschedulable is not None and unschedulable.reason == "SchedulingGated"):
+        return PodOutlook.QUEUED, f"queued: held by the scheduling gate {', '.join(gates) or '(unnamed)'}"
     if unschedulable is not None:
         return PodOutlook.COMING, f"unschedulable: {unschedulable.message or unschedulable.reason}"
     for container in containers:
@@ -124,21 +152,46 @@ def _outlook(pod: Any, containers: list[Any], leaving: bool) -> tuple[PodOutlook
 
 
 def _outlook_of_ended(pod: Any, containers: list[Any]) -> tuple[PodOutlook, str]:
-    reason = pod.status.reason or ""
+    reason, owner = pod.status.reason or "", _owner(pod)
     detail = ": ".join(text for text in (reason, pod.status.message or _last_end(containers)) if text)
     if reason in _ENDED_BY_THE_CLUSTER:
         return PodOutlook.COMING, f"ended by the cluster ({detail})"
-    return PodOutlook.DEAD, f"ended ({detail or pod.status.phase.lower()})"
+    ended = f"ended ({detail or pod.status.phase.lower()})"
+    if owner is None:
+        return PodOutlook.DEAD, ended
+    # A Job, and the JobSet above it, have a budget that is not known here: the wait for another pod has an end.
+    return PodOutlook.COMING, f"{ended}, {owner.kind} {owner.name} may replace it"
 
 
 def _outlook_of_waiting(container: Any, waiting: Any) -> tuple[PodOutlook, str]:
     trouble = f"container {container.name}: {waiting.reason}"
-    why = _last_end([container]) if waiting.reason == "CrashLoopBackOff" else waiting.message
+    why = _last_end([container]) if waiting.reason == _CRASH_LOOP else waiting.message
     trouble += f": {why}" if why else ""
-    if waiting.reason == "CrashLoopBackOff":
-        trouble += f", {container.restart_count} restarts"
-        return (PodOutlook.DEAD if container.restart_count >= CRASHES_OF_A_DEAD_POD else PodOutlook.COMING), trouble
+    if waiting.reason == _CRASH_LOOP:
+        return PodOutlook.COMING, f"{trouble}, {container.restart_count} restarts"
     return (PodOutlook.DEAD if waiting.reason in _NEEDS_A_PERSON else PodOutlook.COMING), trouble
+
+
+def _crashing(containers: list[Any]) -> Any:
+    """Return the container that waits to be started once more after a crash, or None."""
+    for container in containers:
+        waiting = container.state.waiting if container.state is not None else None
+        if waiting is not None and waiting.reason == _CRASH_LOOP:
+            return container
+    return None
+
+
+def _ran_s(container: Any) -> float | None:
+    """Return how long a container ran that has ended; None: the status does not say."""
+    ended = container.last_state.terminated if container.last_state is not None else None
+    if ended is None or ended.started_at is None or ended.finished_at is None:
+        return None
+    return float((ended.finished_at - ended.started_at).total_seconds())
+
+
+def _owner(pod: Any) -> Any:
+    """Return the reference to the controller that made the pod, or None."""
+    return next((owner for owner in (pod.metadata.owner_references or []) if owner.controller), None)
 
 
 def _last_end(containers: list[Any]) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from coordinator.fleet.kubernetes.api.client import KubeApi, PodChange
+from coordinator.fleet.kubernetes.api.crashes import Crashes
 from coordinator.fleet.kubernetes.api.errors import Expired
 from coordinator.fleet.kubernetes.api.pods import Pod
 from servicekit.errors import PermissionDenied, TandemError
@@ -29,6 +30,7 @@ class PodWatch:
         self._api, self._selector = api, selector
         self._lock = threading.Lock()
         self._pods: dict[str, Pod] = {}  # by name
+        self._crashes = Crashes()
         self._is_current = False
         self._trouble = ""
         self._failures = 0  # in a row
@@ -101,8 +103,10 @@ class PodWatch:
         self._stream = stream
 
     def _replace(self, pods: Sequence[Pod]) -> None:
+        judged = {pod.name: self._crashes.judge(pod) for pod in pods}
+        self._crashes.keep(pod.uid for pod in pods)
         with self._lock:
-            self._pods = {pod.name: pod for pod in pods}
+            self._pods = judged
         if self._trouble:
             log.info("kubernetes API reachable again", pods=len(pods))
         self._trouble, self._is_current, self._failures = "", True, 0
@@ -110,11 +114,12 @@ class PodWatch:
     def _apply(self, change: PodChange) -> None:
         if change.pod is None:
             return
+        pod = self._crashes.judge(change.pod)
         with self._lock:
             if change.kind == "DELETED":
-                self._pods.pop(change.pod.name, None)
+                self._pods.pop(pod.name, None)
             else:
-                self._pods[change.pod.name] = change.pod
+                self._pods[pod.name] = pod
 
     def _lost(self, error: Exception) -> None:
         if self._stop.is_set():
