@@ -19,7 +19,7 @@ from servicekit.errors import ConfigError
 from servicekit.http_server import HttpServer
 
 # When each series was created: for a third more series it says what `up` and process_start_time_seconds say too.
-prometheus_client.disable_created_metrics()
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
 # The longest wait for a last scrape: as long as two of most scrapers.
 LAST_SCRAPE_S = 45.0

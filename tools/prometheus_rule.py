@@ -49,8 +49,9 @@ def with_runbook(rules: str, url: str) -> str:
 
 def runbook_address(source: Path = RULES) -> str:
     """Return the address of the runbook that the rules link to."""
-    rules = source.read_text(encoding="utf-8")
-    return re.findall(r"runbook_url: ([^#\s]*)#", rules)[0]
+    found = re.search(r"runbook_url: ([^#\s]*)#", source.read_text(encoding="utf-8"))
+    assert found is not None, f"{source} has no alert with a runbook_url"
+    return found[1]
 
 
 def main(arguments: Sequence[str] | None = None, source: Path = RULES, target: Path = OBJECT) -> None:

@@ -60,7 +60,7 @@ def test_every_panel_of_the_coordinator_has_data(
             pytest.fail("no data: " + "; ".join(f"{query}: {query.over('1m')}" for query in left))
         assert len(server.without_data([query for query in ALL if PREDICTED in query.expr])) == 2
         shares = server.values(f"sum ({STAGES_S}) / sum ({TOTAL_S})")
-        assert len(shares) > 5
+        assert shares
         assert shares == pytest.approx([1.0] * len(shares), rel=1e-6)
         until(lambda: set(server.rules().values()) == {"ok"}, DATA_S)
         assert len(server.rules()) > 30
