@@ -16,6 +16,7 @@ from coordinator.leaving import Exits, Leaving
 from coordinator.record.report import numeric
 from coordinator.record.resuming import reward_facts
 from coordinator.servicer import FULL_NAME, CoordinatorServicer
+from coordinator.watch import metrics
 from coordinator.watch.control import RunControl, State
 from coordinator.watch.events import EventLog
 from coordinator.watch.observed import Observed
@@ -29,7 +30,7 @@ from servicekit.errors import ConfigError, TandemError
 from servicekit.life.announcing import announce
 from servicekit.life.tasks import cancel, failing, first_of
 from servicekit.logs import get_logger
-from servicekit.metrics import export_disk_of, serve_metrics
+from servicekit.metrics import Scrapes, export_disk_of, serve_metrics
 from servicekit.redis.records import PAGE_URL, AgreedSettings, ServiceRecord
 from servicekit.redis.registry import Registry
 from servicekit.rpc.server import GrpcServer
@@ -116,26 +117,30 @@ async def _assemble(
         control=RunControl(events),
         leaving=Leaving(),
         cluster=cluster,
-        view=FleetView(cluster),
+        view=FleetView(cluster, config.rollout.replicas),
         observed=Observed(),
     )
 
 
 async def _serve_and_run(app: App, stop: asyncio.Event) -> int:
+    scrapes = Scrapes()
     async with AsyncExitStack() as stack:
         if app.cluster is not None:
             stack.callback(app.cluster.close)
         overview = await _overview(app, stack)
         _note_arrivals(app, stack)
         await _serve_page(app, overview, stack)
-        server = await _serve(app, overview, stop)
+        server = await _serve(app, overview, stop, scrapes)
         try:
-            return await run_or_stop(app, stop)
+            code = await run_or_stop(app, stop)
         finally:
             app.events.close()
             await server.drain(_DRAIN_S)
             await asyncio.to_thread(app.lead.close)
             await asyncio.to_thread(app.registry.close)
+        # Alerts learn from it whether the run has finished, or its coordinator is lost.
+        await scrapes.last(stop)
+        return code
 
 
 async def _ready_rewards(
@@ -180,11 +185,12 @@ def release_unled(config: RunConfig, environment: ServiceEnvironment, why: str) 
         log.warning("gpus not released", error=str(error))
 
 
-async def _serve(app: App, overview: Source, stop: asyncio.Event) -> GrpcServer:
+async def _serve(app: App, overview: Source, stop: asyncio.Event, scrapes: Scrapes) -> GrpcServer:
     """Serve status and events from the start, so that a watcher sees which services the run waits for."""
     environment = app.environment
     export_disk_of(environment.run_dir)
-    metrics_port = serve_metrics(environment.bind_host, environment.metrics_port)
+    metrics.EXPECTED_REPLICAS.set_function(app.view.expected)
+    metrics_port = serve_metrics(environment.bind_host, environment.metrics_port, scrapes)
     server = GrpcServer(
         "coordinator", bind=environment.bind, identity=app.identity, health_bind=environment.health_bind
     )

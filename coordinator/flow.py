@@ -189,9 +189,10 @@ class SyncResult:
     policy_version: int
     # Rounds until the commit; 1 without failures.
     attempts: int
-    # Wall seconds from the first phase's start to the last one's end, failed rounds included.
+    # Wall seconds from the first look for participants to the last phase's end, failed rounds included.
     total_s: float
-    # By stage, the seconds of the slowest rank.
+    # Seconds by stage, which add up to total_s: those of the phases (weightsync/round/phases.py), roll_call (until the
+    # participants were present), retries (failed rounds), other (what is in none of them: calls, checks, planning).
     stages: dict[str, float]
     # Bytes received by the rollout rank that received most.
     bytes_per_rollout_rank: int

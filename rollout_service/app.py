@@ -22,7 +22,7 @@ from servicekit.life.announcing import announce
 from servicekit.life.lifecycle import run_until_stopped
 from servicekit.life.tasks import failing, first_of
 from servicekit.logs import get_logger
-from servicekit.metrics import serve_metrics
+from servicekit.metrics import GPUS, serve_metrics
 from servicekit.redis.records import AgreedSettings, ServiceRecord
 from servicekit.redis.registry import Registry
 from servicekit.rpc.server import GrpcServer
@@ -54,9 +54,10 @@ def make_sglang_engine(
     """Make a replica's engine, without starting it. It sets `stop` when its process receives SIGTERM."""
     from rollout_service.sglang_engine.engine import SglangEngine
     from weightsync.group.nccl_settings import settle_containers
-    from weightsync.transfer.devices import check_device
+    from weightsync.transfer.devices import check_device, gpus_of
 
     check_device(environment.device)
+    GPUS.set(gpus_of(Parallel(tensor=config.rollout.tensor_parallel, expert=config.rollout.expert_parallel).world_size))
     settle_containers()
     return SglangEngine(
         config,
@@ -210,6 +211,7 @@ class _Replica:
             on_state,
             metrics.sync.observe_reports,
             metrics.sync.observe_outcome,
+            metrics.sync.observe_pause,
             seeded=rollout.serve_model,
         )
         servicer = RolloutServicer(

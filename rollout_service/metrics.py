@@ -2,26 +2,35 @@
 
 from collections.abc import Callable, Sequence
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Summary
 
 from rollout_service.engine import EngineLoad
+from servicekit.buckets import fine_buckets
+from servicekit.tracing import exemplar
 from tandem_api.weights.v1 import weights_pb2 as pb
 
 _STATES = tuple(name.removeprefix("REPLICA_STATE_").lower() for name in pb.ReplicaState.keys()[1:])
 _OUTCOMES = ("committed", "aborted", "poisoned")
-_GENERATE_BUCKETS = (0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3600)
-_SYNC_BUCKETS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+# A series per bucket and replica: fine for what has no further labels.
+_GENERATE_BUCKETS = fine_buckets(0.01, 3600)
+_PAUSE_BUCKETS = fine_buckets(0.001, 300)
 
 
 class SyncMetrics:
     """Metrics of weight syncs; RolloutMetrics makes them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.seconds = Histogram(
+        # Sum and count: the coordinator has the stages' quantiles; here they would be series per replica and stage.
+        self.seconds = Summary(
             "tandem_weight_sync_seconds",
             "Seconds of each stage of a weight sync, of the slowest rank.",
             ["stage"],
-            buckets=_SYNC_BUCKETS,
+            registry=registry,
+        )
+        self.pause_seconds = Histogram(
+            "tandem_generation_pause_seconds",
+            "Seconds for which a replica that had served refused calls: from closing its gate to opening it again.",
+            buckets=_PAUSE_BUCKETS,
             registry=registry,
         )
         self.bytes = Counter(
@@ -66,6 +75,10 @@ class SyncMetrics:
         received = sum(report.bytes_received for report in reports)
         if received > 0:
             self._observe_transfer(reports, received)
+
+    def observe_pause(self, seconds: float) -> None:
+        """Record that the replica accepts calls again, `seconds` after it had stopped."""
+        self.pause_seconds.observe(seconds, exemplar())
 
     def observe_outcome(self, outcome: str, epoch: int) -> None:
         """Count how a round ended (committed, aborted, poisoned), or why it is about to fail (mismatch)."""

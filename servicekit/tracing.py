@@ -68,6 +68,18 @@ def span(name: str, **attributes: Attribute) -> AbstractContextManager[object]:
     return _Tracing.tracer.start_as_current_span(name, attributes=attributes)
 
 
+def exemplar() -> dict[str, str] | None:
+    """Return the current trace as the labels of a histogram's exemplar; None while off, or if it is not sampled."""
+    if _Tracing.tracer is None:
+        return None
+    from opentelemetry import trace
+
+    context = trace.get_current_span().get_span_context()
+    if not context.is_valid or not context.trace_flags.sampled:
+        return None
+    return {"trace_id": trace.format_trace_id(context.trace_id)}
+
+
 def outgoing() -> Metadata:
     """Return the metadata with the current span, for an outgoing call."""
     if _Tracing.tracer is None:

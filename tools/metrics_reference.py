@@ -24,7 +24,7 @@ JOBS = {
 }
 # What Prometheus and its Python client add by themselves.
 BUILT_IN = ("up", "process_resident_memory_bytes", "process_cpu_seconds_total")
-KINDS = ("Counter", "Gauge", "Histogram", "LateGauge")
+KINDS = ("Counter", "Gauge", "Histogram", "LateGauge", "Summary")
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,10 @@ class Metric:
     @property
     def series(self) -> dict[str, frozenset[str]]:
         """The names under which Prometheus stores it, with their labels."""
+        sums = {f"{self.name}_sum": self.labels, f"{self.name}_count": self.labels}
         if self.kind == "Histogram":
-            return {
-                f"{self.name}_bucket": self.labels | {"le"},
-                f"{self.name}_sum": self.labels,
-                f"{self.name}_count": self.labels,
-            }
-        return {self.name: self.labels}
+            return {f"{self.name}_bucket": self.labels | {"le"}, **sums}
+        return sums if self.kind == "Summary" else {self.name: self.labels}
 
 
 def metrics_of(job: str) -> tuple[Metric, ...]:

@@ -3,6 +3,7 @@
     python -m tools.prometheus_rule
     python -m tools.prometheus_rule --runbook URL    also: alerts link to the runbook there, in both files
 
+The dashboards link to where the rules do: `python -m tools.dashboards write` after that.
 A test compares the committed file with the generated one.
 """
 
@@ -44,6 +45,13 @@ def with_runbook(rules: str, url: str) -> str:
     'runbook_url: https://docs.example.com/runbook#tandemdiskfull'
     """
     return re.sub(r"(?<=runbook_url: )[^#\s]*(?=#)", lambda _: url, rules)
+
+
+def runbook_address(source: Path = RULES) -> str:
+    """Return the address of the runbook that the rules link to."""
+    found = re.search(r"runbook_url: ([^#\s]*)#", source.read_text(encoding="utf-8"))
+    assert found is not None, f"{source} has no alert with a runbook_url"
+    return found[1]
 
 
 def main(arguments: Sequence[str] | None = None, source: Path = RULES, target: Path = OBJECT) -> None:

@@ -14,7 +14,7 @@ from servicekit.life.exit_codes import EXIT_FAILED, EXIT_OK
 from servicekit.life.lifecycle import run_main, run_until_stopped
 from servicekit.life.tasks import DEADLINE, end_of, failing, first_of
 from servicekit.logs import configure_logging, get_logger
-from servicekit.metrics import export_disk_of, serve_metrics
+from servicekit.metrics import GPUS, export_disk_of, serve_metrics
 from servicekit.redis.records import AgreedSettings, ServiceRecord
 from servicekit.redis.registry import Registry
 from servicekit.rpc.server import GrpcServer
@@ -29,7 +29,7 @@ from trainer_service.worker import Worker, WorkerSettings
 from weightsync.group.coordinator_lease import newest_leader
 from weightsync.group.rendezvous import Rendezvous
 from weightsync.round import client
-from weightsync.transfer.devices import check_device
+from weightsync.transfer.devices import check_device, gpus_of
 
 SERVICE = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
 NAME = "trainer"
@@ -96,6 +96,7 @@ class _RankZero:
         server.add(weights_pb2_grpc.add_RoundServiceServicer_to_server, servicer, client.SERVICE)
         address = await server.start()
         export_disk_of(self._environment.run_dir)
+        GPUS.set(gpus_of(self._settings.place.world_size))
         metrics_port = serve_metrics(self._environment.bind_host, self._environment.metrics_port)
         worker.start()
         try:

@@ -12,17 +12,30 @@ class HasTroubles(Protocol):
         """Return the present troubles, a sentence each."""
         ...
 
+    def num_replicas(self) -> int | None:
+        """Return how many replicas have pods, pending ones included; None: unknown. Called from any thread."""
+        ...
+
 
 class FleetView:
-    """Serving replicas and troubles for status calls; `fleet` is set when the run has found its services."""
+    """Serving replicas and troubles for status calls; `fleet` is set when the run has found its services.
 
-    def __init__(self, cluster: HasTroubles | None = None) -> None:
+    Args:
+        replicas: rollout.replicas.
+    """
+
+    def __init__(self, cluster: HasTroubles | None = None, replicas: int = 0) -> None:
         self.fleet: Fleet | None = None
-        self._cluster = cluster
+        self._cluster, self._replicas = cluster, replicas
 
     def serving(self) -> list[str]:
         """Return the names of the replicas that get work."""
         return [] if self.fleet is None else [replica.name for replica in self.fleet.serving()]
+
+    def expected(self) -> int:
+        """Return how many replicas there should be. Called from any thread."""
+        in_cluster = None if self._cluster is None else self._cluster.num_replicas()
+        return self._replicas if in_cluster is None else in_cluster
 
     def troubles(self) -> list[str]:
         """Return the present troubles, a sentence each."""

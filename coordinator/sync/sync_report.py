@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from coordinator.flow import ReplicaOutcome, SyncResult
 from servicekit.errors import DigestMismatch, Internal
 from tandem_api.weights.v1 import weights_pb2
+from weightsync.round.phases import STAGES
 
 Reports = Sequence[weights_pb2.PhaseReport]
 
@@ -14,24 +15,36 @@ Reports = Sequence[weights_pb2.PhaseReport]
 class RoundReports:
     """Collects the reports of a round, by participant and rank."""
 
-    _seconds: dict[tuple[str, int], dict[str, float]] = field(default_factory=dict)
+    _stages: dict[str, float] = field(default_factory=dict)
+    _seconds: dict[tuple[str, int], float] = field(default_factory=dict)
     _received: dict[tuple[str, int], int] = field(default_factory=dict)
     _shards: dict[tuple[str, int], int] = field(default_factory=dict)
 
     def add(self, reports: Mapping[str, Reports]) -> None:
-        """Add the seconds of one phase; `reports` is by participant."""
-        for name, ranks in reports.items():
-            for rank, report in enumerate(ranks):
-                stages = self._seconds.setdefault((name, rank), {})
-                for stage, seconds in report.seconds.items():
-                    stages[stage] = stages.get(stage, 0.0) + seconds
+        """Add the seconds of one phase; `reports` is by participant.
+
+        A stage lasts from when the last participant had done the stage before until the last one has done it, so that
+        the stages of a phase take no longer than the phase, whichever participant is slow where.
+        """
+        by_rank = {
+            (name, rank): dict(each.seconds) for name, ranks in reports.items() for rank, each in enumerate(ranks)
+        }
+        done_s, before_s = dict.fromkeys(by_rank, 0.0), 0.0
+        for stage in STAGES:
+            if any(stage in seconds for seconds in by_rank.values()):
+                done_s = {key: done_s[key] + seconds.get(stage, 0.0) for key, seconds in by_rank.items()}
+                latest_s = max(done_s.values())
+                self._stages[stage] = self._stages.get(stage, 0.0) + latest_s - before_s
+                before_s = latest_s
+        for key, seconds in by_rank.items():
+            self._seconds[key] = self._seconds.get(key, 0.0) + sum(seconds.values())
 
     def merge(self, other: "RoundReports") -> None:
         """Add another round of the same publication."""
-        for key, stages in other._seconds.items():
-            mine = self._seconds.setdefault(key, {})
-            for stage, seconds in stages.items():
-                mine[stage] = mine.get(stage, 0.0) + seconds
+        for stage, seconds in other._stages.items():
+            self._stages[stage] = self._stages.get(stage, 0.0) + seconds
+        for key, seconds in other._seconds.items():
+            self._seconds[key] = self._seconds.get(key, 0.0) + seconds
         self._received |= other._received
         self._shards |= other._shards
 
@@ -66,18 +79,28 @@ class RoundReports:
                     )
 
     def result(
-        self, *, policy_version: int, attempts: int, total_s: float, outcomes: Mapping[str, ReplicaOutcome], epoch: int
+        self,
+        *,
+        policy_version: int,
+        attempts: int,
+        total_s: float,
+        outside_s: Mapping[str, float],
+        outcomes: Mapping[str, ReplicaOutcome],
+        epoch: int,
     ) -> SyncResult:
-        """Sum up the rounds that have committed."""
-        stages: dict[str, float] = {}
-        for seconds_by_stage in self._seconds.values():
-            for stage, seconds in seconds_by_stage.items():
-                stages[stage] = max(stages.get(stage, 0.0), seconds)
+        """Sum up the rounds that have committed.
+
+        Args:
+            total_s: seconds of the whole publication.
+            outside_s: seconds of it that were spent outside of these rounds, by stage.
+        """
+        stages = {**outside_s, **self._stages}
+        stages["other"] = max(0.0, total_s - sum(stages.values()))
         received, shards = sum(self._received.values()), sum(self._shards.values())
         replica_s: dict[str, float] = {}
-        for (name, rank), seconds_by_stage in self._seconds.items():
+        for (name, rank), seconds in self._seconds.items():
             if (name, rank) in self._received:  # not the trainer
-                replica_s[name] = max(replica_s.get(name, 0.0), sum(seconds_by_stage.values()))
+                replica_s[name] = max(replica_s.get(name, 0.0), seconds)
         return SyncResult(
             policy_version=policy_version,
             attempts=attempts,

@@ -83,6 +83,9 @@ class _Publication:
     committed: list[Replica] = field(default_factory=list)
     rounds: int = 0
     epoch: int = 0
+    roll_call_s: float = 0.0
+    # Failed rounds, and the pauses before the next ones.
+    retries_s: float = 0.0
     # No further round can help.
     is_over: bool = False
     # When another process was first seen in a rank's slot.
@@ -106,6 +109,7 @@ class _Publication:
             policy_version=self.policy_version,
             attempts=self.rounds,
             total_s=time.perf_counter() - self.start_s,
+            outside_s={"roll_call": self.roll_call_s} | ({"retries": self.retries_s} if self.retries_s else {}),
             outcomes=self.outcomes,
             epoch=self.epoch,
         )
@@ -286,8 +290,10 @@ class WeightSync:
             committed=list(serving),
         )
         while len(work.failures) < MAX_ROUNDS:
+            begun_s = time.perf_counter()
             try:
                 targets = await self._targets(work)
+                begun_s = time.perf_counter()
                 if targets is None or await self._round(work, targets):
                     break
             except TandemError as error:
@@ -295,7 +301,9 @@ class WeightSync:
                 patience_s = 0.0 if self._ending.is_set() else SLOT_PATIENCE_TTLS * self._settings.lease_ttl_s
                 if work.waits_for_slot(error, patience_s):
                     await asyncio.sleep(SLOT_INTERVAL_S)
+                    work.retries_s += time.perf_counter() - begun_s
                     continue
+                work.retries_s += time.perf_counter() - begun_s
                 work.failures.append(error)
                 if self._ending.is_set() or not work.may_retry_after(error):
                     break
@@ -317,12 +325,16 @@ class WeightSync:
 
         Raises: TandemError: too few were present before the deadline.
         """
+        begun_s = time.perf_counter()
         try:
-            with metrics.SYNC_RENDEZVOUS_SECONDS.time():
-                present = await self._roll_call.call(work.policy_version, rejoin_timeout_s=work.rejoin_timeout_s)
+            present = await self._roll_call.call(work.policy_version, rejoin_timeout_s=work.rejoin_timeout_s)
         except TandemError:
             work.is_over = True
             raise
+        finally:
+            waited_s = time.perf_counter() - begun_s
+            metrics.SYNC_RENDEZVOUS_SECONDS.observe(waited_s)
+        work.roll_call_s += waited_s
         work.committed = [replica for replica in work.committed if replica in present.replicas]
         targets = {replica: status for replica, status in present.replicas.items() if replica not in work.committed}
         return Present(epoch=present.epoch, trainer=present.trainer, replicas=targets) if targets else None

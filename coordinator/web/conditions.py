@@ -62,7 +62,7 @@ def alerts(now: Conditions) -> list[Alert]:
 
 def _of_the_run(now: Conditions) -> Iterator[Alert]:
     if now.state == "failed":
-        yield Alert(name="TandemServiceDown", text=f"The run has failed: {now.error}")
+        yield Alert(name="TandemRunFailed", text=f"The run has failed: {now.error}")
     usual_s = _mean(now.rows, "iteration_s") or 0.0
     if now.state == "running" and now.standstill_s > max(NO_PROGRESS_S, NO_PROGRESS_ITERATIONS * usual_s):
         yield Alert(name="TandemNoProgress", text=f"No progress for {now.standstill_s / 60:.0f} minutes.")

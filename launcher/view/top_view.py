@@ -16,7 +16,11 @@ _BARS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40
 _BAR_WIDTH = 30
 # Stages of a weight sync, in the order of a round.
-_STAGES = ("rendezvous", "prepare", "pause", "transfer", "install", "verify", "commit")
+_STAGES = (
+    *("roll_call", "prepare", "rendezvous", "pause", "transfer", "verify", "install", "commit"),
+    "retries",
+    "other",
+)
 _NARROWEST = 80
 # Characters of a line of the curves without its bars, and of a line of the syncs without its stages.
 _BESIDE_SPARKS, _BESIDE_STAGES = 46, 44

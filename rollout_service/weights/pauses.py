@@ -26,7 +26,12 @@ class Pauses:
         self._admission = admission
         self._drain_s = drain_s
         self._frozen = False
-        self.paused = False
+        self._closed_s: float | None = None  # since when new calls are refused
+
+    @property
+    def paused(self) -> bool:
+        """Whether new calls are refused."""
+        return self._closed_s is not None
 
     async def pause(self, mode: pb.PauseMode.ValueType, drain_s: float = DRAIN_S) -> None:
         """Refuse new calls, end the running ones as the mode says, and freeze the engine; nothing if it is frozen.
@@ -40,7 +45,8 @@ class Pauses:
         """
         if mode not in (pb.PAUSE_MODE_DRAIN, pb.PAUSE_MODE_KEEP_KV, pb.PAUSE_MODE_ABORT_REQUEUE):
             raise InvalidRequest(f"pause mode {mode} is none of DRAIN, KEEP_KV, ABORT_REQUEUE")
-        self.paused = True
+        if self._closed_s is None:
+            self._closed_s = time.monotonic()
         if self._frozen:
             return
         drain_s = min(drain_s, self._drain_s)
@@ -53,12 +59,13 @@ class Pauses:
         await self._engine.freeze()
         self._frozen = True
 
-    async def resume(self) -> None:
-        """Thaw the engine and accept new calls."""
+    async def resume(self) -> float | None:
+        """Thaw the engine and accept new calls. Returns: seconds for which they were refused; None: they were not."""
         if self._frozen:
             await self._engine.thaw()
             self._frozen = False
-        self.paused = False
+        closed_s, self._closed_s = self._closed_s, None
+        return None if closed_s is None else time.monotonic() - closed_s
 
     async def flush(self) -> None:
         """Drop the KV of the old version. Frozen requests keep theirs; prefixes are keyed by version anyway."""

@@ -51,6 +51,8 @@ class WeightUpdates(RunsPhases):
         on_reports: called with the reports of every phase that was run (not for a repeated answer).
         on_outcome: called with (outcome, epoch) when a round ends here: committed, aborted (the old version is
             intact) or poisoned; before one of the latter two, mismatch if bytes were not those sent.
+        on_pause: called when calls are accepted again with the seconds for which they were refused; not for the first
+            weights, before which there are no calls.
         seeded: whether the engine has weights already, as version 0.
     """
 
@@ -62,6 +64,7 @@ class WeightUpdates(RunsPhases):
         on_state: Callable[[pb.ReplicaState.ValueType, int], None] = lambda state, version: None,
         on_reports: Callable[[list[pb.PhaseReport]], None] = lambda reports: None,
         on_outcome: Callable[[str, int], None] = lambda outcome, epoch: None,
+        on_pause: Callable[[float], None] = lambda seconds: None,
         *,
         seeded: bool = False,
     ) -> None:
@@ -71,6 +74,8 @@ class WeightUpdates(RunsPhases):
         self._on_state = on_state
         self._on_reports = on_reports
         self._on_outcome = on_outcome
+        self._on_pause = on_pause
+        self._has_served = seeded
         self._rest: pb.ReplicaState.ValueType = SERVING if seeded else UNSEEDED
         self._guard = PhaseGuard[ReplicaRound, list[pb.PhaseReport]](lambda opened: ReplicaRound(message=opened))
         self._lock = asyncio.Lock()
@@ -114,7 +119,7 @@ class WeightUpdates(RunsPhases):
                 raise PhaseOrder(f"round {current.message.round_id} is under way; it resumes generation at its end")
             if self._rest != SERVING:
                 self.check_can_generate()
-            await self._pauses.resume()
+            await self._accept_calls()
             self._report_state()
 
     @to_its_end
@@ -133,7 +138,7 @@ class WeightUpdates(RunsPhases):
             await self._pauses.pause(pb.PAUSE_MODE_ABORT_REQUEUE)
             await self._steps.load(published)
             self._rest, self.policy_version = SERVING, published.policy_version
-            await self._pauses.resume()
+            await self._accept_calls()
             self._report_state()
         log.info("weights loaded", folder=published.folder, policy_version=self.policy_version)
 
@@ -213,9 +218,9 @@ class WeightUpdates(RunsPhases):
         reports = await self._steps.install(current)
         self._rest, self.policy_version = SERVING, current.message.policy_version
         self._guard.close(current.message)
-        await self._pauses.resume()
-        for report in reports:
-            report.seconds["commit"] = time.monotonic() - start_s
+        await self._accept_calls()
+        for report in reports:  # what the ranks' own installing does not explain
+            report.seconds["commit"] = max(0.0, time.monotonic() - start_s - report.seconds.get("install", 0.0))
         self._on_outcome("committed", current.message.epoch)
         log.info("weights committed", round_id=current.message.round_id, policy_version=self.policy_version)
         return reports
@@ -231,7 +236,7 @@ class WeightUpdates(RunsPhases):
         if current.touched:
             self._poison(current)
         elif self._rest == SERVING:
-            await self._pauses.resume()
+            await self._accept_calls()
         self._on_outcome("poisoned" if current.touched else "aborted", round_.epoch)
         log.warning("round aborted", round_id=round_.round_id, touched=current.touched, failure=current.failure)
         return reports
@@ -242,6 +247,12 @@ class WeightUpdates(RunsPhases):
         self._pauses.evict(
             Poisoned(f"weight sync round {current.message.round_id} failed after it had changed weights")
         )
+
+    async def _accept_calls(self) -> None:
+        refused_s = await self._pauses.resume()
+        if self._has_served and refused_s is not None:
+            self._on_pause(refused_s)
+        self._has_served = True
 
     def _report_state(self) -> None:
         self._on_state(self.state, self.policy_version)

@@ -96,6 +96,20 @@ def bring_back(fleet: ChaosFleet, victim: str) -> None:
 
 
 @pytest.mark.timeout(240)
+def test_the_stages_of_a_real_round_add_up_to_its_duration() -> None:
+    with chaos_fleet(size="50m", as_shipped=True) as fleet:
+        for install in ("in_place", "staged"):
+            fleet.use(install=install)
+            fleet.train_step()
+            said = fleet.publish()
+            stages = said["stages"]
+            assert sum(stages.values()) == pytest.approx(said["total_s"], rel=1e-6), said
+            # Each is measured by itself: had one counted what another counts too, nothing would be left.
+            assert stages["other"] > 0, said
+            assert {"roll_call", "prepare", "rendezvous", "transfer", "verify", "install", "commit"} <= stages.keys()
+
+
+@pytest.mark.timeout(240)
 def test_survivors_of_a_death_go_on_long_before_any_deadline() -> None:
     with chaos_fleet(size="50m", as_shipped=True) as fleet:
         duration_s = transfer_s(fleet)

@@ -52,7 +52,7 @@ def sync_of(fleet: FakeFleet, group: FakeGroup, version: int = 0, **options: Any
 async def test_a_round_goes_through_its_phases_in_order() -> None:
     group = FakeGroup()
     async with fake_fleet(tensor_parallel=2) as fleet:
-        fleet.rollout_services[0].sync.seconds = {"transfer": 0.25}
+        fleet.rollout_services[0].sync.seconds = {"transfer": 2e-6}
         result = await sync_of(fleet, group, 7).publish(7)
     assert fleet.trainer_service.sync.phases() == ON_TRAINER
     for service in fleet.rollout_services:
@@ -61,7 +61,10 @@ async def test_a_round_goes_through_its_phases_in_order() -> None:
     assert group.asked == [("trainer/0", "trainer/1", "rollout-0/0", "rollout-0/1", "rollout-1/0", "rollout-1/1")]
     assert (result.attempts, result.redundancy, result.bytes_per_rollout_rank) == (1, 1.0, 512)
     # The slowest participant is what counts.
-    assert result.stages == {"prepare": 0.001, "pause": 0.001, "transfer": 0.25, "verify": 0.001, "commit": 0.001}
+    reported = {"prepare": 1e-6, "pause": 1e-6, "transfer": 2e-6, "verify": 1e-6, "commit": 1e-6}
+    assert {stage: result.stages[stage] for stage in reported} == pytest.approx(reported)
+    assert set(result.stages) == {*reported, "roll_call", "other"}
+    assert sum(result.stages.values()) == pytest.approx(result.total_s)
 
 
 async def test_a_staged_round_leaves_the_pause_to_commit() -> None:
@@ -70,7 +73,7 @@ async def test_a_staged_round_leaves_the_pause_to_commit() -> None:
     for service in fleet.rollout_services:
         assert service.sync.phases() == [PREPARE, TRANSFER, VERIFY, COMMIT]
         assert (service.state, service.policy_version) == (pb.REPLICA_STATE_SERVING, 7)
-    assert set(result.stages) == {"prepare", "transfer", "verify", "commit"}
+    assert set(result.stages) == {"roll_call", "prepare", "transfer", "verify", "commit", "other"}
 
 
 async def test_every_participant_gets_the_same_round() -> None:
@@ -96,6 +99,8 @@ async def test_a_failed_round_is_aborted_everywhere_and_tried_in_a_new_epoch(
         assert [service.policy_version for service in fleet.rollout_services] == [3, 3]
     assert result.attempts == 2
     assert group.epoch == 2
+    assert result.stages["retries"] > 0
+    assert sum(result.stages.values()) == pytest.approx(result.total_s)
 
 
 async def test_a_lost_reply_to_commit_is_asked_for_again() -> None:

@@ -9,6 +9,9 @@ from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.round.guard import OpenRound, PhaseGuard
 from weightsync.round.phases import ABORT, COMMIT, PREPARE, TRANSFER, Phase, Role, name_of
 
+# What a phase takes that moves nothing: stages must not last longer than the round that they are of.
+NO_TIME_S = 1e-6
+
 
 @dataclass
 class Fault:
@@ -82,7 +85,7 @@ class FakeSync:
     def _report(self, phase: Phase, sync_round: pb.Round) -> pb.PhaseReport:
         name = name_of(phase)
         report = pb.PhaseReport(plan_digest=self.plan_digest, policy_version=sync_round.policy_version)
-        report.seconds[name] = self.seconds.get(name, 0.001)
+        report.seconds[name] = self.seconds.get(name, NO_TIME_S)
         if phase == TRANSFER:
             report.bytes_received, report.shard_bytes = self.received_bytes, self.shard_bytes
         return report

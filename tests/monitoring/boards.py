@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.monitoring.tools import DASHBOARDS
 
-FILES = ("weight-sync.json", "training.json", "fleet.json")
+FILES = ("tandem-weight-sync.json", "tandem-training.json", "tandem-fleet.json")
 # What has no data in a run without a reference policy.
 OF_A_REFERENCE = ("tandem_kl_reference", "tandem_kl_loss", "tandem_kl_reward")
 # What has no data in a run without a reward that a server gives, without TLS, and without a reference policy.
@@ -32,7 +32,10 @@ class Query:
 
     def over(self, window: str) -> str:
         """The expression as Grafana sends it, with its variables filled in."""
-        return self.expr.replace("$namespace", ".*").replace("$window", window)
+        filled = self.expr
+        for variable in ("namespace", "run", "replica"):
+            filled = filled.replace(f'"${variable}"', '".*"')
+        return filled.replace("$window", window).replace("$__rate_interval", window)
 
 
 def board(file: str) -> dict[str, Any]:

@@ -7,7 +7,17 @@ _SELECTOR = re.compile(r"(?<![\w:.$\"])([a-zA-Z_:][\w:]*)\s*(?:\{([^}]*)\})?(?=\
 _MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
 _GROUPING = re.compile(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)")
 # Recording rules have a colon, metrics of ours a prefix; everything else is a function, an operator or a label.
-_OURS = re.compile(r"^(tandem_\w+|tandem:[\w:]+|up|process_resident_memory_bytes|process_cpu_seconds_total)$")
+_OURS = re.compile(
+    r"^(tandem_\w+|tandem:[\w:]+|up|process_resident_memory_bytes|process_cpu_seconds_total|ALERTS|kube_\w+)$"
+)
+# Of kube-state-metrics, by its documentation (docs/metrics: job, service, statefulset); all have a namespace.
+KUBE_STATE_METRICS = {
+    "kube_job_complete": {"job_name", "condition"},
+    "kube_job_failed": {"job_name", "condition"},
+    "kube_service_info": {"service"},
+    "kube_statefulset_replicas": {"statefulset"},
+    "kube_statefulset_status_replicas_ready": {"statefulset"},
+}
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,11 @@ def problems(expression: str, series: dict[str, dict[str, frozenset[str]]], reco
         if ":" in selector.name:
             found += [] if selector.name in recorded else [f"no recording rule {selector.name}"]
             continue
+        if selector.name.startswith("kube_"):
+            found += _unknown(selector)
+            continue
+        if selector.name == "ALERTS":
+            continue
         wanted = selector.value("job")
         jobs = [job for job in series if wanted is None or _matches(wanted, job)]
         having = [series[job][selector.name] for job in jobs if selector.name in series[job]]
@@ -61,7 +76,16 @@ def problems(expression: str, series: dict[str, dict[str, frozenset[str]]], reco
 
 
 # What the scrape adds.
-TARGET_LABELS = {"job", "instance", "namespace", "pod", "replica"}
+TARGET_LABELS = {"job", "instance", "namespace", "pod", "replica", "tandem_run_id"}
+
+
+def _unknown(selector: Selector) -> list[str]:
+    """What kube-state-metrics does not have of a selector."""
+    labels = KUBE_STATE_METRICS.get(selector.name)
+    if labels is None:
+        return [f"kube-state-metrics has no {selector.name}"]
+    asked = {label for label, _, _ in selector.matchers} - {"namespace"}
+    return [f"{selector.name} has no label {label}" for label in sorted(asked - labels)]
 
 
 def _matches(matcher: tuple[str, str], value: str) -> bool:

@@ -7,7 +7,7 @@ import yaml
 
 from tests.monitoring.boards import ALL, FILES, Query, board, panels
 from tests.monitoring.promql import problems, selectors
-from tests.monitoring.test_rules import promtool
+from tests.monitoring.test_rules import ALERTS, RUNBOOK_URL, promtool
 from tests.monitoring.tools import DASHBOARDS, MONITORING
 from tools.dashboards import __main__ as generator
 from tools.metrics_reference import JOBS, metrics_of, series_of
@@ -22,7 +22,7 @@ UNSHOWN = {
 SERIES = {job: series_of(job) for job in JOBS}
 # What each dashboard is for: a metric that must be on it.
 SHOWN = {
-    "weight-sync.json": (
+    "tandem-weight-sync.json": (
         "tandem_weight_sync_seconds_bucket",
         "tandem_replica_weight_sync_seconds",
         "tandem_weight_sync_bytes_total",
@@ -31,8 +31,10 @@ SHOWN = {
         "tandem_weight_sync_outcomes_total",
         "tandem_weight_sync_epoch",
         "tandem_replica_policy_version",
+        "tandem_generation_pause_seconds_bucket",
+        "tandem_weight_sync_last_seconds",
     ),
-    "training.json": (
+    "tandem-training.json": (
         "tandem_reward_mean",
         "tandem_entropy",
         "tandem_kl_old",
@@ -47,12 +49,14 @@ SHOWN = {
         "tandem_reward_call_seconds_bucket",
         "tandem_reward_circuit_open",
     ),
-    "fleet.json": (
+    "tandem-fleet.json": (
         "tandem_replica_state",
         "tandem_generated_tokens_total",
         "tandem_engine_waiting_requests",
         "tandem_kv_cache_usage_ratio",
         "tandem_replica_starts_total",
+        "tandem_expected_replicas",
+        "tandem_gpus",
     ),
 }
 
@@ -64,7 +68,7 @@ def test_the_committed_files_are_what_the_code_says() -> None:
 def test_a_change_by_hand_is_drift(tmp_path: Path) -> None:
     assert generator.write(tmp_path) == 0
     assert generator.check(tmp_path) == 0
-    changed = tmp_path / "fleet.json"
+    changed = tmp_path / "tandem-fleet.json"
     changed.write_text(changed.read_text().replace("tandem_running_groups", "tandem_groups"))
     (tmp_path / "old.json").write_text("{}")
     assert generator.check(tmp_path) == 1
@@ -96,6 +100,41 @@ def test_panels_are_apart_and_explained(file: str) -> None:
     places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels(file)]
     assert len(set(places)) == len(places)
     assert [panel["title"] for panel in panels(file) if len(panel["description"]) < 10] == []
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_dashboard_selects_a_run_and_links_to_the_others_and_to_the_runbook(file: str) -> None:
+    shown = board(file)
+    variables = {variable["name"]: variable for variable in shown["templating"]["list"]}
+    assert list(variables) == ["datasource", "namespace", "run", "replica", "window"]
+    assert not variables["run"].get("includeAll"), "quantiles over several runs say nothing of any of them"
+    assert [link["type"] for link in shown["links"]] == ["dashboards", "link"]
+    assert (shown["links"][0]["tags"], shown["links"][0]["includeVars"]) == (["tandem"], True)
+    assert shown["links"][1]["url"] == RUNBOOK_URL
+    links = [link["url"] for panel in panels(file) for link in panel.get("links", [])]
+    assert len(links) >= 5
+    assert set(links) <= {rule["annotations"]["runbook_url"] for rule in ALERTS}
+    (annotation,) = shown["annotations"]["list"]
+    assert 'alertstate="firing"' in annotation["expr"]
+
+
+@pytest.mark.parametrize("query", ALL, ids=str)
+def test_a_query_selects_the_run(query: Query) -> None:
+    """In every selector, since series of other runs have the same names."""
+    for selector in selectors(query.expr):
+        assert (selector.value("namespace"), selector.value("tandem_run_id")) == (("=~", "$namespace"), ("=~", "$run"))
+        job = selector.value("job")
+        assert job != ("=", "rollout") or selector.value("replica") == ("=~", "$replica")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_quantiles_have_a_heatmap_beside_them_and_exemplars(file: str) -> None:
+    kinds = {panel["type"] for panel in panels(file)}
+    assert {"timeseries", "heatmap"} <= kinds
+    for panel in panels(file):
+        for target in panel["targets"]:
+            assert target["exemplar"] == ("_bucket{" in target["expr"])
+            assert (panel["type"] == "heatmap") == (target.get("format") == "heatmap")
 
 
 @pytest.mark.parametrize("query", ALL, ids=str)

@@ -22,6 +22,8 @@ pytestmark = [pytest.mark.integration]
 DATA_S = 90.0
 # The model of services without engines is none that the planner knows: nothing predicts their rounds.
 PREDICTED = "_predicted_"
+STAGES_S = 'tandem_weight_sync_seconds_sum{job="coordinator", stage!="total"}'
+TOTAL_S = STAGES_S.replace("!=", "=")
 COORDINATORS = [
     query
     for query in ALL
@@ -57,5 +59,8 @@ def test_every_panel_of_the_coordinator_has_data(
         except AssertionError:
             pytest.fail("no data: " + "; ".join(f"{query}: {query.over('1m')}" for query in left))
         assert len(server.without_data([query for query in ALL if PREDICTED in query.expr])) == 2
+        shares = server.values(f"sum ({STAGES_S}) / sum ({TOTAL_S})")
+        assert shares
+        assert shares == pytest.approx([1.0] * len(shares), rel=1e-6)
         until(lambda: set(server.rules().values()) == {"ok"}, DATA_S)
         assert len(server.rules()) > 30

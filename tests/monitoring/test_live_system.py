@@ -22,6 +22,9 @@ SETTINGS = {
     "rollout.replicas": 2,
 }
 ENDED_S = 500.0
+RULES_S = 30.0
+STAGES_S = 'tandem_weight_sync_seconds_sum{job="coordinator", stage!="total"}'
+TOTAL_S = STAGES_S.replace("!=", "=")
 ROLES = ("coordinator", "trainer", "rollout")
 
 
@@ -50,7 +53,15 @@ def test_every_panel_has_data(redis_server: str, tandem: Callable[..., Tandem], 
         # What is not always 0: it comes from the engines.
         for busy in ("tandem_engine_requests", "tandem_kv_cache_usage_ratio", "tandem_running_groups"):
             assert max(server.values(busy)) > 0, busy
-        # The run has ended well: only what a vanished process causes may have fired.
-        assert server.values('ALERTS{alertstate="firing", alertname!~".*Down"}') == []
+        # The run has ended well, and its coordinator was scraped once more: nothing fires, though all targets are down.
+        assert server.values('ALERTS{alertstate="firing"}') == []
+        until(lambda: server.now("tandem:run_over") == [1.0], RULES_S)
+        until(lambda: server.now('ALERTS{alertname=~"Tandem.*(Down|Gone)"}') == [], RULES_S)
+        # Of real engines: what is in no stage has one of its own, and no second is in two.
+        shares = server.values(f"sum ({STAGES_S}) / sum ({TOTAL_S})")
+        assert shares == pytest.approx([1.0] * len(shares), rel=1e-6)
+        assert min(server.values(TOTAL_S.replace("total", "other"))) > 0
+        pauses_s = max(server.values("tandem_generation_pause_seconds_sum"))
+        assert 0 < pauses_s < max(server.values(TOTAL_S))
         # The last iterations may have come and gone between two scrapes.
         assert 10 < max(server.values("tandem_iteration")) <= 25

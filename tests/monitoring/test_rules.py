@@ -21,6 +21,7 @@ from tools.prometheus_rule import main
 
 RUNBOOK = REPO / "docs" / "runbook.md"
 CASES = MONITORING / "tests" / "tandem_test.yaml"
+FILES_OF_CASES = sorted((MONITORING / "tests").glob("*.yaml"))
 GROUPS: list[dict[str, Any]] = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
 ALL_RULES = [rule for group in GROUPS for rule in group["rules"]]
 ALERTS = [rule for rule in ALL_RULES if "alert" in rule]
@@ -44,8 +45,9 @@ def entries() -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def test_alerts_fire_when_they_should() -> None:
-    done = promtool("test", "rules", str(CASES))
+@pytest.mark.parametrize("cases", FILES_OF_CASES, ids=lambda path: path.name)
+def test_alerts_fire_when_they_should(cases: Path) -> None:
+    done = promtool("test", "rules", str(cases))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -103,7 +105,7 @@ def test_the_runbook_has_no_entry_without_its_alert() -> None:
 
 @pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
 def test_an_alert_has_a_case_in_which_it_fires(rule: dict[str, Any]) -> None:
-    cases = yaml.safe_load(CASES.read_text(encoding="utf-8"))["tests"]
+    cases = [case for path in FILES_OF_CASES for case in yaml.safe_load(path.read_text(encoding="utf-8"))["tests"]]
     fired = [sample["labels"] for case in cases for each in case["promql_expr_test"] for sample in each["exp_samples"]]
     assert f'{{alertname="{rule["alert"]}"}}' in fired
 
@@ -114,7 +116,7 @@ def test_an_alert_has_a_case_in_which_it_fires(rule: dict[str, Any]) -> None:
         ("TandemNoProgress", f"> {conditions.NO_PROGRESS_S:g}"),
         (
             "TandemNoProgress",
-            f"<= on (namespace) {conditions.NO_PROGRESS_ITERATIONS} * tandem:iteration_seconds:mean6h",
+            f"<= on (namespace, tandem_run_id) {conditions.NO_PROGRESS_ITERATIONS} * tandem:iteration_seconds:mean6h",
         ),
         ("TandemKLHigh", f"> {health.KL_HIGH:g}"),
         ("TandemEntropyCollapsed", f"< {health.ENTROPY_COLLAPSED:g}"),
@@ -165,6 +167,8 @@ def test_log_lines_that_the_runbook_names_are_written() -> None:
         ('tandem_replica_state{job="rollout", stat="poisoned"}', "has no label stat"),
         ("rate(tandem_iteration_seconds[5m])", "is not exported"),
         ("tandem:no:rule", "no recording rule"),
+        ("kube_job_status_lost == 1", "kube-state-metrics has no kube_job_status_lost"),
+        ('kube_job_failed{job="coordinator"} == 1', "kube_job_failed has no label job"),
     ],
 )
 def test_a_wrong_expression_is_seen(expression: str, complaint: str) -> None:

@@ -10,15 +10,17 @@ from pathlib import Path
 
 from tools.dashboards import fleet, training, weight_sync
 from tools.dashboards.render import render
+from tools.prometheus_rule import runbook_address
 from tools.proto import differences
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "monitoring" / "dashboards"
-BOARDS = {"weight-sync": weight_sync.BOARD, "training": training.BOARD, "fleet": fleet.BOARD}
+BOARDS = (weight_sync.BOARD, training.BOARD, fleet.BOARD)
 
 
 def fresh() -> dict[str, bytes]:
     """Render every board. Returns: content by file name."""
-    return {f"{name}.json": render(board).encode() for name, board in BOARDS.items()}
+    runbook = runbook_address()
+    return {f"{board.uid}.json": render(board, runbook).encode() for board in BOARDS}
 
 
 def write(folder: Path = FOLDER) -> int:

@@ -2,15 +2,17 @@
 
 from tools.dashboards.panels import (
     COORDINATOR,
+    REPLICA,
     ROLLOUT,
     RUN,
     Board,
     Row,
     Series,
     gauge,
+    heatmap,
     increase,
+    mean,
     panel,
-    percentile,
     percentiles,
     rate,
 )
@@ -27,17 +29,21 @@ _REPLICAS = Row(
             stacked=True,
         ),
         panel(
-            "Announced and serving",
-            "As the coordinator counts them. Different for long: see TandemReplicaNotServing.",
+            "Expected, announced, serving",
+            "Replicas, as the coordinator counts them. Fewer announced than expected: TandemReplicasMissing. Fewer "
+            "serving than announced, for long: TandemReplicaNotServing.",
+            gauge("tandem_expected_replicas", "expected"),
             gauge("tandem_announced_replicas", "announced"),
             gauge("tandem_serving_replicas", "serving"),
+            alert="TandemReplicasMissing",
         ),
         panel(
             "Restarts",
             "Times that a replica has returned as a new process, and stuck pods that were evicted, since this "
             "coordinator started.",
-            Series(expr=f"tandem_replica_starts_total{{{COORDINATOR}}} - 1", legend="{{replica}}"),
+            Series(expr=f"topk(8, tandem_replica_starts_total{{{COORDINATOR}, {REPLICA}}} - 1)", legend="{{replica}}"),
             gauge("tandem_replica_evictions_total", "evicted pods"),
+            alert="TandemReplicaFlapping",
         ),
         panel(
             "Tokens per second",
@@ -47,9 +53,11 @@ _REPLICAS = Row(
         ),
         panel(
             "Queue",
-            "Completions in an engine, and those of them that wait for room.",
-            gauge("tandem_engine_requests", "{{replica}} all", ROLLOUT),
-            gauge("tandem_engine_waiting_requests", "{{replica}} waiting", ROLLOUT),
+            "Completions in the chosen engines, those of them that wait for room, and where most wait.",
+            Series(expr=f"sum (tandem_engine_requests{{{ROLLOUT}}})", legend="all"),
+            Series(expr=f"sum (tandem_engine_waiting_requests{{{ROLLOUT}}})", legend="waiting"),
+            Series(expr=f"topk(3, tandem_engine_waiting_requests{{{ROLLOUT}}})", legend="{{replica}} waiting"),
+            alert="TandemEngineQueue",
         ),
         panel(
             "KV cache",
@@ -65,10 +73,11 @@ _REPLICAS = Row(
         ),
         panel(
             "Generate calls",
-            "Seconds of a call; it lasts as long as its longest completion.",
-            *percentiles("tandem_generate_seconds", 0.5, 0.95, selector=ROLLOUT, by="replica"),
+            "Seconds of a call to one of the chosen replicas; it lasts as long as its longest completion.",
+            *percentiles("tandem_generate_seconds", 0.5, 0.95, 0.99, selector=ROLLOUT),
             unit="s",
         ),
+        heatmap("Calls by duration", "How many calls took how long.", "tandem_generate_seconds", ROLLOUT),
         panel(
             "Dispatch",
             "Times that dispatch waited since no replica was left, and replicas that joined during generation.",
@@ -89,8 +98,15 @@ _PROCESSES = Row(
     panels=(
         panel(
             "Scraped",
-            "1 while Prometheus can read a service's metrics.",
+            "1 while Prometheus can read a service's metrics. What has gone has no line: see Presence in the runbook.",
             gauge("up", "{{job}} {{instance}}", _ALL_SERVICES),
+            alert="TandemServiceDown",
+        ),
+        panel(
+            "GPUs held",
+            "By the ranks of each kind of service. Of a run that is over: see TandemGpusHeld.",
+            Series(expr=f'sum by (job) (tandem_gpus{{job=~"trainer|rollout", {RUN}}})', legend="{{job}}"),
+            alert="TandemGpusHeld",
         ),
         panel(
             "RPCs",
@@ -100,8 +116,9 @@ _PROCESSES = Row(
         ),
         panel(
             "Duration of RPCs",
-            "Seconds for which a call was served, streams until their end; the longest 5 % are longer.",
-            percentile(0.95, "tandem_rpc_seconds", "{{job}} {{method}} p95", RUN, by="job, method"),
+            "Mean seconds for which a call was served, streams until their end. The buckets of tandem_rpc_seconds are "
+            "too coarse for quantiles.",
+            mean("tandem_rpc_seconds", "{{job}} {{method}}", RUN, by="job, method"),
             unit="s",
             logarithmic=True,
         ),
@@ -113,18 +130,21 @@ _PROCESSES = Row(
                 legend="{{job}} {{instance}}",
             ),
             unit="s",
+            alert="TandemCertificateExpires",
         ),
         panel(
             "Lease renewals that failed",
             "By reason: Redis did not answer, the lease had expired, another worker has it.",
             increase("tandem_lease_renewals_failed_total", "{{job}} {{reason}}", RUN, by="job, reason"),
             unit="short",
+            alert="TandemLeaseTrouble",
         ),
         panel(
             "Disk of the run's folder",
             "Share that is free.",
             Series(expr=f"tandem_run_dir_free_bytes{{{RUN}}} / tandem_run_dir_size_bytes{{{RUN}}}", legend="{{job}}"),
             unit="percentunit",
+            alert="TandemDiskFilling",
         ),
         panel(
             "Memory",

@@ -4,11 +4,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 # Every query selects the run that is looked at; "All" also matches series without the label (compose).
-RUN = 'namespace=~"$namespace"'
+RUN = 'namespace=~"$namespace", tandem_run_id=~"$run"'
 COORDINATOR = f'job="coordinator", {RUN}'
 TRAINER = f'job="trainer", {RUN}'
-ROLLOUT = f'job="rollout", {RUN}'
+REPLICA = 'replica=~"$replica"'
+ROLLOUT = f'job="rollout", {RUN}, {REPLICA}'
 
+# graph: lines over time; stat: the present value of each series as a number; heatmap: of a histogram's buckets.
+Kind = Literal["graph", "stat", "heatmap"]
 Unit = Literal["s", "bytes", "Bps", "percentunit", "short", "none", "reqps", "nats"]
 
 
@@ -22,10 +25,11 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """A graph.
+    """A graph, numbers, or a heatmap.
 
     Attributes:
         help: what it shows and how to read it.
+        alert: the alert whose entry of the runbook says what to do; "" for none.
         stacked: as areas on each other, for parts of a whole.
         width: columns, of 24.
     """
@@ -34,6 +38,8 @@ class Panel:
     help: str
     unit: Unit
     series: tuple[Series, ...]
+    kind: Kind = "graph"
+    alert: str = ""
     stacked: bool = False
     logarithmic: bool = False
     width: int = 8
@@ -62,11 +68,28 @@ def panel(
     help: str,
     *series: Series,
     unit: Unit = "none",
+    kind: Kind = "graph",
+    alert: str = "",
     stacked: bool = False,
     logarithmic: bool = False,
 ) -> Panel:
     """Make a panel; its arguments read like a line of a table."""
-    return Panel(title=title, help=help, unit=unit, series=series, stacked=stacked, logarithmic=logarithmic)
+    return Panel(
+        title=title,
+        help=help,
+        unit=unit,
+        series=series,
+        kind=kind,
+        alert=alert,
+        stacked=stacked,
+        logarithmic=logarithmic,
+    )
+
+
+def heatmap(title: str, help: str, metric: str, selector: str = COORDINATOR) -> Panel:
+    """Make a heatmap of a histogram of seconds: how many observations of which duration, over time."""
+    buckets = f"sum by (le) (increase({metric}_bucket{{{selector}}}[$__rate_interval]))"
+    return Panel(title=title, help=help, unit="s", series=(Series(expr=buckets, legend="{{le}}"),), kind="heatmap")
 
 
 def gauge(metric: str, legend: str, selector: str = COORDINATOR) -> Series:

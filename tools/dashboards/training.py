@@ -7,6 +7,7 @@ from tools.dashboards.panels import (
     Row,
     Series,
     gauge,
+    heatmap,
     increase,
     mean,
     panel,
@@ -23,6 +24,7 @@ _LEARNING = Row(
             gauge("tandem_reward_mean", "mean"),
             gauge("tandem_reward_std", "standard deviation"),
             unit="short",
+            alert="TandemRewardCollapsed",
         ),
         panel(
             "Scores",
@@ -42,6 +44,7 @@ _LEARNING = Row(
             gauge("tandem_heldout_accuracy_ratio", "accuracy"),
             gauge("tandem_heldout_initial_accuracy_ratio", "before the training"),
             unit="percentunit",
+            alert="TandemAccuracyBelowStart",
         ),
         panel(
             "Evaluations",
@@ -61,6 +64,7 @@ _LEARNING = Row(
             "Per token, over the full vocabulary. Towards 0: no exploration is left. Rising without end: noise.",
             gauge("tandem_entropy", "entropy"),
             unit="nats",
+            alert="TandemEntropyCollapsed",
         ),
         panel(
             "KL",
@@ -69,6 +73,7 @@ _LEARNING = Row(
             gauge("tandem_kl_old", "KL(old || new)"),
             gauge("tandem_kl_reference", "KL(policy || reference)"),
             unit="nats",
+            alert="TandemKLHigh",
         ),
         panel(
             "KL term",
@@ -117,6 +122,7 @@ _SAMPLES = Row(
             gauge("tandem_logprob_abs_diff_mean", "mean"),
             gauge("tandem_logprob_diff_limit", "limit"),
             unit="nats",
+            alert="TandemLogprobMismatch",
             logarithmic=True,
         ),
         panel(
@@ -216,6 +222,12 @@ _TIME = Row(
             "The one that it is in; starting: it waits for its services. finished, failed and interrupted are final.",
             Series(expr=f"tandem_run_state{{{COORDINATOR}}} == 1", legend="{{state}}"),
         ),
+        heatmap(
+            "Iterations by duration",
+            "How many iterations took how long.",
+            "tandem_iteration_seconds",
+            f'{COORDINATOR}, part="total"',
+        ),
         panel(
             "Where an iteration's time goes",
             "Mean seconds of each part.",
@@ -272,6 +284,7 @@ _TIME = Row(
             "Missed checkpoints",
             "In a row; 0 after one that was written.",
             gauge("tandem_missed_checkpoints", "missed"),
+            alert="TandemCheckpointsMissed",
         ),
         panel(
             "Overhead",
@@ -286,6 +299,7 @@ _TIME = Row(
             "Seconds since a part of an iteration last began or ended.",
             Series(expr=f"time() - tandem_last_progress_timestamp_seconds{{{COORDINATOR}}}", legend="standstill"),
             unit="s",
+            alert="TandemNoProgress",
         ),
     ),
 )

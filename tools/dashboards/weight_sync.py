@@ -2,12 +2,14 @@
 
 from tools.dashboards.panels import (
     COORDINATOR,
+    REPLICA,
     ROLLOUT,
     TRAINER,
     Board,
     Row,
     Series,
     gauge,
+    heatmap,
     increase,
     mean,
     panel,
@@ -16,17 +18,45 @@ from tools.dashboards.panels import (
 )
 
 _SECONDS = "tandem_weight_sync_seconds"
+_PAUSE = "tandem_generation_pause_seconds"
+_LAST = f"tandem_weight_sync_last_seconds{{{COORDINATOR}}}"
 _TOTAL = f'{COORDINATOR}, stage="total"'
 _STAGES = f'{COORDINATOR}, stage!="total"'
+
+_MEAN_OF_STAGES = (
+    f"sum by (stage) (rate({_SECONDS}_sum{{{_STAGES}}}[$window])) "
+    f"/ on () group_left () sum (rate({_SECONDS}_count{{{_TOTAL}}}[$window]))"
+)
 
 _LATENCY = Row(
     title="Latency",
     panels=(
         panel(
+            "Last, mean, longest",
+            "Seconds of a weight sync: of the last one, and of those within the window. With a sync per iteration of "
+            "minutes, quantiles are of a handful of syncs: these three say more.",
+            Series(expr=_LAST, legend="last"),
+            mean(_SECONDS, "mean", _TOTAL),
+            Series(expr=f"max_over_time({_LAST}[$window])", legend="longest"),
+            unit="s",
+            kind="stat",
+        ),
+        panel(
             "Whole round",
-            "From the first phase's start to the last one's end, failed rounds included. Generation waits.",
+            "From the first look for participants to the last phase's end, failed rounds included.",
             *percentiles(_SECONDS, 0.5, 0.95, 0.99, selector=_TOTAL),
             unit="s",
+            alert="TandemWeightSyncSlow",
+        ),
+        heatmap("Rounds by duration", "How many syncs took how long.", _SECONDS, _TOTAL),
+        panel(
+            "Stages, mean",
+            "Seconds of each stage per sync, of the participants that it waited for. They add up to the whole round; "
+            "other is what is in none of them.",
+            Series(expr=_MEAN_OF_STAGES, legend="{{stage}}"),
+            unit="s",
+            stacked=True,
+            alert="TandemWeightSyncSlow",
         ),
         panel(
             "Stages, median",
@@ -43,7 +73,9 @@ _LATENCY = Row(
         panel(
             "Slowest replica",
             "Seconds that each replica's slowest rank worked in its last sync. One far above: look at its node.",
-            Series(expr=f"topk(5, tandem_replica_weight_sync_seconds{{{COORDINATOR}}})", legend="{{replica}}"),
+            Series(
+                expr=f"topk(5, tandem_replica_weight_sync_seconds{{{COORDINATOR}, {REPLICA}}})", legend="{{replica}}"
+            ),
             unit="s",
         ),
         panel(
@@ -61,6 +93,31 @@ _LATENCY = Row(
                 legend="sync",
             ),
             unit="percentunit",
+            alert="TandemWeightSyncShareHigh",
+        ),
+    ),
+)
+_PAUSES = Row(
+    title="The pause that requests feel",
+    panels=(
+        panel(
+            "Pause that calls feel",
+            "Seconds from closing a replica's gate to opening it again, measured there: calls are refused meanwhile.",
+            *percentiles(_PAUSE, 0.5, 0.95, 0.99, selector=ROLLOUT),
+            unit="s",
+            alert="TandemGenerationPauseLong",
+        ),
+        heatmap("Pauses by duration", "How many pauses of the chosen replicas took how long.", _PAUSE, ROLLOUT),
+        panel(
+            "Longest pauses",
+            "Mean of each replica, of the five with the longest. One far above: look at its node.",
+            Series(
+                expr=f"topk(5, sum by (replica) (rate({_PAUSE}_sum{{{ROLLOUT}}}[$window])) / "
+                f"sum by (replica) (rate({_PAUSE}_count{{{ROLLOUT}}}[$window])))",
+                legend="{{replica}}",
+            ),
+            unit="s",
+            alert="TandemGenerationPauseLong",
         ),
     ),
 )
@@ -123,6 +180,7 @@ _OUTCOME = Row(
             "Replicas by their outcome of a round. Poisoned ones must be seeded again before they serve.",
             increase("tandem_weight_sync_outcomes_total", "{{outcome}}", by="outcome"),
             unit="short",
+            alert="TandemReplicaPoisoned",
         ),
         panel(
             "Rounds",
@@ -130,6 +188,7 @@ _OUTCOME = Row(
             increase("tandem_weight_sync_rounds_total", "{{result}}", by="result"),
             increase("tandem_weight_sync_verify_failures_total", "digests differ"),
             unit="short",
+            alert="TandemWeightSyncFailing",
         ),
         panel(
             "Epoch",
@@ -145,6 +204,7 @@ _OUTCOME = Row(
                 f"min(tandem_replica_policy_version{{{COORDINATOR}}})",
                 legend="skew",
             ),
+            alert="TandemVersionsDiverge",
         ),
         panel(
             "Policy versions",
@@ -165,5 +225,5 @@ BOARD = Board(
     uid="tandem-weight-sync",
     title="Tandem: weight sync",
     help="From the trainer's shards to the rollouts' shards, after every update.",
-    rows=(_LATENCY, _BYTES, _OUTCOME),
+    rows=(_LATENCY, _PAUSES, _BYTES, _OUTCOME),
 )

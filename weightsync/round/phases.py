@@ -139,6 +139,9 @@ PHASES: tuple[Phase, ...] = tuple(rule.phase for rule in ROUND)
 NAMES: tuple[str, ...] = tuple(rule.name for rule in ROUND)
 RULES: dict[Phase, PhaseRule] = {rule.phase: rule for rule in (*ROUND, GIVE_UP)}
 
+# Parts of a phase's work, in the order in which a phase has them: the keys of PhaseReport.seconds.
+STAGES = ("onload", "prepare", "rendezvous", "pause", "transfer", "verify", "install", "commit", "offload")
+
 
 def rules_of(*, staged: bool) -> tuple[PhaseRule, ...]:
     """Return the phases of a staged round, or of one in place, in order."""

@@ -35,6 +35,11 @@ def gpu_name() -> str:
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
 
 
+def gpus_of(num_ranks: int) -> int:
+    """Return how many GPUs so many ranks hold: one each where there are GPUs, none on CPUs."""
+    return num_ranks if torch.cuda.is_available() else 0
+
+
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Make the device this thread's current one while the context is open."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

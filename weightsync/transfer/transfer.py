@@ -141,9 +141,12 @@ class Transfer:
         return self._stats.report(shard.num_bytes)
 
     def _verify(self, round_: pb.Round) -> pb.PhaseReport:
+        start = time.monotonic()
         if self._shard.is_receiver:
             self._shard.verify(self._written, self._stats.received)
-        return pb.PhaseReport(shard_bytes=self._shard.num_bytes)
+        report = pb.PhaseReport(shard_bytes=self._shard.num_bytes)
+        report.seconds["verify"] = time.monotonic() - start
+        return report
 
     def _commit(self, round_: pb.Round) -> pb.PhaseReport:
         start = time.monotonic()

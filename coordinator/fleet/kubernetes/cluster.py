@@ -20,6 +20,7 @@ from coordinator.fleet.kubernetes.api.permissions import Permission
 from coordinator.fleet.kubernetes.api.pod_sets import PodSet
 from coordinator.fleet.kubernetes.api.pods import TRAINER, PodOutlook, selector
 from coordinator.fleet.kubernetes.api.watch import PodWatch
+from coordinator.fleet.kubernetes.engines import engines
 from coordinator.fleet.kubernetes.outlook import queue_of, trainer_outlook
 from coordinator.fleet.kubernetes.troubles import Troubles
 from coordinator.watch.events import EventLog
@@ -70,6 +71,10 @@ class Cluster:
         """List the troubles of the cluster now, as sentences."""
         self.look()
         return self.noted.all()
+
+    def num_replicas(self) -> int | None:
+        """Return how many replicas have pods that do not leave, pending ones included; None: the API is unreachable."""
+        return sum(not pod.leaving for pod in engines(self.pods.pods)) if self.pods.is_current else None
 
     def look(self) -> None:
         """Update the troubles from the watch and the pods."""

@@ -3,11 +3,11 @@
 import { at, draw, make, seconds } from "./dom.js";
 
 const WIDTH = 240;
-const COLOURS = 9;
+const COLOURS = 10;
 const SYNCS = 5;
 // In their order; others come after them.
 const PARTS = ["generate", "train", "evaluate", "sync", "checkpoint", "reward", "batch", "report", "other"];
-const STAGES = ["prepare", "rendezvous", "pause", "transfer", "verify", "install", "commit"];
+const STAGES = ["roll_call", "prepare", "rendezvous", "pause", "transfer", "verify", "install", "commit", "retries", "other"];
 
 export function showIterations(run) {
   const rows = [...run.iterations].reverse().map((each) => (

@@ -2,22 +2,29 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from kubernetes import client
 from kubernetes.client.exceptions import ApiException
 
+from coordinator.fleet.kubernetes.api.client import KubeApi
 from coordinator.fleet.kubernetes.api.crashes import Crashes
 from coordinator.fleet.kubernetes.api.errors import Expired, Throttled, translate
 from coordinator.fleet.kubernetes.api.pods import Pod, PodOutlook, read_pod, selector
+from coordinator.fleet.kubernetes.cluster import Cluster
 from coordinator.fleet.kubernetes.engines import engines
 from coordinator.fleet.kubernetes.keeper import read_vital
 from coordinator.fleet.kubernetes.outlook import trainer_outlook
 from coordinator.fleet.kubernetes.stuck import HourlyBudget, StuckDetector, Vital
+from coordinator.fleet.kubernetes.troubles import Troubles
+from coordinator.fleet.view import FleetView
+from coordinator.watch.events import EventLog
 from servicekit.errors import Aborted, ConfigError, InvalidRequest, NotReady, PermissionDenied, Unavailable
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2
+from tandem_config.schema import RunConfig
 
 
 def pod_of(status: dict[str, Any], **metadata: Any) -> Pod:
@@ -355,3 +362,24 @@ def test_an_engine_is_as_its_worst_pod(
 def test_a_worker_knows_its_leader() -> None:
     assert pod_of(READY, annotations={"leaderworkerset.sigs.k8s.io/leader-name": "rollout-3"}).leader == "rollout-3"
     assert pod_of(READY).leader == ""
+
+
+class _Pods:
+    """The pods that a watch has seen."""
+
+    def __init__(self, *pods: Pod) -> None:
+        self.pods, self.is_current = pods, True
+
+
+def test_replicas_that_should_be_there_are_those_with_pods_even_pending_ones(tmp_path: Path) -> None:
+    leaving = dataclasses.replace(a_pod("rollout-2", PodOutlook.UP, component="rollout"), leaving=True)
+    pods: Any = _Pods(
+        LEADER, a_pod("rollout-1", PodOutlook.COMING, component="rollout"), leaving, a_pod("trainer-0", PodOutlook.UP)
+    )
+    config = RunConfig.model_validate({"model": {"path": str(tmp_path)}, "data": {"train": str(tmp_path / "t.jsonl")}})
+    api = KubeApi(client.ApiClient(), "ml", timeout_s=1.0)
+    view = FleetView(Cluster(config, api, pods, Troubles(EventLog())), replicas=4)
+    assert view.expected() == 2
+    pods.is_current = False  # the API is unreachable
+    assert view.expected() == 4
+    assert FleetView(None, replicas=4).expected() == 4

@@ -109,16 +109,36 @@ def report(**fields: Any) -> weights_pb2.PhaseReport:
     return weights_pb2.PhaseReport(**fields)
 
 
-def test_stages_are_those_of_the_slowest_participant() -> None:
+def test_stages_add_up_to_the_total() -> None:
     reports = RoundReports()
+    # r0 was late, and the trainer waited for it: rendezvous began when both had prepared.
     reports.add(
-        {"trainer": [report(seconds={"prepare": 0.1, "rendezvous": 0.5})], "r0": [report(seconds={"prepare": 0.3})]}
+        {
+            "trainer": [report(seconds={"prepare": 0.1, "rendezvous": 0.5})],
+            "r0": [report(seconds={"prepare": 0.4, "rendezvous": 0.15})],
+        }
     )
-    reports.add({"r0": [report(seconds={"prepare": 0.1, "install": 0.2})]})
+    reports.add(
+        {"r0": [report(seconds={"install": 0.2, "commit": 0.05})], "trainer": [report(seconds={"install": 0.1})]}
+    )
     reports.check_bytes({"r0": [report(bytes_received=10, shard_bytes=10), report(bytes_received=30, shard_bytes=30)]})
-    result = reports.result(policy_version=4, attempts=1, total_s=1.0, outcomes={}, epoch=1)
-    assert result.stages == {"prepare": 0.4, "rendezvous": 0.5, "install": 0.2}
+    result = reports.result(
+        policy_version=4, attempts=1, total_s=1.5, outside_s={"roll_call": 0.3}, outcomes={}, epoch=1
+    )
+    expected = {"roll_call": 0.3, "prepare": 0.4, "rendezvous": 0.2, "install": 0.2, "commit": 0.05, "other": 0.35}
+    assert result.stages == pytest.approx(expected)
+    assert sum(result.stages.values()) == pytest.approx(result.total_s)
+    assert result.replica_s == pytest.approx({"r0": 0.8})
     assert (result.bytes_per_rollout_rank, result.bytes_received, result.redundancy) == (30, 40, 1.0)
+
+
+def test_stages_of_all_rounds_of_a_publication_count() -> None:
+    first, second = RoundReports(), RoundReports()
+    first.add({"r0": [report(seconds={"transfer": 0.2})]})
+    second.add({"r1": [report(seconds={"transfer": 0.3})]})
+    first.merge(second)
+    result = first.result(policy_version=4, attempts=2, total_s=1.0, outside_s={}, outcomes={}, epoch=2)
+    assert result.stages == pytest.approx({"transfer": 0.5, "other": 0.5})
 
 
 def test_a_participant_without_a_plan_is_named() -> None:

@@ -62,7 +62,7 @@ def calm(**changes: Any) -> Conditions:
         ({"standstill_s": 1000.0}, ["TandemNoProgress"]),
         ({"standstill_s": 1000.0, "state": "paused"}, []),
         ({"standstill_s": 1000.0, "rows": [row(i, iteration_s=600.0) for i in range(30)]}, []),
-        ({"state": "failed", "error": "no"}, ["TandemServiceDown"]),
+        ({"state": "failed", "error": "no"}, ["TandemRunFailed"]),
         ({"disk_free": 0.01}, ["TandemDiskFull"]),
         ({"missed_checkpoints": ["of 4", "of 6"]}, ["TandemCheckpointsMissed"]),
         ({"serving": ["rollout-0"]}, ["TandemReplicaNotServing"]),

@@ -1,4 +1,5 @@
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ class Rig:
         self.states: list[int] = []
         self.reports: list[list[pb.PhaseReport]] = []
         self.outcomes: list[str] = []
+        self.refused_s: list[float] = []
         self.updates = WeightUpdates(
             self.engine,
             self.ranks,
@@ -36,6 +38,7 @@ class Rig:
             lambda state, version: self.states.append(state),
             self.reports.append,
             lambda outcome, epoch: self.outcomes.append(outcome),
+            self.refused_s.append,
         )
 
     async def run(self, *phases: pb.RoundPhase.ValueType, round_: pb.Round) -> int:
@@ -88,6 +91,37 @@ async def test_the_replica_is_paused_from_pause_to_commit() -> None:
     assert rig.updates.policy_version == 1
     assert await rig.run(COMMIT, round_=round_) == SERVING
     assert rig.updates.policy_version == 2
+
+
+async def test_the_pause_that_calls_feel_is_measured_from_gate_closed_to_gate_open() -> None:
+    rig = Rig()
+    await rig.seed()
+    assert rig.refused_s == []  # before the first weights there are no calls
+    call = rig.call()
+    await asyncio.sleep(0)
+    begun_s = time.monotonic()
+    await rig.run(PREPARE, PAUSE, round_=a_round())  # drains: refused from here on
+    drained_s = time.monotonic() - begun_s
+    await rig.run(TRANSFER, VERIFY, round_=a_round())
+    assert rig.refused_s == []
+    await rig.run(COMMIT, round_=a_round())
+    assert drained_s <= rig.refused_s[0] <= time.monotonic() - begun_s
+    await asyncio.gather(call, return_exceptions=True)
+
+
+async def test_every_way_to_accept_calls_again_ends_a_measured_pause() -> None:
+    rig = Rig()
+    await rig.seed()
+    await rig.run(PREPARE, PAUSE, ABORT, round_=a_round("given up", 2))
+    assert len(rig.refused_s) == 1
+    await rig.updates.pause(KEEP_KV)
+    await rig.updates.resume()
+    await rig.updates.resume()  # open already
+    assert len(rig.refused_s) == 2
+    await rig.run(PREPARE, PAUSE, TRANSFER, ABORT, round_=a_round("poisons", 3))
+    assert len(rig.refused_s) == 2
+    await rig.run(PREPARE, PAUSE, TRANSFER, VERIFY, COMMIT, round_=a_round("heals", 4))
+    assert len(rig.refused_s) == 3
 
 
 async def test_staged_bytes_travel_while_generation_goes_on() -> None:

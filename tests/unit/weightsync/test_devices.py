@@ -174,3 +174,9 @@ def test_watched_work_runs_on_the_ranks_gpu(threads: Threads) -> None:
     work = torch.cuda.current_device
     watched = lambda: run_watched(communicator_on_gpu(), work, time.monotonic() + 10, str)  # noqa: E731
     assert in_a_foreign_thread(watched) == GPU.index
+
+
+@pytest.mark.parametrize(("there", "held"), [(True, 8), (False, 0)])
+def test_ranks_hold_a_gpu_each_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch, there: bool, held: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    assert devices.gpus_of(8) == held
