@@ -171,7 +171,7 @@ def test_addresses_are_of_the_runs_own_services(runs: Pair) -> None:
         sets = {each["metadata"]["name"] for each in mine if each["kind"] in ("StatefulSet", "LeaderWorkerSet")}
         for template in templates_of(mine, "trainer"):
             pod, _, service = value_of(template, "MASTER_ADDR").partition(".")
-            (jobset,) = kinds(mine, "JobSet") or [None]
+            jobset = next(iter(kinds(mine, "JobSet")), None)
             if jobset is None:
                 assert (pod, service) == (f"{run}-trainer-0", f"{run}-trainer")
                 assert service in services
