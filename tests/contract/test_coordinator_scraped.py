@@ -81,7 +81,7 @@ def test_durations_carry_the_trace_of_their_iteration_while_traces_are_on(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:1")  # a collector that is away
+    monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:1")  # an unreachable collector
     _, record = started(config, environment, start, tmp_path)
     until(lambda: '# {trace_id="' in scrape(record), WAIT_S)
     with_trace = [line for line in scrape(record).splitlines() if '# {trace_id="' in line]

@@ -60,10 +60,7 @@ async def test_a_round_goes_through_its_phases_in_order() -> None:
         assert (service.state, service.policy_version) == (pb.REPLICA_STATE_SERVING, 7)
     assert group.asked == [("trainer/0", "trainer/1", "rollout-0/0", "rollout-0/1", "rollout-1/0", "rollout-1/1")]
     assert (result.attempts, result.redundancy, result.bytes_per_rollout_rank) == (1, 1.0, 512)
-    # The slowest participant is what counts.
-    reported = {"prepare": 1e-6, "pause": 1e-6, "transfer": 2e-6, "verify": 1e-6, "commit": 1e-6}
-    assert {stage: result.stages[stage] for stage in reported} == pytest.approx(reported)
-    assert set(result.stages) == {*reported, "roll_call", "other"}
+    assert (result.stages["transfer"], result.stages["verify"]) == pytest.approx((2e-6, 1e-6))  # the slowest one's
     assert sum(result.stages.values()) == pytest.approx(result.total_s)
 
 
@@ -73,7 +70,7 @@ async def test_a_staged_round_leaves_the_pause_to_commit() -> None:
     for service in fleet.rollout_services:
         assert service.sync.phases() == [PREPARE, TRANSFER, VERIFY, COMMIT]
         assert (service.state, service.policy_version) == (pb.REPLICA_STATE_SERVING, 7)
-    assert set(result.stages) == {"roll_call", "prepare", "transfer", "verify", "commit", "other"}
+    assert result.stages.keys() == {"roll_call", "prepare", "transfer", "verify", "commit", "other"}
 
 
 async def test_every_participant_gets_the_same_round() -> None:
@@ -97,10 +94,8 @@ async def test_a_failed_round_is_aborted_everywhere_and_tried_in_a_new_epoch(
             assert (first, ABORT) in sync.seen
             assert (second, COMMIT) in sync.seen
         assert [service.policy_version for service in fleet.rollout_services] == [3, 3]
-    assert result.attempts == 2
-    assert group.epoch == 2
-    assert result.stages["retries"] > 0
-    assert sum(result.stages.values()) == pytest.approx(result.total_s)
+    assert (result.attempts, group.epoch) == (2, 2)
+    assert 0 < result.stages["retries"] < sum(result.stages.values()) == pytest.approx(result.total_s)
 
 
 async def test_a_lost_reply_to_commit_is_asked_for_again() -> None:

@@ -36,7 +36,7 @@ async def test_it_waits_for_no_one_if_nothing_scrapes() -> None:
     scrapes = Scrapes()
     port = serve_metrics("127.0.0.1", scrapes=scrapes)
     assert not await scrapes.last(asyncio.Event())
-    await asyncio.to_thread(scrape, port)  # somebody has looked once
+    await asyncio.to_thread(scrape, port)  # one look is no scraper
     assert scrapes.patience_s() == 0
     assert not await scrapes.last(asyncio.Event())
 
