@@ -74,7 +74,7 @@ class Leaving:
 
     @property
     def yields(self) -> bool:
-        """Whether the run has ended since its trainer ends, and may go on with the next one."""
+        """Whether the run has ended since its trainer ends, and may continue with the next one."""
         return self.left and not self.stopping
 
     def yield_to_trainer(self) -> None:

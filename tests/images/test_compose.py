@@ -22,7 +22,7 @@ KIND = {name: kind for kind, names in OURS.items() for name in names}
 SERVICES = sorted(KIND)
 COMPOSE_TIMEOUT_S = 60.0
 
-OF_THE_COORDINATOR = {"TANDEM_WEB_PORT", "TANDEM_KUBE_NAMESPACE", "TANDEM_ROLLOUT_SET"}
+OF_THE_COORDINATOR = {"TANDEM_WEB_PORT", "TANDEM_KUBE_NAMESPACE", "TANDEM_ROLLOUT_SET", "TANDEM_TRAINER_SET"}
 # Read by trainer_service.host, which is not imported here: a test runs it as a program.
 OF_THE_TRAINER = {"TANDEM_RANKS_PER_HOST", "TANDEM_HOST_INDEX"}
 

@@ -61,6 +61,7 @@ OF_SOME_SERVICES = {
     "MASTER_PORT": ("trainer",),
     "TANDEM_KUBE_NAMESPACE": ("coordinator",),
     "TANDEM_ROLLOUT_SET": ("coordinator",),
+    "TANDEM_TRAINER_SET": ("coordinator",),
     "TANDEM_WEB_PORT": ("coordinator",),
 }
 # An engine in one pod is host 0, which is the default.
