@@ -8,6 +8,7 @@ from typing import Annotated, Literal, NoReturn
 
 import typer
 
+from launcher.deploy.cli import deploy
 from launcher.init.cli import init
 from launcher.plan.cli import plan
 from launcher.view.compare.cli import compare
@@ -40,6 +41,7 @@ app = typer.Typer(
     tandem samples                   prompts, completions and rewards of a run
     tandem profile                   where the time of a profiled train step went
     tandem page                      the page of a run, also when it is over
+    tandem deploy new my-run -c my.yaml    the run's overlay for Kubernetes
     tandem plan --model qwen3-32b    what a weight sync would move, and how long it would take
 
     Exit codes: 0 finished, 1 the run failed, 2 bad configuration or usage, 130 Ctrl-C, 143 SIGTERM.""",
@@ -173,6 +175,7 @@ app.command()(profile)
 app.command()(logs)
 app.command()(compare)
 app.command()(page)
+app.add_typer(deploy, name="deploy")
 
 
 @app.command()

@@ -46,12 +46,17 @@ def test_a_mark_counts_on_a_test_only() -> None:
 
 @pytest.mark.parametrize("command", TANDEM, ids=str)
 def test_its_options_exist(command: Command) -> None:
-    name = command.words[1]
+    name, *words = command.words[1:]
     if name.startswith("-"):
         return
     assert name in subcommands(), f"tandem has no subcommand {name}"
-    known = {option for parameter in subcommands()[name].params for option in parameter.opts} | {"--help"}
-    used = {word.partition("=")[0] for word in command.words[2:] if word.startswith("-")}
+    meant = subcommands()[name]
+    if nested := getattr(meant, "commands", {}):
+        assert words, f"tandem {name} needs a subcommand"
+        assert words[0] in nested, f"tandem {name} has no subcommand {words[0]}"
+        meant, words = nested[words[0]], words[1:]
+    known = {option for parameter in meant.params for option in parameter.opts} | {"--help"}
+    used = {word.partition("=")[0] for word in words if word.startswith("-")}
     assert used <= known
 
 

@@ -1,0 +1,1 @@
+"""`tandem deploy`: writes a run's overlay for Kubernetes, and checks it against the cluster."""

@@ -1,0 +1,168 @@
+"""What is wrong with an overlay for the cluster that it is for: namespace, claims, Secret, admission, nodes.
+
+Nothing is changed there. What this account may not read is reported, and not checked.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from coordinator.fleet.kubernetes.api.pods import RUN_LABEL
+from launcher.deploy.answers import Answers
+from launcher.deploy.check.nodes import NodeRoom, node_problems
+from launcher.deploy.check.overlay import ClaimUse, claims_of, component_of, templates
+from launcher.deploy.live.api import Object, OperatorApi, names, of_run
+from launcher.deploy.live.kinds import BY_NAME, CLAIM
+from launcher.deploy.new.kustomize import Manifest
+from launcher.deploy.new.overlay import ONCE
+from servicekit.errors import InvalidRequest, PermissionDenied
+from tandem_config.problems import ConfigProblem
+
+_POD, _SECRET = BY_NAME["", "Pod"], BY_NAME["", "Secret"]
+_JOB, _SET = BY_NAME["batch", "Job"], BY_NAME["apps", "StatefulSet"]
+_MANY = ("ReadWriteMany",)
+_ONE_NODE = ("ReadWriteMany", "ReadWriteOnce")
+
+
+def cluster_problems(
+    api: OperatorApi, answers: Answers, built: Sequence[Manifest], folder: Path, *, is_new: bool
+) -> list[ConfigProblem]:
+    """List what keeps the cluster from running an overlay.
+
+    Args:
+        folder: of the overlay, for what it suggests.
+        is_new: the run's id must be free.
+    Raises: Unavailable: the API is unreachable.
+    """
+    makes_namespace = any(entry["kind"] == "Namespace" for entry in built)
+    namespace = api.read(f"/api/v1/namespaces/{api.namespace}", f"get namespace {api.namespace}")
+    found = list(_may(lambda: node_problems(built, _nodes(api)), "list nodes", "whether nodes have the GPUs"))
+    if namespace is None:
+        if not makes_namespace:
+            found.append(_to_do("namespace", api.namespace, "does not exist yet", f"kubectl apply -k {folder / ONCE}"))
+        return found
+    if is_new:
+        found += _may(lambda: _taken(api, answers.run), "list jobs", "whether the run's id is taken")
+    found += _may(lambda: _claims(api, answers, built, folder), "get claims", "the claims")
+    found += _may(lambda: _secrets(api, built), "get secrets", "the Secret of Redis")
+    found += _may(lambda: _admission(api, built), "create pods", "whether the namespace admits the pods")
+    return found
+
+
+def _may(check: Callable[[], Iterator[ConfigProblem]], what: str, about: str) -> Iterator[ConfigProblem]:
+    """Make a check, or report that this account may not."""
+    try:
+        yield from check()
+    except PermissionDenied as error:
+        yield _to_do(what, "", f"this account may not, so that {about} was not checked: {error}", "")
+
+
+def _nodes(api: OperatorApi) -> list[NodeRoom]:
+    return [NodeRoom.read(entry) for entry in api.read_all("/api/v1/nodes", "list nodes")]
+
+
+def _taken(api: OperatorApi, run: str) -> Iterator[ConfigProblem]:
+    for kind in (_JOB, _SET):
+        objects = api.find(kind, of_run(run))
+        if objects:
+            since = min(str(entry["metadata"].get("creationTimestamp", "?")) for entry in objects)
+            yield ConfigProblem(
+                key="RUN",
+                value=run,
+                message=f"is taken in namespace {api.namespace}: {kind.name} {', '.join(names(objects))} since {since}",
+                suggestion=f"another id; or tandem deploy delete {run}",
+            )
+            return
+
+
+def _claims(api: OperatorApi, answers: Answers, built: Sequence[Manifest], folder: Path) -> Iterator[ConfigProblem]:
+    modes = _MANY if answers.overlay == "cluster" else _ONE_NODE
+    for name, use in claims_of(built).items():
+        claim = api.get(CLAIM, name)
+        if claim is not None:
+            yield from _claim(name, claim, use, modes)
+        elif answers.makes_claims:
+            yield _to_do("claim", name, "does not exist yet", f"kubectl apply -k {folder / ONCE}")
+        else:
+            text = f"does not exist in namespace {api.namespace}"
+            yield _error("claim", name, text, "--run-claim and --models-claim name claims that exist")
+    if answers.storage_class:
+        path = f"/apis/storage.k8s.io/v1/storageclasses/{answers.storage_class}"
+        if api.read(path, f"get storageclass {answers.storage_class}") is None:
+            yield _error("--storage-class", answers.storage_class, "does not exist", "kubectl get storageclasses")
+
+
+def _claim(name: str, claim: Object, use: ClaimUse, modes: Sequence[str]) -> Iterator[ConfigProblem]:
+    """Compare a claim with what pods do with it."""
+    given = list(claim["spec"].get("accessModes") or [])
+    wanted = [*modes, "ReadOnlyMany"] if use.writers == 0 else list(modes)
+    if use.pods > 1 and not set(given) & set(wanted):
+        text = f"has the mode {', '.join(given)}, but {use.pods} pods mount it and {use.writers} write"
+        more = "" if modes == _ONE_NODE else "; the overlay single-node-gpu needs ReadWriteOnce only"
+        yield _error("claim", name, text, f"a claim with {' or '.join(wanted)}{more}")
+    if claim.get("status", {}).get("phase") == "Lost":
+        yield _error("claim", name, "has lost its volume (phase Lost)", "bind it to a volume, or name another claim")
+
+
+def _secrets(api: OperatorApi, built: Sequence[Manifest]) -> Iterator[ConfigProblem]:
+    made = {entry["metadata"]["name"] for entry in built if entry["kind"] == "Secret"}
+    for name, keys in sorted(_secret_keys(built).items()):
+        if name in made:
+            continue
+        secret = api.get(_SECRET, name)
+        if secret is None:
+            text = f"does not exist in namespace {api.namespace}: pods wait for it"
+            yield _to_do("Secret", name, text, "docs/kubernetes.md says how it is made")
+        elif missing := sorted(keys - set(secret.get("data") or {})):
+            yield _error("Secret", name, f"has no key {', '.join(missing)}", "docs/kubernetes.md says how it is made")
+
+
+def _secret_keys(built: Sequence[Manifest]) -> dict[str, set[str]]:
+    """Find the Secrets that pods take variables or files from, and the keys; certificates are made by their issuer."""
+    found: dict[str, set[str]] = {}
+    for _, template, _ in templates(built):
+        for container in template["spec"]["containers"]:
+            for entry in container.get("env", []):
+                source = entry.get("valueFrom", {}).get("secretKeyRef")
+                if source is not None and not source.get("optional"):
+                    found.setdefault(str(source["name"]), set()).add(str(source["key"]))
+        for volume in template["spec"].get("volumes", []):
+            secret = volume.get("secret", {})
+            for item in secret.get("items") or []:
+                found.setdefault(str(secret["secretName"]), set()).add(str(item["key"]))
+    return found
+
+
+def _admission(api: OperatorApi, built: Sequence[Manifest]) -> Iterator[ConfigProblem]:
+    """Let the API server say whether it would create the pods: PodSecurity, quotas, priority classes."""
+    for name, template, _ in templates(built):
+        try:
+            api.create(_POD, _trial_pod(template), dry_run=True)
+        except PermissionDenied as error:
+            if "cannot create resource" in str(error):  # this account may not, which says nothing about the pods
+                raise
+            yield _refused(api.namespace, name, error)
+        except InvalidRequest as error:
+            yield _refused(api.namespace, name, error)
+
+
+def _refused(namespace: str, name: str, error: Exception) -> ConfigProblem:
+    text = str(error).partition(": ")[2] or str(error)
+    advice = f"kubectl describe namespace {namespace}: its pod-security labels and quotas"
+    return _error(name, "", f"the namespace {namespace} does not admit its pods: {text}", advice)
+
+
+def _trial_pod(template: Manifest) -> Manifest:
+    """Make a pod of a template; its service account may not exist yet, and its name is of no controller."""
+    spec: dict[str, Any] = {key: value for key, value in template["spec"].items() if key != "serviceAccountName"}
+    labels = {key: value for key, value in template["metadata"].get("labels", {}).items() if key != RUN_LABEL}
+    metadata = {"name": f"tandem-trial-{component_of(template)}", "labels": labels}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def _error(key: str, value: str, message: str, suggestion: str) -> ConfigProblem:
+    return ConfigProblem(key=key, value=value, message=message, suggestion=suggestion)
+
+
+def _to_do(key: str, value: str, message: str, suggestion: str) -> ConfigProblem:
+    return ConfigProblem(key=key, value=value, message=message, suggestion=suggestion, severity="warning")

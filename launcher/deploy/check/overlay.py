@@ -1,0 +1,143 @@
+"""What is wrong with an overlay in itself: images, sizes, names. Pure."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from coordinator.fleet.kubernetes.api.pods import RUN_LABEL
+from launcher.deploy.answers import Answers
+from launcher.deploy.new.images import images_of, is_ours, without_registry
+from launcher.deploy.new.kustomize import Manifest
+from launcher.deploy.new.patches import GPU, WORKLOADS
+from tandem_config.problems import ConfigProblem
+from tandem_config.schema import RunConfig
+
+_RANKS = "TANDEM_RANKS_PER_HOST"
+
+
+def overlay_problems(answers: Answers, config: RunConfig, built: Sequence[Manifest]) -> list[ConfigProblem]:
+    """List what does not fit together in the objects that an overlay makes."""
+    return [*_images(answers, built), *_trainer(config, built), *_rollouts(config, built), *_gpus(answers, built)]
+
+
+def component_of(template: Mapping[str, Any]) -> str:
+    """Return the component of a pod template or an object."""
+    return str(template["metadata"].get("labels", {}).get("app.kubernetes.io/component", ""))
+
+
+def templates(built: Iterable[Manifest]) -> Iterator[tuple[str, Manifest, int]]:
+    """Find the pod templates: `Kind/name`, template, number of pods."""
+    for manifest in built:
+        name, spec = f"{manifest['kind']}/{manifest['metadata']['name']}", manifest.get("spec", {})
+        if manifest["kind"] in WORKLOADS:
+            yield name, spec["template"], int(spec.get("replicas", 1))
+        elif manifest["kind"] == "JobSet":
+            for job in spec["replicatedJobs"]:
+                inner = job["template"]["spec"]
+                yield name, inner["template"], int(job.get("replicas", 1)) * int(inner.get("completions", 1))
+        elif manifest["kind"] == "LeaderWorkerSet":
+            groups, size = int(spec.get("replicas", 1)), int(spec["leaderWorkerTemplate"].get("size", 1))
+            yield name, spec["leaderWorkerTemplate"]["leaderTemplate"], groups
+            yield f"{name} (workers)", spec["leaderWorkerTemplate"]["workerTemplate"], groups * (size - 1)
+
+
+def gpus_of(template: Mapping[str, Any]) -> int:
+    """Return the GPUs that a pod asks for."""
+    containers = template["spec"]["containers"]
+    return sum(int((container.get("resources", {}).get("limits") or {}).get(GPU, 0)) for container in containers)
+
+
+@dataclass(kw_only=True)
+class ClaimUse:
+    """How pods use a claim: how many mount it, and how many of them write to it."""
+
+    pods: int = 0
+    writers: int = 0
+
+
+def claims_of(built: Sequence[Manifest]) -> dict[str, ClaimUse]:
+    """Find the claims that pods mount and the overlay does not make."""
+    made = {manifest["metadata"]["name"] for manifest in built if manifest["kind"] == "PersistentVolumeClaim"}
+    found: dict[str, ClaimUse] = {}
+    for _, template, pods in templates(built):
+        for volume in template["spec"].get("volumes", []):
+            source = volume.get("persistentVolumeClaim")
+            if source is not None and source["claimName"] not in made:
+                use = found.setdefault(str(source["claimName"]), ClaimUse())
+                use.pods += pods
+                use.writers += 0 if source.get("readOnly") else pods
+    return found
+
+
+def _images(answers: Answers, built: Sequence[Manifest]) -> Iterator[ConfigProblem]:
+    for image in images_of(built):
+        if is_ours(image) and without_registry(image) and (answers.uses_gpus or answers.registry):
+            text = "has no registry in its name: nodes would look for it in Docker's"
+        elif image.partition("/")[0].endswith(".invalid") and (answers.uses_gpus or answers.registry):
+            text = "is a placeholder that no node can pull"
+        else:
+            continue
+        yield _problem("images", image, text, "name a registry: newName in kustomization.yaml, --registry")
+
+
+def _trainer(config: RunConfig, built: Sequence[Manifest]) -> Iterator[ConfigProblem]:
+    ranks = config.trainer.world_size
+    for name, template, pods in templates(built):
+        if component_of(template) != "trainer":
+            continue
+        per_host = int(_environment(template, "trainer").get(_RANKS, "1"))
+        if pods * per_host != ranks:
+            text = f"{pods} pods x {per_host} ranks ({_RANKS}), but the sections of run.yaml make {ranks}"
+            yield _problem(name, "", text, "write the overlay again, or change sizes.yaml and the replicas together")
+        if gpus_of(template) not in (0, per_host):
+            text = f"asks for {gpus_of(template)} GPUs for {per_host} ranks"
+            yield _problem(name, "", text, f"as many GPUs as {_RANKS}")
+
+
+def _rollouts(config: RunConfig, built: Sequence[Manifest]) -> Iterator[ConfigProblem]:
+    rollout = config.rollout
+    per_host = rollout.tensor_parallel // rollout.nodes
+    for name, template, pods in templates(built):
+        if component_of(template) != "rollout":
+            continue
+        is_group = name.startswith("LeaderWorkerSet")
+        if config.sync.transport == "disk" and not _mounts_claim(template, "run"):
+            text = "but rollouts do not mount the run's claim"
+            yield _problem("sync.transport", "disk", text, "--component disk-transport")
+        if pods < rollout.replicas:
+            text = f"{pods} replicas, but the run waits for rollout.replicas = {rollout.replicas}"
+            yield _problem(name, "", text, "change `replicas` in kustomization.yaml")
+        if gpus_of(template) not in (0, per_host):
+            text = f"asks for {gpus_of(template)} GPUs, but a host of an engine has {per_host} ranks"
+            yield _problem(name, "", text, "rollout.tensor_parallel / rollout.nodes GPUs")
+        if rollout.nodes > 1 and not is_group:
+            text = f"engines span {rollout.nodes} hosts, but each is one pod here"
+            yield _problem("rollout.nodes", str(rollout.nodes), text, "--component lws-rollout")
+        kind = "LeaderWorkerSet" if is_group else "StatefulSet"
+        if config.fleet.rollout_set_kind != kind:
+            text = f"but the rollouts are a {kind}"
+            yield _problem("fleet.rollout_set_kind", config.fleet.rollout_set_kind, text, kind)
+
+
+def _gpus(answers: Answers, built: Sequence[Manifest]) -> Iterator[ConfigProblem]:
+    for name, template, _ in templates(built):
+        if answers.uses_gpus and gpus_of(template) > answers.gpus_per_node:
+            text = f"a pod asks for {gpus_of(template)} GPUs, but a node has {answers.gpus_per_node}"
+            yield _problem(name, "", text, "fewer ranks per pod, or --gpus-per-node if nodes have more")
+        labelled = template["metadata"].get("labels", {}).get(RUN_LABEL)
+        if labelled != answers.run:
+            yield _problem(name, "", f"pods have {RUN_LABEL}={labelled}, not {answers.run}", "correct the `labels`")
+
+
+def _mounts_claim(template: Mapping[str, Any], volume: str) -> bool:
+    volumes = template["spec"].get("volumes", [])
+    return any(entry["name"] == volume and "persistentVolumeClaim" in entry for entry in volumes)
+
+
+def _environment(template: Mapping[str, Any], container: str) -> dict[str, str]:
+    entries = [entry for one in template["spec"]["containers"] if one["name"] == container for entry in one["env"]]
+    return {entry["name"]: str(entry["value"]) for entry in entries if "value" in entry}
+
+
+def _problem(key: str, value: str, message: str, suggestion: str) -> ConfigProblem:
+    return ConfigProblem(key=key, value=value, message=message, suggestion=suggestion)

@@ -1,0 +1,162 @@
+"""Implements the commands of `tandem deploy`; every function returns the exit code."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from launcher.deploy.answers import Answers
+from launcher.deploy.check.cluster import cluster_problems
+from launcher.deploy.check.overlay import overlay_problems
+from launcher.deploy.live.api import OperatorApi
+from launcher.deploy.new.configuration import RUN_FILE, PodConfiguration, read_configuration
+from launcher.deploy.new.images import read_digests
+from launcher.deploy.new.kustomize import Manifest, build
+from launcher.deploy.new.layout import layout_of, misfits
+from launcher.deploy.new.manifests import find_manifests, names_of
+from launcher.deploy.new.overlay import ONCE, beside, write_overlay
+from launcher.report import headline, print_problems
+from launcher.view.run_view import make_console
+from servicekit.errors import ConfigError, TandemError
+from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
+from tandem_config.problems import ConfigErrors, ConfigProblem, errors_only
+from tandem_config.schema import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """How to reach the cluster; "" and None: as kubectl does. offline: not at all."""
+
+    namespace: str = ""
+    kubeconfig: Path | None = None
+    context: str = ""
+    offline: bool = False
+
+    def api(self, namespace: str = "") -> OperatorApi:
+        """Connect; nothing is asked yet. Raises: ConfigError: no usable kubeconfig."""
+        return OperatorApi(self.namespace or namespace, kubeconfig=self.kubeconfig, context=self.context)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewRequest:
+    """What `tandem deploy new` writes. images: file with the `images:` that `make images` printed."""
+
+    answers: Answers
+    config: Path
+    out: Path
+    force: bool
+    images: Path | None
+    manifests: Path | None
+
+
+def guarded(command: Callable[[Console], int]) -> int:
+    """Run a command with a console. Returns: its exit code; 2 or 1 after an error, which is printed."""
+    complaints = make_console(stderr=True)
+    try:
+        return command(make_console(ends_with_reader=True))
+    except ConfigErrors as error:
+        print_problems(complaints, error.problems)
+        complaints.print(Text(headline(error.problems), style="bold red"))
+        return EXIT_BAD_CONFIG
+    except ConfigError as error:
+        complaints.print(Text(str(error), style="bold red"))
+        return EXIT_BAD_CONFIG
+    except (TandemError, OSError) as error:
+        complaints.print(Text(str(error), style="bold red"))
+        return EXIT_FAILED
+
+
+def new_command(request: NewRequest, where: Where) -> int:
+    """Run `tandem deploy new`: nothing is written if there is an error."""
+    return guarded(lambda console: _new(console, request, where))
+
+
+def check_command(folder: Path, where: Where) -> int:
+    """Run `tandem deploy check`."""
+    return guarded(lambda console: _check(console, folder, where))
+
+
+def overlay_of(folder: Path) -> tuple[Answers, RunConfig, list[Manifest]]:
+    """Read and build an overlay. Raises: ConfigError: it is none of ours, does not build, or its run.yaml is wrong."""
+    answers = Answers.read(folder)
+    configuration = _configuration(folder)
+    errors = errors_only(configuration.problems)
+    if configuration.config is None or errors:
+        raise ConfigErrors(errors)
+    return answers, configuration.config, build(folder)
+
+
+def _configuration(folder: Path) -> PodConfiguration:
+    """Read the run.yaml of an overlay; it is a folder lower where pod templates are copied."""
+    lower = folder / "run" / RUN_FILE
+    return read_configuration(lower if lower.is_file() else folder / RUN_FILE)
+
+
+def _new(console: Console, request: NewRequest, where: Where) -> int:
+    answers, manifests = request.answers, find_manifests(request.manifests)
+    configuration = read_configuration(request.config)
+    problems = [*answers.problems(), *_unknown_components(answers, manifests), *configuration.problems]
+    config = configuration.config
+    if config is None or errors_only(problems):
+        raise ConfigErrors(problems)
+    layout = layout_of(config, answers.gpus_per_node if answers.uses_gpus else None)
+    if answers.uses_gpus:
+        one_node = answers.overlay == "single-node-gpu"
+        problems += misfits(config, layout, answers.gpus_per_node, one_node=one_node)
+    digests = {} if request.images is None else read_digests(request.images)
+    if errors_only(problems):
+        raise ConfigErrors(problems)
+    with beside(request.out, force=request.force) as folder:
+        write_overlay(folder, answers, layout, configuration, manifests, digests)
+        built = build(folder)
+        problems += overlay_problems(answers, config, built)
+        problems += _compared(answers, built, request.out, where, is_new=not request.force)
+        if errors_only(problems):
+            raise ConfigErrors(problems)
+    print_problems(console, problems)
+    pods = f"{layout.trainer_pods} trainer, {layout.engines * layout.hosts_per_engine} rollout"
+    gpus = f", {layout.gpus} GPUs" if answers.uses_gpus else ""
+    console.print(Text(f"{request.out}: run {answers.run} in namespace {answers.namespace}: pods: {pods}{gpus}"))
+    for line in _next_steps(request.out):
+        console.print(Text(f"  {line}"))
+    return EXIT_OK
+
+
+def _check(console: Console, folder: Path, where: Where) -> int:
+    answers, config, built = overlay_of(folder)
+    problems = [*_configuration(folder).problems, *overlay_problems(answers, config, built)]
+    if not where.offline:
+        problems += cluster_problems(where.api(answers.namespace), answers, built, folder, is_new=False)
+    print_problems(console, problems)
+    console.print(Text(f"{folder}: {headline(problems)}", style="bold"))
+    return EXIT_BAD_CONFIG if errors_only(problems) else EXIT_OK
+
+
+def _compared(answers: Answers, built: list[Manifest], out: Path, where: Where, *, is_new: bool) -> list[ConfigProblem]:
+    """Compare with the cluster, if there is one to reach."""
+    if where.offline:
+        return []
+    try:
+        api = where.api(answers.namespace)
+        return cluster_problems(api, answers, built, out, is_new=is_new)
+    except TandemError as error:
+        text = f"not compared with a cluster: {error}"
+        advice = f"tandem deploy check {out}, where it can be reached; --offline to leave this out"
+        return [ConfigProblem(key="cluster", value="", message=text, suggestion=advice, severity="warning")]
+
+
+def _unknown_components(answers: Answers, manifests: Path) -> list[ConfigProblem]:
+    known = {"--overlay": names_of(manifests, "overlays"), "--component": names_of(manifests, "components")}
+    given = [("--overlay", answers.overlay), *(("--component", name) for name in answers.components)]
+    return [
+        ConfigProblem(key=option, value=name, message="does not exist", suggestion=", ".join(known[option]))
+        for option, name in given
+        if name not in known[option]
+    ]
+
+
+def _next_steps(out: Path) -> list[str]:
+    once = [f"kubectl apply -k {out / ONCE}    # once per namespace"] if (out / ONCE).is_dir() else []
+    return [*once, f"tandem deploy check {out}", f"kubectl apply -k {out}"]

@@ -1,0 +1,26 @@
+"""What a pod needs to be admitted where PodSecurity `restricted` is enforced; the user is that of our images."""
+
+from typing import Any
+
+_USER = 10001
+POD: dict[str, Any] = {
+    "automountServiceAccountToken": False,
+    "enableServiceLinks": False,
+    "restartPolicy": "Never",
+    "securityContext": {
+        "runAsNonRoot": True,
+        "runAsUser": _USER,
+        "runAsGroup": _USER,
+        "fsGroup": _USER,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    },
+}
+CONTAINER: dict[str, Any] = {
+    "terminationMessagePolicy": "FallbackToLogsOnError",
+    "securityContext": {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    },
+}

@@ -1,0 +1,1 @@
+"""A FAKE cluster, for what an operator's machine calls."""

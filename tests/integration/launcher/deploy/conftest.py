@@ -1,0 +1,76 @@
+"""`tandem deploy` as users meet it: the command line in this process, real kubectl, a fake cluster."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from launcher.cli import app
+from tests.fakes.cluster.fake_cluster import FakeCluster
+from tests.manifests.kustomize import kubectl
+
+RUN = {
+    "run": {"name": "math", "iterations": 3},
+    "model": {"path": "/models/Qwen2.5-7B", "dtype": "bfloat16"},
+    "data": {"train": "/models/data/train.jsonl", "heldout": "/models/data/heldout.jsonl"},
+    "reward": {"kind": "math_verify"},
+    "grpo": {"logprob_diff_limit": 0.2},
+    "trainer": {"tensor_parallel": 4, "data_parallel": 4},
+    "rollout": {"replicas": 3, "tensor_parallel": 2},
+    "fleet": {"kind": "kubernetes"},
+}
+ANSWERS = ("-n", "team", "-r", "registry.example.com/lab", "--gpus-per-node", "8")
+
+
+class Done(NamedTuple):
+    """A command that has ended."""
+
+    code: int
+    text: str
+
+
+Deploy = Callable[..., Done]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[FakeCluster]:
+    """A cluster with the namespace `team`, two nodes of 8 GPUs, and the claims and the Secret of the documents."""
+    with FakeCluster("default", "team") as fake:
+        for name in ("gpu-a", "gpu-b", "gpu-c"):
+            fake.node(name, 8, "nvidia.com/gpu:NoSchedule", pool="gpu")
+        fake.node("cpu-a", 0)
+        (tmp_path / "volume").mkdir()
+        fake.claim("run", "team", "ReadWriteMany", folder=tmp_path / "volume")
+        fake.claim("models", "team", "ReadWriteMany", folder=tmp_path / "volume")
+        head = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "redis-auth", "namespace": "team"}}
+        fake.put({**head, "data": {"url": "eA==", "users.acl": "eA=="}})
+        yield fake
+
+
+@pytest.fixture
+def deploy(cluster: FakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Deploy:
+    """Run `tandem deploy ...` against the fake cluster."""
+    kubectl()
+    monkeypatch.setenv("KUBECONFIG", str(cluster.write_kubeconfig(tmp_path / "kubeconfig", "team")))
+    monkeypatch.setenv("COLUMNS", "240")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.chdir(tmp_path)
+
+    def invoke(*arguments: str, answer: str | None = None) -> Done:
+        result = CliRunner().invoke(app, ["deploy", *arguments], input=answer)
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return Done(result.exit_code, result.output)
+
+    return invoke
+
+
+def write_run(folder: Path, **sections: dict[str, Any]) -> Path:
+    """A run's YAML, with some settings changed."""
+    values = {name: {**RUN.get(name, {}), **sections.get(name, {})} for name in {**RUN, **sections}}
+    file = folder / "my.yaml"
+    file.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    return file

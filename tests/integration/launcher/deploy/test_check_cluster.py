@@ -1,0 +1,161 @@
+"""What `tandem deploy new` and `check` find out about the cluster before anything is applied."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.cluster.fake_cluster import FakeCluster
+from tests.integration.launcher.deploy.conftest import ANSWERS, Deploy, Done, write_run
+
+pytestmark = pytest.mark.integration
+
+
+def new(deploy: Deploy, tmp_path: Path, *more: str) -> Done:
+    return deploy("new", "math", "-c", str(write_run(tmp_path)), *ANSWERS, *more)
+
+
+def test_nothing_is_wrong_and_nothing_was_changed(deploy: Deploy, cluster: FakeCluster, tmp_path: Path) -> None:
+    before = dict(cluster.objects)
+    done = new(deploy, tmp_path)
+    assert done.code == 0, done.text
+    assert "warning" not in done.text
+    assert cluster.objects == before
+    assert cluster.seen["create pods"] == 4  # all of them dry runs
+
+
+def test_gpus_that_no_node_offers(deploy: Deploy, cluster: FakeCluster, tmp_path: Path) -> None:
+    for name in ("gpu-a", "gpu-b", "gpu-c"):
+        cluster.node(name, 4, "nvidia.com/gpu:NoSchedule")
+    done = new(deploy, tmp_path)
+    assert done.code == 2, done.text
+    assert "StatefulSet/trainer" in done.text.replace("math-", "")
+    assert "the most nvidia.com/gpu of one is 4 (gpu-a)" in done.text
+    assert not (tmp_path / "math").exists()
+    assert new(deploy, tmp_path, "--offline").code == 0
+
+
+def test_a_taint_that_is_not_tolerated(deploy: Deploy, cluster: FakeCluster, tmp_path: Path) -> None:
+    for name in ("gpu-a", "gpu-b", "gpu-c"):
+        cluster.node(name, 8, "nvidia.com/gpu:NoSchedule", "lab:NoExecute")
+    done = new(deploy, tmp_path)
+    assert done.code == 2, done.text
+    assert "3 more have taints that are not tolerated: lab:NoExecute" in done.text
+    assert new(deploy, tmp_path, "--toleration", "lab:NoExecute").code == 0
+
+
+def test_a_label_that_no_node_has(deploy: Deploy, tmp_path: Path) -> None:
+    done = new(deploy, tmp_path, "--node-selector", "pool=tpu")
+    assert done.code == 2, done.text
+    assert "none is labelled pool=tpu" in done.text
+
+
+def test_too_few_nodes_for_all_pods_is_a_warning(deploy: Deploy, cluster: FakeCluster, tmp_path: Path) -> None:
+    del cluster.objects["Node", "", "gpu-b"], cluster.objects["Node", "", "gpu-c"]
+    done = new(deploy, tmp_path)
+    assert done.code == 0
+    assert "2 pods, but the 1 nodes for them have room for 1" in done.text
+
+
+@pytest.mark.parametrize("mode", ["ReadWriteOnce", "ReadWriteOncePod"])
+def test_a_claim_of_the_wrong_mode(deploy: Deploy, cluster: FakeCluster, tmp_path: Path, mode: str) -> None:
+    cluster.claim("run", "team", mode)
+    done = new(deploy, tmp_path)
+    assert done.code == 2, done.text
+    assert f"claim = run\n    has the mode {mode}" in done.text
+    assert "ReadWriteMany" in done.text
+
+
+def test_one_node_needs_no_claim_of_many(deploy: Deploy, cluster: FakeCluster, tmp_path: Path) -> None:
+    for name in ("run", "models"):
+        cluster.claim(name, "team", "ReadWriteOnce")
+    small = write_run(tmp_path, trainer={"data_parallel": 1}, rollout={"replicas": 2})
+    done = deploy("new", "math", "-c", str(small), *ANSWERS, "--overlay", "single-node-gpu")
+    assert done.code == 0, done.text
+    cluster.claim("run", "team", "ReadWriteOncePod")
+    assert deploy("check", "math").code == 2
+
+
+def test_a_claim_that_does_not_exist(deploy: Deploy, cluster: FakeCluster, tmp_path: Path) -> None:
+    done = new(deploy, tmp_path, "--run-claim", "nfs", "--models-claim", "models")
+    assert done.code == 2, done.text
+    assert "claim = nfs\n    does not exist in namespace team" in done.text
+    del cluster.objects["PersistentVolumeClaim", "team", "run"]
+    done = new(deploy, tmp_path)
+    assert done.code == 0
+    assert "kubectl apply -k math/once" in done.text
+
+
+def test_a_namespace_that_enforces_what_pods_break(deploy: Deploy, cluster: FakeCluster, tmp_path: Path) -> None:
+    enforced = {"name": "team", "labels": {"pod-security.kubernetes.io/enforce": "restricted"}}
+    cluster.put({"apiVersion": "v1", "kind": "Namespace", "metadata": enforced})
+    assert new(deploy, tmp_path).code == 0
+    patch = tmp_path / "math" / "sizes.yaml"
+    patch.write_text(
+        patch.read_text().replace(
+            "- name: rollout\n",
+            "- name: rollout\n        securityContext: {privileged: true, allowPrivilegeEscalation: true}\n",
+        )
+    )
+    done = deploy("check", "math")
+    assert done.code == 2, done.text
+    assert "the namespace team does not admit its pods" in done.text
+    assert 'violates PodSecurity "restricted:latest": privileged (container "rollout"' in done.text
+
+
+def test_a_quota_that_pods_exceed(deploy: Deploy, cluster: FakeCluster, tmp_path: Path) -> None:
+    cluster.refuse("create pods", "exceeded quota: gpus, requested: requests.nvidia.com/gpu=8, limited: 4")
+    done = new(deploy, tmp_path)
+    assert done.code == 2, done.text
+    assert "exceeded quota: gpus" in done.text
+
+
+def test_an_id_that_is_taken(deploy: Deploy, cluster: FakeCluster, tmp_path: Path) -> None:
+    labels = {"tandem.run/id": "math", "app.kubernetes.io/component": "coordinator"}
+    cluster.put(
+        {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": "its-job", "namespace": "team", "labels": labels},
+        }
+    )
+    done = new(deploy, tmp_path)
+    assert done.code == 2, done.text
+    assert "RUN = math\n    is taken in namespace team: Job its-job since" in done.text
+    assert new(deploy, tmp_path, "--offline").code == 0
+
+
+def test_the_namespace_and_the_secret_may_come_later(deploy: Deploy, cluster: FakeCluster, tmp_path: Path) -> None:
+    del cluster.objects["Secret", "team", "redis-auth"]
+    done = new(deploy, tmp_path)
+    assert done.code == 0
+    assert "Secret = redis-auth\n    does not exist" in done.text
+    head = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "redis-auth", "namespace": "team"}}
+    cluster.put({**head, "data": {"password": "eA=="}})
+    done = deploy("check", "math")
+    assert done.code == 2, done.text
+    assert "has no key" in done.text
+    del cluster.objects["Namespace", "", "team"]
+    done = deploy("check", "math")
+    assert done.code == 0
+    assert "namespace = team\n    does not exist yet" in done.text
+
+
+def test_what_this_account_may_not_read_is_said(deploy: Deploy, cluster: FakeCluster, tmp_path: Path) -> None:
+    for what in ("list nodes", "get secrets", "create pods"):
+        cluster.refuse(what)
+    done = new(deploy, tmp_path)
+    assert done.code == 0, done.text
+    for what in ("whether nodes have the GPUs", "the Secret of Redis", "whether the namespace admits the pods"):
+        assert f"{what} was not checked" in done.text
+
+
+def test_without_a_cluster_the_overlay_is_written_with_a_warning(
+    deploy: Deploy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    done = new(deploy, tmp_path)
+    assert done.code == 0
+    assert "not compared with a cluster" in done.text
+    assert deploy("check", "math").code == 2
+    assert deploy("check", "math", "--offline").code == 0
