@@ -33,13 +33,14 @@ OF_THE_COORDINATOR = frozenset(
     {
         *(f"run.{name}" for name in ("output_dir", "checkpoint_every", "keep_checkpoints")),
         *(f"run.{name}" for name in ("checkpoint_async", "missed_checkpoint_budget", "export_every", "keep_exports")),
-        *(f"run.{name}" for name in ("evaluate_every", "target_accuracy", "stop_timeout_s")),
+        *(f"run.{name}" for name in ("evaluate_every", "target_accuracy")),
         *(f"run.{name}" for name in ("trainer_restarts", "replica_restarts", "coordinator_restarts")),
         *(f"rollout.{name}" for name in ("replicas", "min_replicas", "rejoin_timeout_s", "generate_timeout_s")),
         "rollout.seeded",
         *(f"fleet.{name}" for name in ("kind", "kubeconfig", "rollout_set", "rollout_set_kind", "scale")),
         *(f"fleet.{name}" for name in ("stuck_after_s", "max_evictions_per_hour", "unready_after_s")),
         *(f"fleet.{name}" for name in ("reschedule_timeout_s", "request_timeout_s")),
+        *(f"fleet.{name}" for name in ("trainer_set", "trainer_set_kind", "release_after_s")),
         "data.heldout",
         *(f"evaluation.{name}" for name in ("sets", "right_from", "best", "save_best", "concurrent")),
         *(f"samples.{name}" for name in ("enabled", "every", "max_mib", "token_ids")),
@@ -90,7 +91,7 @@ OF_A_REPLICA = frozenset(
 # How the services work together, and what happens when one of them, or a reward, does not.
 _TOGETHER = frozenset(
     {
-        "run.startup_timeout_s",
+        *(f"run.{name}" for name in ("startup_timeout_s", "stop_timeout_s")),
         *(f"rollout.{name}" for name in ("nodes", "max_groups_per_call", "serve_model")),
         *(f"sync.{name}" for name in ("install", "allow_staged_nccl", "pause", "transport", "dtype")),
         *(f"sync.{name}" for name in ("disk_folder", "bucket_mib", "link_gbit", "formation_timeout_s")),

@@ -1,7 +1,5 @@
 """Where a service listens, and where it says that others reach it."""
 
-from pathlib import Path
-
 import pytest
 
 from servicekit.environment import ServiceEnvironment
@@ -54,14 +52,6 @@ def test_an_address_with_a_port_is_refused() -> None:
 def test_a_pod_without_an_ipv4_address_is_refused_by_name(given: str) -> None:
     with pytest.raises(ConfigError, match=f"TANDEM_ADVERTISE_HOST='{given}' is wrong.*IPv4"):
         read(TANDEM_ADVERTISE_HOST=given)
-
-
-def test_the_folder_of_a_new_run_is_made_on_the_claim(tmp_path: Path) -> None:
-    """By whichever service comes first, and again by the next."""
-    for _ in range(2):
-        assert read(TANDEM_RUN_DIR=str(tmp_path / "my-run")).run_dir.is_dir()
-    with pytest.raises(ConfigError, match="TANDEM_RUN_DIR"):
-        read(TANDEM_RUN_DIR=str(tmp_path / "no-claim" / "my-run"))
 
 
 def test_the_rollout_set_may_be_named_outside_of_the_configuration() -> None:

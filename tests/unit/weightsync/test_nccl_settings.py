@@ -57,7 +57,7 @@ def test_every_host_of_an_engine_settles_too(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr("weightsync.group.nccl_settings.settle_containers", lambda: settled.append(1))
     monkeypatch.setattr("rollout_service.sglang_engine.engine.SglangEngine", lambda *_, **__: None)
     monkeypatch.setattr("rollout_service.sglang_engine.host.SglangProcesses", lambda *_, **__: None)
-    config: Any = None
+    config: Any = SimpleNamespace(rollout=SimpleNamespace(tensor_parallel=1, expert_parallel=1))
     stop: Any = SimpleNamespace(set=None)
     make_sglang_engine(config, "rollout-0", environment, stop, HostRanks())
     assert len(settled) == 1
