@@ -41,12 +41,11 @@ PACKED = (
     "urllib3",
     "websocket",
 )
-# The asyncio half of the Kubernetes client needs aiohttp, which the image does without. Of pyarrow: RPCs, S3, headers,
+# The asyncio half of the Kubernetes client needs aiohttp, which the image does without. Of pyarrow: RPCs, headers,
 # and two more copies of a library that the wheel has under three names.
 UNUSED = (
     "kubernetes/aio",
     "pyarrow/*flight*",
-    "pyarrow/*s3*",
     "pyarrow/include",
     "pyarrow/src",
     "pyarrow/libarrow_python.so",

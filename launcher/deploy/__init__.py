@@ -1,1 +1,1 @@
-"""`tandem deploy`: writes a run's overlay for Kubernetes, and checks it against the cluster."""
+"""`tandem deploy`: writes a run's overlay for Kubernetes, checks it, and finds the run through the API alone."""

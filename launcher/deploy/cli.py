@@ -1,7 +1,9 @@
 """The command line of `tandem deploy`."""
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,12 +15,18 @@ if TYPE_CHECKING:
 deploy = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="""Runs on Kubernetes: write an overlay for `kubectl apply -k`, and check it against the cluster.
+    help="""Runs on Kubernetes: write an overlay for `kubectl apply -k`, check it, and follow the run from anywhere.
 
     \b
     tandem deploy new my-run -c my.yaml --namespace team ...    write its overlay
+    tandem deploy fetch OWNER/MODEL ... a Job that downloads a model to the cluster
     tandem deploy check my-run          what is wrong with it, and for this cluster
-    kubectl apply -k my-run             start it""",
+    tandem deploy diff my-run           what applying it would change
+    kubectl apply -k my-run             start it
+    tandem deploy status my-run         how it stands, from anywhere that reaches the API
+    tandem deploy logs my-run -f        what its pods log
+    tandem deploy results my-run        its files, to this machine
+    tandem deploy delete my-run         its objects; its claims stay""",
 )
 
 _Namespace = Annotated[
@@ -29,6 +37,7 @@ _Kubeconfig = Annotated[
 ]
 _Context = Annotated[str, typer.Option("--context", metavar="NAME", help="Context of the kubeconfig.")]
 _Offline = Annotated[bool, typer.Option("--offline", help="Do not ask a cluster.")]
+_Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's id.")]
 _Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A folder of `tandem deploy new`.")]
 
 
@@ -102,6 +111,193 @@ def check(folder: _Folder, offline: _Offline = False, kubeconfig: _Kubeconfig = 
     from launcher.deploy.commands import check_command
 
     raise typer.Exit(check_command(folder, _where(None, kubeconfig, context, offline=offline)))
+
+
+@deploy.command()
+def fetch(
+    source: Annotated[
+        str, typer.Argument(metavar="OWNER/NAME|s3://BUCKET/PREFIX", help="A Hugging Face repository, or S3 storage.")
+    ],
+    image: Annotated[
+        str, typer.Option("--image", metavar="IMAGE", help="The trainer's, which has `hf`; for S3 the coordinator's.")
+    ],
+    namespace: Annotated[str, typer.Option("--namespace", "-n", metavar="NAME", help="Namespace of the claim.")],
+    to: Annotated[str, typer.Option("--to", metavar="FOLDER", help="Below /models; default: the last name.")] = "",
+    dataset: Annotated[bool, typer.Option("--dataset", help="The repository is a data set.")] = False,
+    revision: Annotated[str, typer.Option("--revision", metavar="REV", help="Branch, tag or commit.")] = "main",
+    endpoint: Annotated[str, typer.Option("--endpoint", metavar="URL", help="Of a mirror, or of the storage.")] = "",
+    region: Annotated[str, typer.Option("--region", metavar="NAME", help="Of S3.")] = "",
+    secret: Annotated[
+        str,
+        typer.Option("--secret", metavar="NAME", help="With the key `token`; for S3 `access-key`, `secret-key`."),
+    ] = "",
+    models_claim: Annotated[str, typer.Option("--models-claim", metavar="NAME", help="The claim.")] = "models",
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Default: fetch-FOLDER.yaml.")] = None,
+) -> None:
+    """Write a Job that downloads a model or data set onto the claim of the models; nothing is applied.
+
+    An attempt that fails is repeated and continues with the files that it lacks.
+
+    \b
+    Examples:
+        tandem deploy fetch Qwen/Qwen2.5-7B -n team --image registry.example.com/tandem/trainer:0.1.0
+        tandem deploy fetch s3://lab/data/math -n team --image registry.example.com/tandem/coordinator:0.1.0 --secret s3
+    """
+    from launcher.deploy.commands import fetch_command
+    from launcher.deploy.models.job import FetchRequest
+
+    request = FetchRequest(
+        source=source,
+        kind="dataset" if dataset else "model",
+        revision=revision,
+        folder=to or source.rstrip("/").rpartition("/")[2],
+        namespace=namespace,
+        image=image,
+        claim=models_claim,
+        endpoint=endpoint,
+        secret=secret,
+        region=region,
+    )
+    raise typer.Exit(fetch_command(request, out or Path(f"{request.name}.yaml")))
+
+
+@deploy.command()
+def diff(folder: _Folder, kubeconfig: _Kubeconfig = None, context: _Context = "") -> None:
+    """Show what applying an overlay would change in the cluster, and what cannot be changed in place; changes nothing.
+
+    \b
+    Examples:
+        tandem deploy diff math
+    """
+    from launcher.deploy.live_commands import diff_command
+
+    raise typer.Exit(diff_command(folder, _where(None, kubeconfig, context)))
+
+
+@deploy.command()
+def status(run: _Run, namespace: _Namespace = None, kubeconfig: _Kubeconfig = None, context: _Context = "") -> None:
+    """Show the state of a run: its Job, its pods and their troubles, and what its coordinator answers.
+
+    The coordinator is asked through the API server, as by `kubectl port-forward`. Without --namespace all namespaces
+    are searched, if this account may.
+
+    \b
+    Examples:
+        tandem deploy status math
+        tandem deploy status math -n team --context prod
+    """
+    from launcher.deploy.live_commands import status_command
+
+    raise typer.Exit(status_command(run, _where(namespace, kubeconfig, context)))
+
+
+@deploy.command()
+def logs(
+    run: _Run,
+    services: Annotated[
+        list[str] | None, typer.Argument(metavar="[SERVICE]...", help="coordinator, trainer, rollout, redis, or a pod.")
+    ] = None,
+    level: Annotated[str, typer.Option("--level", metavar="debug|info|warning|error", help="Lowest level.")] = "info",
+    since: Annotated[
+        str, typer.Option("--since", metavar="TIME", help="Only later lines: 90s, 10m, 2h, 1d ago, or 14:30.")
+    ] = "",
+    newest: Annotated[int | None, typer.Option("--newest", min=1, metavar="N", help="Only the newest N.")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Print what is added too, until the run ends.")
+    ] = False,
+    previous: Annotated[
+        bool, typer.Option("--previous", "-p", help="Of containers before their last restart.")
+    ] = False,
+    namespace: _Namespace = None,
+    kubeconfig: _Kubeconfig = None,
+    context: _Context = "",
+) -> None:
+    """Print the logs of a run's pods as readable lines, by time: the newest 2,000 lines of each.
+
+    \b
+    Examples:
+        tandem deploy logs math coordinator --follow
+        tandem deploy logs math trainer --previous --level warning
+    """
+    from launcher.deploy.live_commands import logs_command
+    from launcher.view.logs.lines import LEVELS
+
+    if level not in LEVELS:
+        raise typer.BadParameter(f"--level {level}: there are {', '.join(LEVELS)}")
+    where = _where(namespace, kubeconfig, context)
+    wanted: dict[str, Any] = {"level": level, "since": since, "newest": newest, "follow": follow, "previous": previous}
+    raise typer.Exit(logs_command(run, services or [], where, **wanted))
+
+
+@deploy.command()
+def results(
+    run: _Run,
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="DIR", help="Default: runs/RUN.")] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="PATH", help="A file or folder of the run's, e.g. hf; repeat for more."),
+    ] = None,
+    checkpoints: Annotated[bool, typer.Option("--checkpoints", help="The checkpoints too.")] = False,
+    run_claim: Annotated[str, typer.Option("--run-claim", metavar="NAME", help="Of a run whose Job is deleted.")] = "",
+    run_dir: Annotated[str, typer.Option("--run-dir", metavar="DIR", help="The same: its folder in pods.")] = "",
+    image: Annotated[str, typer.Option("--image", metavar="IMAGE", help="The same: image of the coordinator.")] = "",
+    timeout_s: Annotated[float, typer.Option(min=1.0, max=7200.0, help="Until the pod that reads runs.")] = 600.0,
+    namespace: _Namespace = None,
+    kubeconfig: _Kubeconfig = None,
+    context: _Context = "",
+) -> None:
+    """Copy the files of a run from its claim: the exported model, metrics, reports; without checkpoints by default.
+
+    A pod that mounts the claim, read only, sends them through the API server; it is deleted at the end. Every file is
+    compared by digest; what broke off continues where it ended, also when the command is repeated.
+
+    \b
+    Examples:
+        tandem deploy results math --out math-results
+        tandem deploy results math --only hf --only summary.json
+        tandem deploy results math --run-claim run --image registry.example.com/tandem/coordinator:0.1.0
+    """
+    from launcher.deploy.live_commands import ResultsRequest, results_command
+
+    request = ResultsRequest(
+        run=run,
+        out=out or Path("runs") / run,
+        only=only or [],
+        checkpoints=checkpoints,
+        claim=run_claim,
+        run_dir=run_dir,
+        image=image,
+        timeout_s=timeout_s,
+    )
+    raise typer.Exit(results_command(request, _where(namespace, kubeconfig, context)))
+
+
+@deploy.command()
+def delete(
+    run: _Run,
+    claims: Annotated[
+        bool, typer.Option("--claims", help="Also the claims that are labelled as the run's, with what is on them.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    timeout_s: Annotated[float, typer.Option(min=1.0, max=7200.0, help="Until its pods have ended.")] = 300.0,
+    namespace: _Namespace = None,
+    kubeconfig: _Kubeconfig = None,
+    context: _Context = "",
+) -> None:
+    """Delete the objects of a run, found by their label; its files, claims and the namespace stay.
+
+    \b
+    Examples:
+        tandem deploy delete math
+        tandem deploy delete math --yes -n team
+    """
+    from launcher.deploy.live_commands import delete_command
+
+    if not yes and not sys.stdin.isatty():
+        raise typer.BadParameter("give --yes: there is no terminal to ask on")
+    where = _where(namespace, kubeconfig, context)
+    confirm: Callable[[str], bool] = (lambda _: True) if yes else typer.confirm
+    raise typer.Exit(delete_command(run, where, claims=claims, timeout_s=timeout_s, confirm=confirm))
 
 
 def _where(namespace: str | None, kubeconfig: Path | None, context: str, *, offline: bool = False) -> "Where":

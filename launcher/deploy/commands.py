@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
 from rich.console import Console
 from rich.text import Text
 
@@ -11,8 +12,9 @@ from launcher.deploy.answers import Answers
 from launcher.deploy.check.cluster import cluster_problems
 from launcher.deploy.check.overlay import overlay_problems
 from launcher.deploy.live.api import OperatorApi
+from launcher.deploy.models.job import FetchRequest, fetch_job
 from launcher.deploy.new.configuration import RUN_FILE, PodConfiguration, read_configuration
-from launcher.deploy.new.images import read_digests
+from launcher.deploy.new.images import read_digests, without_registry
 from launcher.deploy.new.kustomize import Manifest, build
 from launcher.deploy.new.layout import layout_of, misfits
 from launcher.deploy.new.manifests import find_manifests, names_of
@@ -76,6 +78,22 @@ def new_command(request: NewRequest, where: Where) -> int:
 def check_command(folder: Path, where: Where) -> int:
     """Run `tandem deploy check`."""
     return guarded(lambda console: _check(console, folder, where))
+
+
+def fetch_command(request: FetchRequest, out: Path) -> int:
+    """Run `tandem deploy fetch`: write the manifest of a Job."""
+
+    def write(console: Console) -> int:
+        if without_registry(request.image):
+            raise ConfigError(f"--image {request.image}: begins with no registry; give it as nodes pull it")
+        out.write_text(yaml.safe_dump(fetch_job(request), sort_keys=False), encoding="utf-8")
+        console.print(Text(f"{out}: {request.source} to /models/{request.folder} of claim {request.claim}"))
+        console.print(Text(f"  kubectl apply -f {out}"))
+        wait = f"kubectl wait --namespace {request.namespace} --for=condition=complete --timeout=4h"
+        console.print(Text(f"  {wait} job/{request.name}"))
+        return EXIT_OK
+
+    return guarded(write)
 
 
 def overlay_of(folder: Path) -> tuple[Answers, RunConfig, list[Manifest]]:

@@ -79,7 +79,7 @@ def describe(run_dir: Path, environ: Mapping[str, str] = os.environ) -> list[tup
     address, state, failures = find_coordinator(run_dir, environ)
     if is_evaluation(run_dir):
         return describe_evaluation(run_dir)
-    answer = asyncio.run(_ask(address, read_token(run_dir))) if address else [("state", state)]
+    answer = asyncio.run(ask_coordinator(address, read_token(run_dir))) if address else [("state", state)]
     if not address and (words := last_outcome(run_dir)):
         answer.append(("ended", words))
     lines = [("run", str(run_dir)), *answer, *(("failed", str(failure)) for failure in failures)]
@@ -124,7 +124,8 @@ def _announced(environment: ServiceEnvironment) -> tuple[str, str, list[Failure]
         registry.close()
 
 
-async def _ask(address: str, token: str) -> list[tuple[str, str]]:
+async def ask_coordinator(address: str, token: str) -> list[tuple[str, str]]:
+    """Ask a coordinator how its run stands; a coordinator that does not answer is an answer too."""
     async with open_channel(address, identity=operator_identity(), peer=COORDINATOR, token=token) as channel:
         try:
             status = await pb_grpc.CoordinatorServiceStub(channel).GetStatus(pb.GetStatusRequest(), timeout=_ANSWER_S)

@@ -1,1 +1,1 @@
-"""The API server as an operator reaches it, and the kinds of objects that a run has there."""
+"""A run as it is in the cluster: found by its label, through the API server and nothing else."""

@@ -107,14 +107,14 @@ def show(run_dir: Path, console: Console, wanted: WantedLines, is_running: Calla
     logs = {path: _Log(path) for path in find_logs(run_dir, wanted.services)}
     first = deque(_in_order(logs.values(), wanted), maxlen=wanted.newest)
     for entry in first:
-        _print(console, entry)
+        print_entry(console, entry)
     while is_running is not None:
         ends = not is_running()
         time.sleep(FOLLOW_S)
         for path in find_logs(run_dir, wanted.services):  # of a service that was started meanwhile too
             logs.setdefault(path, _Log(path))
         for entry in _in_order(logs.values(), wanted):
-            _print(console, entry)
+            print_entry(console, entry)
         if ends:
             return
 
@@ -129,7 +129,8 @@ def _is_of(path: Path, service: str) -> bool:
     return path.stem == service or path.stem.rpartition("-")[0] == service
 
 
-def _print(console: Console, entry: Entry) -> None:
+def print_entry(console: Console, entry: Entry) -> None:
+    """Print an entry: time, service, level, text, and the lines that belong to it."""
     clock = datetime.fromtimestamp(entry.time_s).strftime("%m-%d %H:%M:%S.%f")[:-3] if entry.time_s else "-" * 18
     line = Text(f"{clock}  ", style="dim")
     line.append(f"{entry.service:<11}  ", style="not dim bold")

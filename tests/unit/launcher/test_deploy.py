@@ -1,10 +1,11 @@
-"""The pure parts of `tandem deploy`: layouts of pods, rooms of nodes."""
+"""The pure parts of `tandem deploy`: layouts of pods, rooms of nodes, differences of objects."""
 
 from typing import Any
 
 import pytest
 
 from launcher.deploy.check.nodes import NodeRoom, node_problems
+from launcher.deploy.live.diff import _plain, _shaped
 from launcher.deploy.new.layout import layout_of, misfits
 from tandem_config.loading import draft_config
 
@@ -106,3 +107,30 @@ def test_a_toleration_is_compared_as_the_scheduler_does(toleration: dict[str, st
 def test_a_preference_of_a_node_keeps_no_pod_out() -> None:
     prefers = {**TAINT, "effect": "PreferNoSchedule"}
     assert list(node_problems([workload(1, gpu="1")], [node("a", prefers, **LARGE)])) == []
+
+
+WANTED = {"spec": {"replicas": 2, "containers": [{"name": "a", "env": [{"name": "X", "value": "1"}]}]}}
+
+
+def test_what_the_server_adds_is_no_difference() -> None:
+    container = {"name": "a", "imagePullPolicy": "Always", "env": [{"name": "X", "value": "1"}]}
+    live = {"spec": {"replicas": 2, "strategy": {"type": "x"}, "containers": [container]}, "status": {"ready": 1}}
+    assert _shaped(live, WANTED, {}) == WANTED
+
+
+def test_what_was_applied_and_is_no_longer_wanted_is_a_difference() -> None:
+    live = {"spec": {**WANTED["spec"], "paused": True}}
+    assert _shaped(live, WANTED, {"spec": {"paused": True}}) != WANTED
+    assert _shaped(live, WANTED, {}) == WANTED
+
+
+def test_entries_of_lists_are_compared_by_name() -> None:
+    live = {"spec": {"containers": [{"name": "sidecar"}, {"name": "a", "env": [{"name": "X", "value": "2"}]}]}}
+    shaped = _shaped(live, WANTED, {})
+    assert [each["name"] for each in shaped["spec"]["containers"]] == ["sidecar", "a"]
+    assert shaped["spec"]["containers"][1]["env"] == [{"name": "X", "value": "2"}]
+
+
+def test_how_it_was_applied_is_no_part_of_an_object() -> None:
+    notes = {"kubectl.kubernetes.io/last-applied-configuration": "{}"}
+    assert _plain({"metadata": {"name": "a", "annotations": notes}}) == {"metadata": {"name": "a"}}

@@ -31,7 +31,6 @@ def limits(workload: Any) -> dict[str, str]:
     return found
 
 
-@pytest.mark.runs("tandem deploy")
 def test_pods_and_gpus_follow_from_the_runs_layout(deploy: Deploy, tmp_path: Path) -> None:
     found = of(new(deploy, tmp_path))
     trainer, rollout = found["trainer"], found["rollout"]

@@ -1,0 +1,58 @@
+"""`tandem deploy delete`: a run's objects go, by their label; its claims stay unless asked for."""
+
+import threading
+import time
+from collections.abc import Callable
+
+from launcher.deploy.live.api import OperatorApi, names, of_run
+from launcher.deploy.live.kinds import CLAIM, KINDS, MAKES_PODS
+from launcher.deploy.live.run import POD, LiveRun
+from servicekit.errors import DeadlineExceeded, PermissionDenied, TandemError
+
+_LOOK_AGAIN_S = 1.0
+
+
+def delete_run(
+    api: OperatorApi, run: LiveRun, say: Callable[[str], None], *, claims: bool, timeout_s: float
+) -> list[TandemError]:
+    """Delete a run: what makes pods, then, when the pods are gone, the rest.
+
+    Args:
+        say: prints a line.
+        claims: delete the claims that are labelled as the run's, with what is on them.
+    Returns: what could not be deleted, and why.
+    Raises: DeadlineExceeded: pods are still there after `timeout_s`; names them.
+    """
+    errors: list[TandemError] = []
+    for kind in KINDS:
+        if kind is POD or (kind is CLAIM and not claims):
+            continue
+        if kind not in MAKES_PODS and kind in run.objects:
+            _await_no_pods(api, run, timeout_s)
+        for name in names(run.objects.get(kind, [])):
+            try:
+                if api.delete(kind, name):
+                    say(f"{kind.name}/{name} deleted")
+            except PermissionDenied as error:
+                errors.append(error)
+    _await_no_pods(api, run, timeout_s)
+    kept = [] if claims else names(run.objects.get(CLAIM, []))
+    if kept:
+        say(f"kept: claim {', '.join(kept)} (--claims deletes what is on them too)")
+    return errors
+
+
+def _await_no_pods(api: OperatorApi, run: LiveRun, timeout_s: float) -> None:
+    """Delete pods of no controller, and wait for all others, which end as their grace periods allow."""
+    deadline_s = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while pods := api.find(POD, of_run(run.run)):
+        for pod in pods:
+            if not pod["metadata"].get("ownerReferences") and not pod["metadata"].get("deletionTimestamp"):
+                api.delete(POD, str(pod["metadata"]["name"]))
+        if time.monotonic() > deadline_s:
+            raise DeadlineExceeded(
+                f"pods of run {run.run} have not ended in {timeout_s:g} s: {', '.join(names(pods))}; "
+                f"kubectl describe pod --namespace {api.namespace} says why; then delete again"
+            )
+        pause.wait(_LOOK_AGAIN_S)

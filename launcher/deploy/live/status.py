@@ -1,0 +1,114 @@
+"""`tandem deploy status`: what the cluster says of a run, and what its coordinator answers."""
+
+import asyncio
+import re
+from collections.abc import Iterator
+
+from kubernetes import client
+
+from coordinator.fleet.kubernetes.api.pods import Pod, read_pod
+from launcher.deploy.live.api import Object, OperatorApi, of_run
+from launcher.deploy.live.kinds import MAKES_PODS
+from launcher.deploy.live.run import COORDINATOR, JOB, POD, LiveRun, component
+from launcher.deploy.live.streams import forwarded
+from launcher.view.status import ask_coordinator
+from servicekit.errors import TandemError
+
+GRPC_PORT = 50051
+Lines = list[tuple[str, str]]
+_LONGEST_END = 600
+
+
+def describe_run(api: OperatorApi, run: LiveRun) -> Lines:
+    """Describe a run as (name, text) pairs."""
+    lines = [("run", f"{run.run} in namespace {run.namespace} (context {api.context})"), ("job", _job(run.job))]
+    lines += _sizes(run)
+    lines += list(_troubles(run))
+    pod = run.coordinator_pod()
+    if pod is not None and pod.get("status", {}).get("phase") == "Running":
+        lines += _answer(api, str(pod["metadata"]["name"]))
+    elif pod is not None:
+        lines += _end(pod)
+    return lines
+
+
+def _job(job: Object | None) -> str:
+    """Say how the Job stands."""
+    if job is None:
+        return "none: it was deleted, or never applied"
+    status = job.get("status", {})
+    for condition in status.get("conditions") or []:
+        if condition["type"] in ("Complete", "Failed", "Suspended") and condition["status"] == "True":
+            why = ": ".join(text for text in (condition.get("reason", ""), condition.get("message", "")) if text)
+            return f"{condition['type']} since {condition.get('lastTransitionTime', '?')}{f' ({why})' if why else ''}"
+    failed = status.get("failed", 0)
+    return f"{status.get('active', 0)} active since {status.get('startTime', '?')}, {failed} failed pods"
+
+
+def _sizes(run: LiveRun) -> Lines:
+    """Say how many pods are ready of how many."""
+    found = []
+    for kind in MAKES_PODS:
+        if kind in (JOB, POD):
+            continue
+        for entry in run.objects.get(kind, []):
+            wanted = entry.get("spec", {}).get("replicas")
+            if wanted is not None:
+                ready = entry.get("status", {}).get("readyReplicas", 0)
+                found.append((component(entry) or str(entry["metadata"]["name"]), f"{ready} of {wanted} ready"))
+    return found
+
+
+def _troubles(run: LiveRun) -> Iterator[tuple[str, str]]:
+    """Name the pods that are in trouble, and what they said last."""
+    for raw in run.pods:
+        if component(raw) == COORDINATOR and raw.get("status", {}).get("phase") in ("Succeeded", "Failed"):
+            continue
+        pod = _typed(raw)
+        if pod.trouble:
+            last = _last_line(raw)
+            yield "trouble", f"pod {pod.name}: {pod.trouble}{f': {last}' if last else ''}"
+
+
+def _answer(api: OperatorApi, pod: str) -> Lines:
+    """Ask the coordinator, through the API server."""
+    try:
+        with forwarded(api, pod, GRPC_PORT) as address:
+            answer = asyncio.run(ask_coordinator(address, ""))
+    except TandemError as error:
+        return [("coordinator", f"does not answer: {error}")]
+    return [(name, pod if name == "coordinator" else text) for name, text in answer]
+
+
+def _end(pod: Object) -> Lines:
+    """Say how the coordinator's newest pod stands or has ended."""
+    name, phase = pod["metadata"]["name"], pod.get("status", {}).get("phase", "Pending")
+    last = _last_line(pod)
+    return [("coordinator", f"{name}: {phase}"), *([("ended", last)] if last else [])]
+
+
+def _last_line(pod: Object) -> str:
+    """Return the last line that a container wrote before it ended, as the kubelet keeps it."""
+    for status in pod.get("status", {}).get("containerStatuses") or []:
+        for state in (status.get("state") or {}, status.get("lastState") or {}):
+            message = (state.get("terminated") or {}).get("message", "")
+            lines = [line.strip() for line in message.splitlines() if line.strip()]
+            if lines:
+                return re.sub(r"\s+", " ", lines[-1])[:_LONGEST_END]
+    return ""
+
+
+def _typed(raw: Object) -> Pod:
+    """Read a pod as the coordinator does."""
+    return read_pod(client.V1Pod.from_dict(raw))
+
+
+def is_over(api: OperatorApi, run: str) -> bool:
+    """Whether the run's Job has ended, or is deleted."""
+    jobs = [job for job in api.find(JOB, of_run(run)) if component(job) == COORDINATOR]
+    return all(_has_ended(job) for job in jobs)
+
+
+def _has_ended(job: Object) -> bool:
+    conditions = job.get("status", {}).get("conditions") or []
+    return any(entry["type"] in ("Complete", "Failed") and entry["status"] == "True" for entry in conditions)

@@ -1,0 +1,200 @@
+"""`tandem deploy fetch`: the Job is admitted, and its command, the real `hf`, downloads from an endpoint of ours."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pyarrow import fs
+
+from tests.fakes.cluster.fake_cluster import FakeCluster
+from tests.house.repository import REPO
+from tests.integration.launcher.deploy.conftest import Deploy
+from tests.integration.launcher.deploy.test_live import apply_file
+from tests.kit.waiting import until
+
+pytestmark = pytest.mark.integration
+FILES = {"config.json": b'{"model_type": "qwen2"}', "model.safetensors": os.urandom(300_000)}
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+KEY = "key"
+IMAGE = "registry.example.com/lab/tandem/trainer:0.1.0"
+
+
+class _Endpoint(BaseHTTPRequestHandler):
+    """The part of a Hugging Face endpoint that a download asks: one model, for who has the token."""
+
+    protocol_version = "HTTP/1.1"
+    token = "hf_secret"
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if self.headers.get("Authorization") != f"Bearer {self.token}":
+            self._send(401, b'{"error": "Invalid credentials"}', {})
+        elif re.fullmatch(r"/api/models/lab/tiny/revision/\w+", path):
+            names = [{"rfilename": name} for name in FILES]
+            info = {"id": "lab/tiny", "modelId": "lab/tiny", "sha": COMMIT, "siblings": names, "private": False}
+            self._send(200, json.dumps(info | {"tags": [], "downloads": 0, "likes": 0}).encode(), {})
+        elif (match := re.fullmatch(r"/lab/tiny/resolve/\w+/(.+)", path)) and match[1] in FILES:
+            body = FILES[match[1]]
+            digest = hashlib.sha256(body).hexdigest()
+            self._send(200, body, {"ETag": f'"{digest}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"})
+        else:
+            self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+
+    do_HEAD = do_GET
+
+    def _send(self, code: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(code)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    """Address of an endpoint with the model lab/tiny."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Endpoint)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def run_as_pod(job: dict[str, Any], models: Path, **secrets: str) -> "subprocess.CompletedProcess[str]":
+    """Run the Job's command on this machine, with its variables and where the claim is."""
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    program, *arguments = container["command"]
+    environ = {each["name"]: each.get("value", secrets.get(each["name"], "")) for each in container["env"]}
+    local = [text.replace("/models", str(models)) if text.startswith("/models/") else text for text in arguments]
+    environ |= {
+        "PYTHONPATH": str(REPO),
+        "HF_HOME": str(models.parent / "hf"),
+        "PATH": os.environ["PATH"],
+        "HOME": str(models.parent),
+    }
+    command = [str(Path(sys.executable).parent / program), *local]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_the_job_downloads_with_the_token_of_a_secret(
+    deploy: Deploy, cluster: FakeCluster, tmp_path: Path, endpoint: str
+) -> None:
+    enforced = {"name": "team", "labels": {"pod-security.kubernetes.io/enforce": "restricted"}}
+    cluster.put({"apiVersion": "v1", "kind": "Namespace", "metadata": enforced})
+    more = ["--endpoint", endpoint, "--secret", "hf"]
+    done = deploy("fetch", "lab/tiny", "-n", "team", "--image", IMAGE, *more)
+    assert done.code == 0, done.text
+    assert "kubectl apply -f fetch-tiny.yaml" in done.text
+    job = yaml.safe_load(Path("fetch-tiny.yaml").read_text())
+    apply_file(Path("fetch-tiny.yaml"))
+    assert cluster.names("Job") == ["fetch-tiny"]
+    template = job["spec"]["template"]
+    cluster.answer("create", "Pod", ("Pod", "team", ""), "pods", {"dryRun": "All"}, pod_with(template))
+    models = tmp_path / "volume"
+    refused = run_as_pod(job, models, HF_TOKEN="wrong")
+    assert refused.returncode != 0
+    fetched = run_as_pod(job, models, HF_TOKEN=_Endpoint.token)
+    assert fetched.returncode == 0, fetched.stderr
+    assert {name: (models / "tiny" / name).read_bytes() for name in FILES} == FILES
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Iterator[str]:
+    """Address of an S3-compatible server (moto's) with FILES in lab/models/tiny."""
+    program = shutil.which("moto_server")
+    if program is None:
+        pytest.skip("NO S3 SERVER: the download was not run; install moto[server] (PyPI)")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = subprocess.Popen([program, "-H", "127.0.0.1", "-p", str(port)], stderr=subprocess.DEVNULL)
+    address = f"127.0.0.1:{port}"
+    try:
+        until(lambda: _listens(port) or server.poll() is not None, 60.0, "moto_server listening")
+        made = fs.S3FileSystem(
+            access_key=KEY,
+            secret_key=KEY,
+            endpoint_override=address,
+            scheme="http",
+            region="us-east-1",
+            allow_bucket_creation=True,
+        )
+        made.create_dir("lab")
+        for name, body in FILES.items():
+            with made.open_output_stream(f"lab/models/tiny/{name}") as file:
+                file.write(body)
+        yield f"http://{address}"
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as trial:
+        return trial.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_the_job_copies_from_s3_compatible_storage(
+    deploy: Deploy, cluster: FakeCluster, tmp_path: Path, storage: str
+) -> None:
+    image = "registry.example.com/lab/tandem/coordinator:0.1.0"
+    more = ["--endpoint", storage, "--region", "us-east-1", "--secret", "s3"]
+    done = deploy("fetch", "s3://lab/models/tiny", "-n", "team", "--image", image, *more)
+    assert done.code == 0, done.text
+    apply_file(Path("fetch-tiny.yaml"))
+    job = yaml.safe_load(Path("fetch-tiny.yaml").read_text())
+    models = tmp_path / "volume"
+    keys = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": KEY}
+    fetched = run_as_pod(job, models, **keys)
+    assert fetched.returncode == 0, fetched.stderr
+    assert {name: (models / "tiny" / name).read_bytes() for name in FILES} == FILES
+    (models / "tiny" / "config.json").unlink()
+    again = run_as_pod(job, models, **keys)
+    assert "1 files copied" in again.stdout
+    job["spec"]["template"]["spec"]["containers"][0]["command"][3] = "lab/models/large"
+    missing = run_as_pod(job, models, **keys)
+    assert (missing.returncode, "s3://lab/models/large" in missing.stderr) == (2, True)
+    half = run_as_pod(job, models, AWS_ACCESS_KEY_ID=KEY)
+    assert (half.returncode, "one is set without the other" in half.stderr) == (2, True)
+
+
+def pod_with(template: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "trial", **template["metadata"]},
+        "spec": template["spec"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["tiny"], "is not a repository"),
+        (["s3://B/x"], "is no place in S3"),
+        (["lab/tiny", "--to", "../x"], "is not a folder below /models"),
+        (["lab/tiny", "--endpoint", "hub"], "is not an address"),
+        (["lab/tiny", "--image", "tandem/trainer"], "begins with no registry"),
+    ],
+)
+def test_what_cannot_be_fetched_is_named(deploy: Deploy, arguments: list[str], expected: str) -> None:
+    done = deploy("fetch", "-n", "team", "--image", IMAGE, *arguments)
+    assert done.code == 2, done.text
+    assert expected in done.text
