@@ -32,6 +32,7 @@ def test_the_page_from_a_runs_yaml_to_its_end(tmp_path: Path) -> None:
         environ = {**os.environ, "PATH": paths, "KUBECONFIG": str(cluster.write_kubeconfig(tmp_path / "kubeconfig"))}
         for name in ("gpu-a", "gpu-b", "gpu-c"):
             cluster.node(name, 8, "nvidia.com/gpu:NoSchedule")
+        cluster.node("cpu", 0)
         # The fake has no OpenAPI documents, by which kubectl validates before it applies.
         (tmp_path / "bin").mkdir()
         (tmp_path / "bin" / "kubectl").write_text(WITHOUT_VALIDATION.replace("KUBECTL", kubectl()))

@@ -14,9 +14,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
-from pyarrow import fs
 
 from tests.fakes.cluster.fake_cluster import FakeCluster
 from tests.house.repository import REPO
@@ -45,6 +45,12 @@ class _Endpoint(BaseHTTPRequestHandler):
             names = [{"rfilename": name} for name in FILES]
             info = {"id": "lab/tiny", "modelId": "lab/tiny", "sha": COMMIT, "siblings": names, "private": False}
             self._send(200, json.dumps(info | {"tags": [], "downloads": 0, "likes": 0}).encode(), {})
+        elif path == f"/api/models/lab/tiny/tree/{COMMIT}":
+            tree = [
+                {"type": "file", "path": name, "size": len(body), "oid": hashlib.sha1(body).hexdigest()}
+                for name, body in FILES.items()
+            ]
+            self._send(200, json.dumps(tree).encode(), {})
         elif (match := re.fullmatch(r"/lab/tiny/resolve/\w+/(.+)", path)) and match[1] in FILES:
             body = FILES[match[1]]
             digest = hashlib.sha256(body).hexdigest()
@@ -128,18 +134,9 @@ def storage(tmp_path: Path) -> Iterator[str]:
     address = f"127.0.0.1:{port}"
     try:
         until(lambda: _listens(port) or server.poll() is not None, 60.0, "moto_server listening")
-        made = fs.S3FileSystem(
-            access_key=KEY,
-            secret_key=KEY,
-            endpoint_override=address,
-            scheme="http",
-            region="us-east-1",
-            allow_bucket_creation=True,
-        )
-        made.create_dir("lab")
-        for name, body in FILES.items():
-            with made.open_output_stream(f"lab/models/tiny/{name}") as file:
-                file.write(body)
+        httpx.put(f"http://{address}/lab").raise_for_status()
+        for name, body in FILES.items():  # in one request each: this server cannot complete pyarrow's uploads in parts
+            httpx.put(f"http://{address}/lab/models/tiny/{name}", content=body).raise_for_status()
         yield f"http://{address}"
     finally:
         server.terminate()
