@@ -12,7 +12,7 @@ from launcher.cli import app
 from tests.fakes.cluster.fake_cluster import FakeCluster
 from tests.manifests.kustomize import kubectl
 
-RUN = {
+RUN: dict[str, dict[str, Any]] = {
     "run": {"name": "math", "iterations": 3},
     "model": {"path": "/models/Qwen2.5-7B", "dtype": "bfloat16"},
     "data": {"train": "/models/data/train.jsonl", "heldout": "/models/data/heldout.jsonl"},

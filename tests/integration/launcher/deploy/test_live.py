@@ -74,7 +74,7 @@ class Coordinator(pb_grpc.CoordinatorServiceServicer):
 def coordinator() -> Iterator[tuple[str, int]]:
     """Address of a coordinator that only answers."""
     server = grpc.server(futures.ThreadPoolExecutor(2))
-    pb_grpc.add_CoordinatorServiceServicer_to_server(Coordinator(), server)
+    pb_grpc.add_CoordinatorServiceServicer_to_server(Coordinator(), server)  # type: ignore[abstract]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     yield "127.0.0.1", port

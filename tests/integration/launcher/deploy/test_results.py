@@ -25,7 +25,7 @@ def volume(deploy: Deploy, cluster: FakeCluster, tmp_path: Path) -> Path:
     (job,) = (each for each in build(tmp_path / "math") if each["kind"] == "Job")
     values = {each["name"]: each.get("value", "") for each in job["spec"]["template"]["spec"]["containers"][0]["env"]}
     inside = values["TANDEM_RUN_DIR"].replace("$(TANDEM_RUN_ID)", "math").removeprefix("/var/lib/tandem/run").strip("/")
-    folder = tmp_path / "volume" / inside
+    folder: Path = tmp_path / "volume" / inside
     for name, size in {
         "hf/model.safetensors": 3 * ALWAYS_BYTES,
         "hf/config.json": 20,
