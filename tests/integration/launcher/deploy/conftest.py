@@ -46,7 +46,7 @@ def cluster(tmp_path: Path) -> Iterator[FakeCluster]:
         fake.claim("run", "team", "ReadWriteMany", folder=tmp_path / "volume")
         fake.claim("models", "team", "ReadWriteMany", folder=tmp_path / "volume")
         head = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "redis-auth", "namespace": "team"}}
-        fake.put({**head, "data": {"url": "eA==", "users.acl": "eA=="}})
+        fake.put({**head, "data": {"url": "eA==", "password": "eA==", "users.acl": "eA=="}})
         yield fake
 
 
