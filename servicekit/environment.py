@@ -187,7 +187,7 @@ class ServiceEnvironment(ServerEnvironment):
         host = given or str(info.data.get("bind_host", ""))
         if "," in host:
             # Of a pod with two addresses the first may be the IPv6 one.
-            found = [each.strip() for each in host.split(",") if ":" not in each]
+            found = [address.strip() for address in host.split(",") if ":" not in address]
             host = found[0] if found else host
         if host in WILDCARDS:
             raise ValueError(

@@ -27,7 +27,7 @@ class RoundReports:
         the stages of a phase take no longer than the phase, whichever participant is slow where.
         """
         by_rank = {
-            (name, rank): dict(each.seconds) for name, ranks in reports.items() for rank, each in enumerate(ranks)
+            (name, rank): dict(report.seconds) for name, ranks in reports.items() for rank, report in enumerate(ranks)
         }
         done_s, before_s = dict.fromkeys(by_rank, 0.0), 0.0
         for stage in STAGES:

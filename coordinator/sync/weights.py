@@ -208,8 +208,7 @@ class WeightSync:
     async def newest_version(self) -> int:
         """Return the newest version that any replica that answers has had; 0 if none has had any."""
         replicas = await self._fleet.look()
-        timeout_s = self._settings.probe_timeout_s
-        calls = (replica.status(timeout_s=timeout_s) for replica in replicas)
+        calls = (replica.status(timeout_s=self._settings.probe_timeout_s) for replica in replicas)
         answers = await asyncio.gather(*calls, return_exceptions=True)
         newest = 0
         for answer in answers:
@@ -232,9 +231,8 @@ class WeightSync:
         self._observed.fleet(announced, serving)
         if all(replica in serving for replica in announced) and serving:
             return None
-        loaded = await self._load_published(
-            policy_version, [replica for replica in announced if replica not in serving]
-        )
+        joiners = [replica for replica in announced if replica not in serving]
+        loaded = await self._load_published(policy_version, joiners)
         if loaded:
             serving = (*serving, *loaded)
             self._fleet.admit(serving)
@@ -249,10 +247,7 @@ class WeightSync:
             return None
 
     async def _announced(self) -> tuple[Replica, ...]:
-        """Return the announced replicas, or the serving ones while the registry is unreachable.
-
-        Raises: Unavailable: the registry is unreachable, and no replica serves.
-        """
+        """Return the announced replicas; while the registry is unreachable, the serving ones, or raise Unavailable."""
         try:
             return await self._fleet.look()
         except Unavailable as error:

@@ -57,7 +57,7 @@ async def attempts(
             raise Internal("cuda error")
 
     while len(codes) < most:
-        own = environment.model_copy(update={"run_id": f"try-{len(codes)}"})
+        own = environment
         trainer = FakeTrainer(policy_version=newest_iteration(own.run_dir) or 0, before_step=fail)
         async with announced_fleet(own.redis_url, own.run_id, trainer):
             stop = asyncio.Event()

@@ -69,7 +69,7 @@ def test_the_objects_that_they_name_are_in_the_manifests() -> None:
     assert named <= made
 
 
-@pytest.mark.runs("python -m servicekit.redis.acl", "python3 -m servicekit.redis.acl")
+@pytest.mark.runs("python -m servicekit.redis.acl")
 def test_the_secret_of_redis_is_made_as_the_page_says(folder: Path) -> None:
     """Up to the missing cluster; tests/unit/servicekit has it run without what is installed."""
     done = run("\n".join([*PREPARE, SECRET]), folder)

@@ -93,7 +93,10 @@ def test_nodes_claims_and_classes_are_as_asked_for(deploy: Deploy, cluster: Fake
     assert [each["kind"] for each in build(folder / "once")] == ["Namespace"]
     for component, workload in of(folder).items():
         spec = pod_template(workload)["spec"]
-        mounted = {each.get("persistentVolumeClaim", {}).get("claimName") for each in spec["volumes"]} - {None, "redis"}
+        mounted = {each.get("persistentVolumeClaim", {}).get("claimName") for each in spec["volumes"]} - {
+            None,
+            "math-redis",
+        }
         assert mounted <= {"nfs-runs", "nfs-models"}
         if component in ("trainer", "rollout"):
             assert spec["nodeSelector"] == {"pool": "gpu"}
