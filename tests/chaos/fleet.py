@@ -124,7 +124,8 @@ class ChaosFleet:
             "name": name,
             "size": self.size,
             "as_shipped": self.as_shipped,
-            "config": self._config(),
+            # Services that read another file than the others of their run would be refused.
+            "config": self._config(self._sync if kind == "coordinator" else self._first_sync),
             "environment": {
                 "REDIS_URL": self.redis.url,
                 "TANDEM_RUN_ID": RUN_ID,
@@ -146,7 +147,7 @@ class ChaosFleet:
         """Whether a process that was started is no more."""
         return self.processes[name].exitcode is not None
 
-    def _config(self) -> dict[str, Any]:
+    def _config(self, changed: dict[str, Any]) -> dict[str, Any]:
         short = {
             "bucket_mib": 0.004,
             "formation_timeout_s": 2.0,
@@ -154,7 +155,7 @@ class ChaosFleet:
             "probe_timeout_s": 1.0,
             "lease_ttl_s": 1.2,
         }
-        sync = {"transport": "collective", **({} if self.as_shipped else short), **self._sync}
+        sync = {"transport": "collective", **({} if self.as_shipped else short), **changed}
         # More than the 2 s after which an idle rank 0 sends the others a sign of life.
         trainer = {"tensor_parallel": 2, **({} if self.as_shipped else {"collective_timeout_s": 4.0})}
         return {
