@@ -98,6 +98,9 @@ class Answers:
         for option, name in (("--run-claim", self.run_claim), ("--models-claim", self.models_claim)):
             if not all(_LABEL.fullmatch(part) for part in name.split(".")) or len(name) > 253:
                 found.append(_bad(option, name, "is not the name of a claim", "lower case letters, digits and dashes"))
+        if self.overlay == "dev-cpu" and self.models_claim != "models":
+            text = "is mounted by no pod of dev-cpu: the model is in its images, below /opt/tandem"
+            found.append(_bad("--models-claim", self.models_claim, text, "another --overlay, or leave it out"))
         if self.storage_class and not self.makes_claims:
             text = "is of claims that are made, but --run-claim or --models-claim names one that exists"
             found.append(_bad("--storage-class", self.storage_class, text, "leave it out, or the claims"))

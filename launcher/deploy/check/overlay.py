@@ -6,6 +6,7 @@ from typing import Any
 
 from coordinator.fleet.kubernetes.api.pods import RUN_LABEL
 from launcher.deploy.answers import Answers
+from launcher.deploy.new.configuration import IMAGE, MODELS, paths_of
 from launcher.deploy.new.images import images_of, is_ours, without_registry
 from launcher.deploy.new.kustomize import Manifest
 from launcher.deploy.new.patches import GPU, WORKLOADS
@@ -17,7 +18,8 @@ _RANKS = "TANDEM_RANKS_PER_HOST"
 
 def overlay_problems(answers: Answers, config: RunConfig, built: Sequence[Manifest]) -> list[ConfigProblem]:
     """List what does not fit together in the objects that an overlay makes."""
-    return [*_images(answers, built), *_trainer(config, built), *_rollouts(config, built), *_gpus(answers, built)]
+    pods = [*_trainer(config, built), *_rollouts(config, built), *_gpus(answers, built)]
+    return [*_images(answers, built), *_models(config, built), *pods]
 
 
 def component_of(template: Mapping[str, Any]) -> str:
@@ -78,6 +80,21 @@ def _images(answers: Answers, built: Sequence[Manifest]) -> Iterator[ConfigProbl
         else:
             continue
         yield _problem("images", image, text, "name a registry: newName in kustomization.yaml, --registry")
+
+
+def _models(config: RunConfig, built: Sequence[Manifest]) -> Iterator[ConfigProblem]:
+    mounts = [
+        mount["mountPath"]
+        for _, template, _ in templates(built)
+        for container in template["spec"]["containers"]
+        for mount in container.get("volumeMounts", [])
+    ]
+    if str(MODELS) in mounts:
+        return
+    for key, path in paths_of(config):
+        if path.is_relative_to(MODELS):
+            text = f"but no pod mounts {MODELS}: these have their model and rows in the images, below {IMAGE}"
+            yield _problem(key, str(path), text, "an overlay that mounts the claim `models`: cluster, single-node-gpu")
 
 
 def _trainer(config: RunConfig, built: Sequence[Manifest]) -> Iterator[ConfigProblem]:

@@ -56,7 +56,8 @@ def read_configuration(path: Path) -> PodConfiguration:
     return PodConfiguration(config=draft.config, files=files, problems=problems)
 
 
-def _paths(config: RunConfig) -> Iterator[ConfigProblem]:
+def paths_of(config: RunConfig) -> list[tuple[str, Path]]:
+    """List the files and folders that pods read, with the keys that name them, each pair once."""
     paths = {"model.path": config.model.path, "model.tokenizer_path": config.model.tokenizer_path}
     paths |= {"grpo.reference_path": config.grpo.reference_path}
     paths |= {"trainer.initial_checkpoint": config.trainer.initial_checkpoint}
@@ -65,7 +66,11 @@ def _paths(config: RunConfig) -> Iterator[ConfigProblem]:
     for entry in config.evaluation_sets():
         key = "data.heldout" if config.data.heldout and entry.data == config.data.heldout else "evaluation.sets"
         named += [(key, source.path) for source in entry.data]
-    for key, path in dict.fromkeys(named):
+    return list(dict.fromkeys(named))
+
+
+def _paths(config: RunConfig) -> Iterator[ConfigProblem]:
+    for key, path in paths_of(config):
         if not _in_pods(path):
             yield ConfigProblem(
                 key=key,

@@ -33,6 +33,8 @@ _COPYING = ("jobset-trainer", "lws-rollout")
 # After those: it labels what they make.
 _LAST = ("kueue",)
 _NAMES = "names"
+# What a namespace needs once, before its first run; dev-cpu brings its own.
+_ONCE = {"cluster": ("namespace", "storage"), "single-node-gpu": ("namespace", "storage-one-node"), "dev-cpu": ()}
 _HEAD = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
 
 
@@ -78,15 +80,14 @@ def write_overlay(
     has_names = (manifests / "components" / _NAMES / KUSTOMIZATION).is_file()
     # Before all others: mtls changes what it makes.
     components = [*([_NAMES] if has_names else []), *(name for name in answers.components if name != _NAMES)]
-    storage = "storage" if answers.overlay == "cluster" else "storage/one-node"
-    shared = [name for name in ("namespace", storage) if (manifests / name / KUSTOMIZATION).is_file()]
     wanted = [f"overlays/{answers.overlay}", *(f"components/{name}" for name in components)]
     copy_manifests(manifests, wanted, folder / _COPY)
     built = build(folder / _COPY / "overlays" / answers.overlay)
     for name, content in configuration.files.items():
         (folder / name).write_bytes(content)
     answers.write(folder)
-    _write_once(folder, answers, [*built, *(item for name in shared for item in build(manifests / name))])
+    shared = [item for name in _ONCE[answers.overlay] for item in build(manifests / name)]
+    _write_once(folder, answers, [*built, *shared])
     _write_run(folder, answers, layout, configuration, built, digests, components, has_names)
 
 
@@ -146,10 +147,9 @@ def _write_patches(place: Path, answers: Answers, layout: PodLayout, built: Sequ
     for name, content in files.items():
         if content:
             _write_yaml(place / name, *content)
-    # On a laptop (dev-cpu) namespace and claims are the run's. kustomize takes one patch that deletes per entry.
-    deleted = patches.removed(built) if answers.uses_gpus else []
     entries = [{"path": name} for name, content in files.items() if content]
-    entries += [{"patch": yaml.safe_dump(item, sort_keys=False)} for item in deleted]
+    # kustomize takes one patch that deletes per entry.
+    entries += [{"patch": yaml.safe_dump(item, sort_keys=False)} for item in patches.removed(built)]
     return entries
 
 
@@ -167,7 +167,7 @@ def _write_once(folder: Path, answers: Answers, built: Sequence[Manifest]) -> No
         if item["kind"] == "PersistentVolumeClaim" and answers.storage_class:
             made["spec"] = {**item["spec"], "storageClassName": answers.storage_class}
         once[f"{item['kind']}/{name}"] = made
-    if not once or not answers.uses_gpus:
+    if not once:
         return
     (folder / ONCE).mkdir()
     _write_yaml(folder / ONCE / "namespace-and-claims.yaml", *once.values())

@@ -8,7 +8,7 @@ import yaml
 
 from tests.fakes.cluster.fake_cluster import FakeCluster
 from tests.integration.launcher.deploy.conftest import ANSWERS, Deploy, write_run
-from tests.manifests.kustomize import build, component_of, containers, environment, pod_template, workloads
+from tests.manifests.kustomize import build, component_of, containers, environment, kinds, pod_template, workloads
 
 pytestmark = pytest.mark.integration
 
@@ -160,13 +160,55 @@ def test_engines_over_several_nodes_are_groups(deploy: Deploy, tmp_path: Path) -
     assert "--component lws-rollout" in alone.text
 
 
+def test_a_single_nodes_claims_are_made_once_and_need_no_shared_storage(deploy: Deploy, tmp_path: Path) -> None:
+    once = build(new(deploy, tmp_path, "--overlay", "single-node-gpu", "--gpus-per-node", "22", "--offline") / "once")
+    claims = {each["metadata"]["name"]: each["spec"]["accessModes"] for each in kinds(once, "PersistentVolumeClaim")}
+    assert claims == {"run": ["ReadWriteOnce"], "models": ["ReadWriteOnce"]}
+
+
+DEMO = Path(__file__).parents[4] / "deploy" / "overlays" / "dev-cpu" / "run.yaml"
+
+
 def test_the_demo_needs_neither_gpus_nor_a_registry(deploy: Deploy, tmp_path: Path) -> None:
-    example = Path(__file__).parents[4] / "deploy" / "overlays" / "dev-cpu" / "run.yaml"
-    done = deploy("new", "demo", "-c", str(example), "-n", "team", "--overlay", "dev-cpu")
+    done = deploy("new", "demo", "-c", str(DEMO), "-n", "team", "--overlay", "dev-cpu")
     assert done.code == 0, done.text
     found = of(tmp_path / "demo")
     assert all("nvidia.com/gpu" not in limits(each) for each in found.values())
     assert (found["trainer"]["spec"]["replicas"], found["rollout"]["spec"]["replicas"]) == (1, 2)
+
+
+def test_a_second_demo_shares_namespace_and_claim(deploy: Deploy, tmp_path: Path) -> None:
+    for run in ("red", "blue"):
+        assert deploy("new", run, "-c", str(DEMO), "-n", "team", "--overlay", "dev-cpu").code == 0
+    for run in ("red", "blue"):
+        built, once = build(tmp_path / run), build(tmp_path / run / "once")
+        # What deleting this run's folder with kubectl takes along is its own.
+        assert all(each["metadata"]["name"].startswith(f"{run}-") for each in built), run
+        assert {each["metadata"]["name"] for each in once} == {"team", "run"}
+        volumes = pod_template(of(tmp_path / run)["trainer"])["spec"]["volumes"]
+        (claim,) = [each["persistentVolumeClaim"] for each in volumes if "persistentVolumeClaim" in each]
+        assert claim["claimName"] == "run"
+
+
+def test_a_claim_that_exists_is_taken_by_the_demo(deploy: Deploy, tmp_path: Path) -> None:
+    demo = ["-c", str(DEMO), "-n", "team", "--overlay", "dev-cpu"]
+    assert deploy("new", "demo", *demo, "--run-claim", "mine", "--offline").code == 0
+    text = (tmp_path / "demo" / "claims.yaml").read_text()
+    assert text.count("claimName: mine") == 2  # coordinator and trainer
+    refused = deploy("new", "other", *demo, "--models-claim", "mine", "--offline")
+    assert refused.code == 2
+    assert "--models-claim = mine" in refused.text
+
+
+def test_models_that_no_pod_mounts_are_named(deploy: Deploy, tmp_path: Path) -> None:
+    config = tmp_path / "demo.yaml"
+    config.write_text(DEMO.read_text().replace("/opt/tandem/examples", "/models"))
+    done = deploy("new", "demo", "-c", str(config), "-n", "team", "--overlay", "dev-cpu")
+    assert done.code == 2, done.text
+    for key in ("model.path", "data.train", "data.heldout"):
+        assert f"{key} = /models/arithmetic/" in done.text
+    assert "no pod mounts /models" in done.text
+    assert not (tmp_path / "demo").exists()
 
 
 def test_answers_that_are_missing_are_named(deploy: Deploy, tmp_path: Path) -> None:
