@@ -16,6 +16,7 @@ runs against it has run on Kubernetes.
 import copy
 import json
 import re
+import ssl
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -55,9 +56,13 @@ class FakeKubeApi:
     """A fake API server in threads of this process; a context manager.
 
     `seen` counts requests by "verb resource"; `put`, `delete` and `get` are what controllers and kubelets would do.
+
+    Args:
+        address: to listen on, for pods in containers their network's gateway.
+        tls: the server's certificate; None: HTTP.
     """
 
-    def __init__(self, *namespaces: str) -> None:
+    def __init__(self, *namespaces: str, address: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> None:
         self.store = Store()
         self.seen: Counter[str] = Counter()
         self._namespaces = ("default", *namespaces)
@@ -69,7 +74,11 @@ class FakeKubeApi:
         self._conflicts: Counter[str] = Counter()
         self._retry_after_s = 1
         handler = type("Handler", (_Handler,), {"api": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server = ThreadingHTTPServer((address, 0), handler)
+        if tls is not None:
+            # The handshake is the connection's thread's: one that does not come must not stop the others.
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True, do_handshake_on_connect=False)
+        self.port = self._server.server_port
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="fake-kube-api")
 

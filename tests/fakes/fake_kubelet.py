@@ -1,9 +1,10 @@
 """A FAKE kubelet for tests: runs the pods of built manifests as containers of a real Docker engine.
 
 It takes from a pod what a kubelet takes: image, command, environment (downward API, secrets), user, read-only root,
-capabilities, sysctls, volumes, limits, probes, grace period. It does not evict a pod whose emptyDir grows beyond its
-limit. It has no scheduler and no controllers (nothing is started again), enforces no NetworkPolicy, and names pods by
-Docker's DNS. What runs here has not run on Kubernetes.
+capabilities, sysctls, volumes, the token of its service account, limits, probes, grace period. With `join` pods reach
+an API server, which knows them and their states. It does not evict a pod whose emptyDir grows beyond its limit. It has
+no scheduler and no controllers (nothing is started again), enforces no NetworkPolicy, and names pods by Docker's DNS.
+What runs here has not run on Kubernetes.
 """
 
 import base64
@@ -18,10 +19,12 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.fakes.fake_kube_api import FakeKubeApi
 from tests.images.engine import Engine
 from tests.manifests.kustomize import Manifest, containers, find, kinds, pod_template, workloads
 
 PROBE_S = 2.0
+ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 UNITS = {"Mi": 2**20, "Gi": 2**30}
 
 
@@ -32,6 +35,7 @@ class Pod:
     name: str
     ip: str
     names: Sequence[str]
+    namespace: str
     labels: dict[str, str]
     template: Manifest
 
@@ -48,20 +52,47 @@ class Pod:
 
 
 class FakeKubelet:
-    """One run's pods, on a network of their own. Claims are folders below `folder`.
+    """The pods of a namespace, on a network of their own. Claims are folders below `folder`.
 
     Args:
         subnet: the first three numbers of addresses for pods, "10.89.7".
+    Attributes:
+        gateway: the address at which pods reach this process.
     """
 
     def __init__(self, engine: Engine, manifests: Sequence[Manifest], folder: Path, name: str, subnet: str) -> None:
         self._engine, self._manifests, self._folder, self._name = engine, manifests, folder, name
         self.pods = {pod.name: pod for pod in _pods(manifests, subnet)}
+        self.gateway = f"{subnet}.1"
+        self._api: FakeKubeApi | None = None
+        self._account: dict[str, str] = {}
         engine.run("network", "create", "--subnet", f"{subnet}.0/24", name)
+
+    def join(self, api: FakeKubeApi, authority: str) -> None:
+        """Pods know this API server, and it knows those that are started from now on. authority: its own, as PEM."""
+        self._api, self._account = api, {"token": "fake", "ca.crt": authority}
+
+    def report(self) -> bool:
+        """Tells the API server what has become of the pods. Returns: True, for use in a wait."""
+        assert self._api is not None
+        for obj in self._api.list("pods"):
+            name = obj["metadata"]["name"]
+            phase, ready = "Running", False
+            if self.is_running(name):
+                ready = self.succeeds(name, "readinessProbe")
+            else:
+                phase = "Failed" if self.exit_code(name) else "Succeeded"
+            conditions = [{"type": "Ready", "status": str(ready)}]
+            status = {"phase": phase, "podIP": self.pods[name].ip, "conditions": conditions}
+            if obj["status"] != status:
+                self._api.put("pods", {**obj, "status": status})
+        return True
 
     def start(self, name: str) -> None:
         """Starts a pod's container."""
         pod = self.pods[name]
+        if self._api is not None:
+            self._api.make_pod(pod.namespace, name, {**pod.template, "metadata": {"labels": pod.labels}})
         container = pod.container
         command = [*container["command"], *container.get("args", [])]
         environ = self._environment(pod)
@@ -125,6 +156,8 @@ class FakeKubelet:
 
     def _environment(self, pod: Pod) -> dict[str, str]:
         made: dict[str, str] = {}
+        if self._api is not None:
+            made = {"KUBERNETES_SERVICE_HOST": self.gateway, "KUBERNETES_SERVICE_PORT": str(self._api.port)}
         for entry in pod.container.get("env", []):
             # Of what comes before in the list; the rest stays as it is written.
             made[entry["name"]] = expanded(self._value(entry, pod), made)
@@ -140,7 +173,7 @@ class FakeKubelet:
         label = re.fullmatch(r"metadata\.labels\['(.+)'\]", path)
         if label is not None:
             return pod.labels[label[1]]
-        return {"metadata.name": pod.name, "metadata.namespace": "tandem", "status.podIPs": pod.ip}[path]
+        return {"metadata.name": pod.name, "metadata.namespace": pod.namespace, "status.podIPs": pod.ip}[path]
 
     def _data(self, kind: str, name: str) -> dict[str, str]:
         """The entries of a ConfigMap or Secret. Raises: AssertionError: it is not in the manifests."""
@@ -172,6 +205,10 @@ class FakeKubelet:
             else:
                 mode = "ro" if mount.get("readOnly") else "rw"
                 options += ["--volume", f"{self._folder_of(volume, pod)}:{path}:{mode}"]
+        if self._account and pod.spec.get("automountServiceAccountToken", True):
+            folder = self._folder / "accounts" / pod.name
+            _write(folder, {**self._account, "namespace": pod.namespace})
+            options += ["--volume", f"{folder}:{ACCOUNT}:ro"]
         return options
 
     def _scratch(self, name: str, pod: Pod) -> Path:
@@ -190,10 +227,8 @@ class FakeKubelet:
             chown(folder, pod.spec["securityContext"]["fsGroup"])
             return folder
         folder = self._folder / "volumes" / pod.name / str(volume["name"])
-        folder.mkdir(parents=True, exist_ok=True)
         kind, source = ("Secret", volume["secret"]["secretName"]) if "secret" in volume else _config_map(volume)
-        for key, text in self._data(kind, source).items():
-            (folder / key).write_text(text, encoding="utf-8")
+        _write(folder, self._data(kind, source))
         return folder
 
 
@@ -204,6 +239,12 @@ def expanded(text: str, environ: Mapping[str, str]) -> str:
     '/run/a/$(LATER)'
     """
     return re.sub(r"\$\((\w+)\)", lambda match: environ.get(match[1], match[0]), text)
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def chown(folder: Path, group: int) -> None:
@@ -226,11 +267,21 @@ def _pods(manifests: Sequence[Manifest], subnet: str) -> Iterator[Pod]:
     for workload in workloads(manifests):
         template, name = pod_template(workload), workload["metadata"]["name"]
         labels: dict[str, Any] = template["metadata"]["labels"]
+        namespace = workload["metadata"]["namespace"]
         if workload["kind"] == "Job":
-            yield Pod(name=name, ip=next(addresses), names=[name], labels=labels, template=template)
+            yield Pod(
+                name=name, ip=next(addresses), names=[name], namespace=namespace, labels=labels, template=template
+            )
             continue
         service = find(manifests, "Service", workload["spec"]["serviceName"])["metadata"]["name"]
         for index in range(workload["spec"]["replicas"]):
             own = {**labels, "apps.kubernetes.io/pod-index": str(index)}
             names = [f"{name}-{index}.{service}", service]
-            yield Pod(name=f"{name}-{index}", ip=next(addresses), names=names, labels=own, template=template)
+            yield Pod(
+                name=f"{name}-{index}",
+                ip=next(addresses),
+                names=names,
+                namespace=namespace,
+                labels=own,
+                template=template,
+            )
