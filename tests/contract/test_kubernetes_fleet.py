@@ -19,6 +19,7 @@ from coordinator.fleet.kubernetes.api import watch
 from coordinator.fleet.kubernetes.api.events import About
 from coordinator.fleet.kubernetes.api.permissions import PERMISSIONS
 from coordinator.fleet.kubernetes.api.pod_sets import PodSet
+from coordinator.fleet.kubernetes.api.pods import PodOutlook
 from coordinator.fleet.kubernetes.arrivals import ClusterOutlook, TrainerDead
 from coordinator.fleet.kubernetes.cluster import Cluster, connect, reach_cluster
 from coordinator.fleet.kubernetes.fleet import KubernetesFleet
@@ -791,6 +792,7 @@ async def test_a_lost_trainer_that_is_queued_is_waited_for(api: FakeKubeApi, sta
     cluster = await start(reschedule_timeout_s=0.3)
     guard = TrainerGuard(cluster, lambda: asyncio.sleep(0, result=False))
     api.put("pods", gated("trainer-0"))
+    await soon(lambda: cluster.trainer_outlook()[0] is PodOutlook.QUEUED)
     waiting = asyncio.create_task(guard.wait_for_return(Unavailable("trainer: gone")))
     await asyncio.wait({waiting}, timeout=1.5)
     assert not waiting.done()
@@ -808,11 +810,13 @@ async def test_a_trainer_pod_that_its_job_replaces_is_waited_for_until_the_time_
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "trainer-hosts-0", "uid": "j", "controller": True}
     failed["metadata"]["ownerReferences"] = [owner]
     api.put("pods", failed)
+    await soon(lambda: cluster.trainer_outlook()[0] is not PodOutlook.UP)
     returns = asyncio.create_task(guard.wait_for_return(Unavailable("trainer: gone")))
     await asyncio.wait({returns}, timeout=0.5)
     api.delete("pods", "trainer-0", NAMESPACE)
     api.put("pods", pod("trainer-0", component="trainer"))
     await asyncio.wait_for(returns, DEADLINE_S)
     api.put("pods", failed)
+    await soon(lambda: cluster.trainer_outlook()[0] is not PodOutlook.UP)
     with pytest.raises(DeadlineExceeded, match=r"waited 1 s for the trainer: .*Job trainer-hosts-0 may replace it"):
         await asyncio.wait_for(guard.wait_for_return(Unavailable("trainer: gone")), DEADLINE_S)
