@@ -7,7 +7,7 @@ from typing import Any
 from coordinator.fleet.kubernetes.api.pods import RUN_LABEL
 from launcher.deploy.answers import Answers
 from launcher.deploy.new.configuration import IMAGE, MODELS, paths_of
-from launcher.deploy.new.images import images_of, is_ours, without_registry
+from launcher.deploy.new.images import containers_of, is_ours, without_registry
 from launcher.deploy.new.kustomize import Manifest
 from launcher.deploy.new.patches import GPU, WORKLOADS
 from tandem_config.problems import ConfigProblem
@@ -72,7 +72,8 @@ def claims_of(built: Sequence[Manifest]) -> dict[str, ClaimUse]:
 
 
 def _images(answers: Answers, built: Sequence[Manifest]) -> Iterator[ConfigProblem]:
-    for image in images_of(built):
+    images = [item["image"] for _, template, _ in templates(built) for item in containers_of(template)]
+    for image in dict.fromkeys(images):
         if is_ours(image) and without_registry(image) and (answers.uses_gpus or answers.registry):
             text = "has no registry in its name: nodes would look for it in Docker's"
         elif image.partition("/")[0].endswith(".invalid") and (answers.uses_gpus or answers.registry):

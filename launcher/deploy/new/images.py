@@ -3,12 +3,13 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from launcher.deploy.answers import Answers
 from launcher.deploy.new.kustomize import Manifest
-from launcher.deploy.new.patches import WORKLOADS, pod_spec
+from launcher.deploy.new.patches import WORKLOADS
 from servicekit.errors import ConfigError
 
 # [host/path/]tandem/IMAGE[:tag][@digest], as the manifests name ours.
@@ -37,12 +38,14 @@ def images_for(
 
 
 def images_of(manifests: Iterable[Manifest]) -> list[str]:
-    """List the images of all pods."""
-    workloads = [item for item in manifests if item["kind"] in WORKLOADS]
-    containers = [
-        item for one in workloads for key in ("initContainers", "containers") for item in pod_spec(one).get(key, [])
-    ]
-    return list(dict.fromkeys(str(item["image"]) for item in containers))
+    """List the images of all pods of an overlay without components."""
+    templates = [item["spec"]["template"] for item in manifests if item["kind"] in WORKLOADS]
+    return list(dict.fromkeys(str(item["image"]) for template in templates for item in containers_of(template)))
+
+
+def containers_of(template: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """List the containers of a pod template, those that run before the others too."""
+    return [item for key in ("initContainers", "containers") for item in template["spec"].get(key, [])]
 
 
 def read_digests(file: Path) -> dict[str, dict[str, str]]:

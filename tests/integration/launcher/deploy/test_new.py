@@ -300,3 +300,21 @@ def test_an_edit_that_does_not_fit_the_configuration_is_found(deploy: Deploy, tm
     assert done.code == 2, done.text
     assert "3 pods x 8 ranks" in done.text
     assert "1 replicas, but the run waits for rollout.replicas = 3" in done.text
+
+
+@pytest.mark.parametrize(
+    ("registry", "told"),
+    [("lab", "has no registry in its name"), ("registry.invalid", "is a placeholder that no node can pull")],
+)
+def test_an_edited_name_of_an_image_that_no_node_can_pull_is_found(
+    deploy: Deploy, tmp_path: Path, registry: str, told: str
+) -> None:
+    # The trainer's pods are a JobSet's, which has the image in a place of its own.
+    folder = new(deploy, tmp_path, "--component", "jobset-trainer", "--offline")
+    (file,) = [each for each in folder.rglob("kustomization.yaml") if "registry.example.com/lab" in each.read_text()]
+    file.write_text(file.read_text().replace("registry.example.com/lab", registry))
+    done = deploy("check", "math", "--offline")
+    assert done.code == 2, done.text
+    for image in ("coordinator", "trainer", "rollout"):
+        assert f"images = {registry}/tandem/{image}" in done.text
+    assert done.text.count(told) == 3
