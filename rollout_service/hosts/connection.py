@@ -68,6 +68,7 @@ class WorkerConnection:
             tensor_parallel=leader.share.tensor_parallel,
             host=self.host,
             store_address=leader.store,
+            settings=leader.share.settings,
         )
         with rpc_errors(self.title):
             await self.stub.Join(request, timeout=CALL_S)

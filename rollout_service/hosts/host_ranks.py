@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 
 from servicekit.errors import ConfigError
+from servicekit.redis.records import AgreedSettings
+from tandem_config.comparing.agreeing import settings_of_an_engine
 from tandem_config.schema import RunConfig
 
 HOST_INDEX = "TANDEM_HOST_INDEX"
@@ -19,12 +21,14 @@ class HostRanks:
         tensor_parallel: number of ranks on all hosts.
         store: `host:port` of the TCP store where the ranks of several hosts meet; "" on one host, and until the leader
             has joined the others.
+        settings: of the engine, as this host has read them (AgreedSettings.to_json); "": not compared.
     """
 
     host: int = 0
     nodes: int = 1
     tensor_parallel: int = 1
     store: str = ""
+    settings: str = ""
 
     @classmethod
     def of(cls, config: RunConfig, environ: Mapping[str, str]) -> "HostRanks":
@@ -41,7 +45,8 @@ class HostRanks:
             ) from None
         if not 0 <= host < nodes:
             raise ConfigError(f"{HOST_INDEX}={host}: an engine spans {nodes} hosts (rollout.nodes), 0 to {nodes - 1}")
-        return cls(host=host, nodes=nodes, tensor_parallel=config.rollout.tensor_parallel)
+        settings = AgreedSettings(settings_of_an_engine(config)).to_json()
+        return cls(host=host, nodes=nodes, tensor_parallel=config.rollout.tensor_parallel, settings=settings)
 
     @property
     def ranks(self) -> range:

@@ -11,10 +11,13 @@
 """
 
 import asyncio
+import json
 
 from rollout_service.hosts.host_ranks import HostRanks
 from servicekit.errors import Aborted, InvalidRequest, TandemError, Unavailable
 from servicekit.logs import get_logger
+from servicekit.redis.records import AgreedSettings
+from servicekit.redis.registry import SETTINGS_ADVICE
 from tandem_api.rollout.v1 import worker_pb2 as wpb
 
 log = get_logger(__name__)
@@ -57,6 +60,11 @@ class WorkerMembership:
                 f"the leader asks for host {request.host} of {request.replica}, {request.tensor_parallel} ranks on "
                 f"{request.nodes} hosts, but this is host {share.host} of {self._replica}, {share.tensor_parallel} "
                 f"ranks on {share.nodes} hosts: start all with one configuration"
+            )
+        if request.settings and share.settings and request.settings != share.settings:
+            raise InvalidRequest(
+                f"host {share.host} of {self._replica} has read other settings of the engine than its leader: "
+                f"{_differences(share.settings, request.settings)}: {SETTINGS_ADVICE}"
             )
         if self._leader_id and request.leader_id != self._leader_id:
             self._end(Unavailable(f"{self._replica} has a new leader; this process belongs to an earlier one and ends"))
@@ -104,3 +112,10 @@ class WorkerMembership:
             self.over.set_result(None)
         else:
             self.over.set_exception(error)
+
+
+def _differences(ours: str, theirs: str) -> str:
+    try:
+        return AgreedSettings(json.loads(ours)).differences(theirs)
+    except ValueError as error:
+        return f"the leader's cannot be read ({error})"

@@ -19,5 +19,10 @@ def settings_of_ranks(config: RunConfig) -> dict[str, str]:
     return _without(config, OF_THE_COORDINATOR | OF_A_REPLICA)
 
 
+def settings_of_an_engine(config: RunConfig) -> dict[str, str]:
+    """Return the settings that must be the same on all hosts of one engine, as texts, by dotted key."""
+    return {key: text for key, text in described(config).items() if base_key(key) in OF_A_REPLICA}
+
+
 def _without(config: RunConfig, keys: frozenset[str]) -> dict[str, str]:
     return {key: text for key, text in described(config).items() if base_key(key) not in keys}

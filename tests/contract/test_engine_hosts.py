@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from servicekit.security.tls import Identity
 from tandem_api.rollout.v1 import worker_pb2, worker_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
+from tandem_config.comparing.resuming import OF_A_REPLICA
 from tandem_config.schema import RunConfig
 from tests.kit.certificates import Authority, files_of, variables
 from tests.unit.rollout.fake_engine import FakeEngine
@@ -90,8 +92,8 @@ class Rig:
         self.workers: list[asyncio.Task[None]] = []
         self.leaders: list[HostWorkers] = []
 
-    def start_worker(self, stop: asyncio.Event | None = None) -> "asyncio.Task[None]":
-        share = HostRanks(host=1, nodes=2, tensor_parallel=4)
+    def start_worker(self, stop: asyncio.Event | None = None, settings: str = "") -> "asyncio.Task[None]":
+        share = HostRanks(host=1, nodes=2, tensor_parallel=4, settings=settings)
 
         def make(config: RunConfig, name: str, environment: ServiceEnvironment, met: HostRanks) -> FakeEngine:
             assert met.store == "127.0.0.1:4"
@@ -103,10 +105,10 @@ class Rig:
         self.workers.append(asyncio.create_task(run))
         return self.workers[-1]
 
-    def leader(self, tensor_parallel: int = 4) -> HostWorkers:
+    def leader(self, tensor_parallel: int = 4, settings: str = "") -> HostWorkers:
         made = HostWorkers(
             "rollout-0",
-            HostRanks(nodes=2, tensor_parallel=tensor_parallel),
+            HostRanks(nodes=2, tensor_parallel=tensor_parallel, settings=settings),
             identity=self.environment.identity("rollout"),
             ttl_s=self.config.sync.lease_ttl_s,
             on_stop=self.stopped.set,
@@ -193,6 +195,29 @@ async def test_only_a_rollout_may_call_a_worker(rig: Rig) -> None:
 async def test_a_host_that_does_not_come_is_named(rig: Rig) -> None:
     with pytest.raises(DeadlineExceeded, match=r"host 1 of rollout-0 .*TANDEM_HOST_INDEX=1.*no rollout-0-host-1 in"):
         await rig.joined(timeout_s=0.3)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "told"),
+    [
+        ('{"rollout.context_length": "8192"}', "rollout.context_length: 4096 here, 8192 there: restart the services"),
+        ("[", r"the leader's cannot be read \("),
+    ],
+)
+async def test_a_worker_that_has_read_other_settings_of_the_engine_is_refused_by_name(
+    rig: Rig, theirs: str, told: str
+) -> None:
+    rig.start_worker(settings='{"rollout.context_length": "4096"}')
+    with pytest.raises(InvalidRequest, match=f"host 1 of rollout-0 has read other settings .*: {told}"):
+        await rig.leader(settings=theirs).join("127.0.0.1:4", rig.registry, DEADLINE_S)
+
+
+def test_a_host_tells_the_settings_of_its_engine_and_no_others() -> None:
+    sections = {"model": {"path": "unused"}, "data": {"train": "unused"}, "rollout": {"context_length": 4096}}
+    config = RunConfig.model_validate(sections)
+    settings = json.loads(HostRanks.of(config, {}).settings)
+    assert settings["rollout.context_length"] == "4096"
+    assert set(settings) == OF_A_REPLICA
 
 
 async def test_a_worker_of_another_engine_is_refused_at_once(rig: Rig) -> None:

@@ -25,33 +25,33 @@ _sym_db = _symbol_database.Default()
 from tandem_api.weights.v1 import weights_pb2 as tandem__api_dot_weights_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"tandem_api/rollout/v1/worker.proto\x12\x15tandem_api.rollout.v1\x1a#tandem_api/weights/v1/weights.proto\"~\n\x0bJoinRequest\x12\x11\n\tleader_id\x18\x01 \x01(\t\x12\x0f\n\x07replica\x18\x02 \x01(\t\x12\r\n\x05nodes\x18\x03 \x01(\r\x12\x17\n\x0ftensor_parallel\x18\x04 \x01(\r\x12\x0c\n\x04host\x18\x05 \x01(\r\x12\x15\n\rstore_address\x18\x06 \x01(\t\"!\n\x0cJoinResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\" \n\x0b\x42\x65\x61tRequest\x12\x11\n\tleader_id\x18\x01 \x01(\t\"E\n\x0c\x42\x65\x61tResponse\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\x0f\n\x07\x66\x61ilure\x18\x02 \x01(\t\x12\x15\n\rasked_to_stop\x18\x03 \x01(\x08\"o\n\x1aLoadPublishedShardsRequest\x12\x11\n\tleader_id\x18\x01 \x01(\t\x12>\n\tpublished\x18\x02 \x01(\x0b\x32+.tandem_api.weights.v1.LoadPublishedRequest\"\x1d\n\x1bLoadPublishedShardsResponse\",\n\x17GetRankChecksumsRequest\x12\x11\n\tleader_id\x18\x01 \x01(\t\"V\n\x18GetRankChecksumsResponse\x12:\n\x05ranks\x18\x01 \x03(\x0b\x32+.tandem_api.weights.v1.GetChecksumsResponse\"A\n\x0cLeaveRequest\x12\x11\n\tleader_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06\x66\x61iled\x18\x03 \x01(\x08\"\x0f\n\rLeaveResponse2\xff\x03\n\x14RolloutWorkerService\x12O\n\x04Join\x12\".tandem_api.rollout.v1.JoinRequest\x1a#.tandem_api.rollout.v1.JoinResponse\x12O\n\x04\x42\x65\x61t\x12\".tandem_api.rollout.v1.BeatRequest\x1a#.tandem_api.rollout.v1.BeatResponse\x12|\n\x13LoadPublishedShards\x12\x31.tandem_api.rollout.v1.LoadPublishedShardsRequest\x1a\x32.tandem_api.rollout.v1.LoadPublishedShardsResponse\x12s\n\x10GetRankChecksums\x12..tandem_api.rollout.v1.GetRankChecksumsRequest\x1a/.tandem_api.rollout.v1.GetRankChecksumsResponse\x12R\n\x05Leave\x12#.tandem_api.rollout.v1.LeaveRequest\x1a$.tandem_api.rollout.v1.LeaveResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"tandem_api/rollout/v1/worker.proto\x12\x15tandem_api.rollout.v1\x1a#tandem_api/weights/v1/weights.proto\"\x90\x01\n\x0bJoinRequest\x12\x11\n\tleader_id\x18\x01 \x01(\t\x12\x0f\n\x07replica\x18\x02 \x01(\t\x12\r\n\x05nodes\x18\x03 \x01(\r\x12\x17\n\x0ftensor_parallel\x18\x04 \x01(\r\x12\x0c\n\x04host\x18\x05 \x01(\r\x12\x15\n\rstore_address\x18\x06 \x01(\t\x12\x10\n\x08settings\x18\x07 \x01(\t\"!\n\x0cJoinResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\" \n\x0b\x42\x65\x61tRequest\x12\x11\n\tleader_id\x18\x01 \x01(\t\"E\n\x0c\x42\x65\x61tResponse\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\x0f\n\x07\x66\x61ilure\x18\x02 \x01(\t\x12\x15\n\rasked_to_stop\x18\x03 \x01(\x08\"o\n\x1aLoadPublishedShardsRequest\x12\x11\n\tleader_id\x18\x01 \x01(\t\x12>\n\tpublished\x18\x02 \x01(\x0b\x32+.tandem_api.weights.v1.LoadPublishedRequest\"\x1d\n\x1bLoadPublishedShardsResponse\",\n\x17GetRankChecksumsRequest\x12\x11\n\tleader_id\x18\x01 \x01(\t\"V\n\x18GetRankChecksumsResponse\x12:\n\x05ranks\x18\x01 \x03(\x0b\x32+.tandem_api.weights.v1.GetChecksumsResponse\"A\n\x0cLeaveRequest\x12\x11\n\tleader_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06\x66\x61iled\x18\x03 \x01(\x08\"\x0f\n\rLeaveResponse2\xff\x03\n\x14RolloutWorkerService\x12O\n\x04Join\x12\".tandem_api.rollout.v1.JoinRequest\x1a#.tandem_api.rollout.v1.JoinResponse\x12O\n\x04\x42\x65\x61t\x12\".tandem_api.rollout.v1.BeatRequest\x1a#.tandem_api.rollout.v1.BeatResponse\x12|\n\x13LoadPublishedShards\x12\x31.tandem_api.rollout.v1.LoadPublishedShardsRequest\x1a\x32.tandem_api.rollout.v1.LoadPublishedShardsResponse\x12s\n\x10GetRankChecksums\x12..tandem_api.rollout.v1.GetRankChecksumsRequest\x1a/.tandem_api.rollout.v1.GetRankChecksumsResponse\x12R\n\x05Leave\x12#.tandem_api.rollout.v1.LeaveRequest\x1a$.tandem_api.rollout.v1.LeaveResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem_api.rollout.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_JOINREQUEST']._serialized_start=98
-  _globals['_JOINREQUEST']._serialized_end=224
-  _globals['_JOINRESPONSE']._serialized_start=226
-  _globals['_JOINRESPONSE']._serialized_end=259
-  _globals['_BEATREQUEST']._serialized_start=261
-  _globals['_BEATREQUEST']._serialized_end=293
-  _globals['_BEATRESPONSE']._serialized_start=295
-  _globals['_BEATRESPONSE']._serialized_end=364
-  _globals['_LOADPUBLISHEDSHARDSREQUEST']._serialized_start=366
-  _globals['_LOADPUBLISHEDSHARDSREQUEST']._serialized_end=477
-  _globals['_LOADPUBLISHEDSHARDSRESPONSE']._serialized_start=479
-  _globals['_LOADPUBLISHEDSHARDSRESPONSE']._serialized_end=508
-  _globals['_GETRANKCHECKSUMSREQUEST']._serialized_start=510
-  _globals['_GETRANKCHECKSUMSREQUEST']._serialized_end=554
-  _globals['_GETRANKCHECKSUMSRESPONSE']._serialized_start=556
-  _globals['_GETRANKCHECKSUMSRESPONSE']._serialized_end=642
-  _globals['_LEAVEREQUEST']._serialized_start=644
-  _globals['_LEAVEREQUEST']._serialized_end=709
-  _globals['_LEAVERESPONSE']._serialized_start=711
-  _globals['_LEAVERESPONSE']._serialized_end=726
-  _globals['_ROLLOUTWORKERSERVICE']._serialized_start=729
-  _globals['_ROLLOUTWORKERSERVICE']._serialized_end=1240
+  _globals['_JOINREQUEST']._serialized_start=99
+  _globals['_JOINREQUEST']._serialized_end=243
+  _globals['_JOINRESPONSE']._serialized_start=245
+  _globals['_JOINRESPONSE']._serialized_end=278
+  _globals['_BEATREQUEST']._serialized_start=280
+  _globals['_BEATREQUEST']._serialized_end=312
+  _globals['_BEATRESPONSE']._serialized_start=314
+  _globals['_BEATRESPONSE']._serialized_end=383
+  _globals['_LOADPUBLISHEDSHARDSREQUEST']._serialized_start=385
+  _globals['_LOADPUBLISHEDSHARDSREQUEST']._serialized_end=496
+  _globals['_LOADPUBLISHEDSHARDSRESPONSE']._serialized_start=498
+  _globals['_LOADPUBLISHEDSHARDSRESPONSE']._serialized_end=527
+  _globals['_GETRANKCHECKSUMSREQUEST']._serialized_start=529
+  _globals['_GETRANKCHECKSUMSREQUEST']._serialized_end=573
+  _globals['_GETRANKCHECKSUMSRESPONSE']._serialized_start=575
+  _globals['_GETRANKCHECKSUMSRESPONSE']._serialized_end=661
+  _globals['_LEAVEREQUEST']._serialized_start=663
+  _globals['_LEAVEREQUEST']._serialized_end=728
+  _globals['_LEAVERESPONSE']._serialized_start=730
+  _globals['_LEAVERESPONSE']._serialized_end=745
+  _globals['_ROLLOUTWORKERSERVICE']._serialized_start=748
+  _globals['_ROLLOUTWORKERSERVICE']._serialized_end=1259
 # @@protoc_insertion_point(module_scope)

@@ -29,6 +29,7 @@ class JoinRequest(_message.Message):
     TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     STORE_ADDRESS_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
     leader_id: _builtins.str
     """Unique per start of a leader."""
     replica: _builtins.str
@@ -39,6 +40,8 @@ class JoinRequest(_message.Message):
     host: _builtins.int
     store_address: _builtins.str
     """host:port of the leader's TCP store, where SGLang's ranks find each other."""
+    settings: _builtins.str
+    """The engine's settings as the leader has read them: a JSON object of texts by key. "": not compared."""
     def __init__(
         self,
         *,
@@ -48,10 +51,11 @@ class JoinRequest(_message.Message):
         tensor_parallel: _builtins.int = ...,
         host: _builtins.int = ...,
         store_address: _builtins.str = ...,
+        settings: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "leader_id", b"leader_id", "nodes", b"nodes", "replica", b"replica", "store_address", b"store_address", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "leader_id", b"leader_id", "nodes", b"nodes", "replica", b"replica", "settings", b"settings", "store_address", b"store_address", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
