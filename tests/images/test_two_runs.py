@@ -117,7 +117,7 @@ def test_two_runs_in_a_namespace_end_by_themselves(team: Team) -> None:
         assert json.loads((results / "hf" / "config.json").read_text())["model_type"] == "qwen3"
         # From the beginning, though the claim has a run of the same name with the same settings but one.
         rows = [json.loads(line) for line in (results / "metrics.jsonl").read_text().splitlines()]
-        assert [row["iteration"] for row in rows] == list(range(iterations))
+        assert [row["iteration"] for row in rows] == list(range(1, iterations + 1))
         others = {f"{other}-rollout-{index}" for other in RUNS if other != run for index in range(2)}
         told = "".join(path.read_text() for path in results.glob("*.jsonl"))
         assert f"{run}-rollout-0" in told
