@@ -213,6 +213,9 @@ def test_a_changed_configuration_shows_what_cannot_change_in_place(
     assert done.code == 0, done.text
     (job,) = (each["metadata"]["name"] for each in built if each["kind"] == "Job")
     assert f"! Job/{job}: cannot be changed in place (spec.template)" in done.text
+    for name in ("trainer", "rollout"):
+        assert f"! StatefulSet/math-{name}: its pods stay as they are until they are deleted (OnDelete)" in done.text
+    assert "replaced one by one" not in done.text
     assert "kubectl delete --namespace team --cascade=foreground job/" in done.text
     renamed = {(each["kind"], each["metadata"]["name"]) for each in built} - before
     assert len(renamed) == 1  # the ConfigMap, by its digest
