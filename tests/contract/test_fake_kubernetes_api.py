@@ -19,6 +19,7 @@ from tests.contract.kube_objects import NAMESPACE, leader_worker_set, pod, role_
 from tests.fakes.cluster.admission import violations
 from tests.fakes.cluster.fake_cluster import FakeCluster
 from tests.fakes.cluster.kinds import CONTROLLERS
+from tests.fakes.cluster.merging import schema_of, server_side, strategic
 from tests.fakes.cluster.requests import COORDINATOR, OPERATOR, TOKENS
 from tests.fakes.cluster.store import Refusal
 from tests.house.repository import REPO
@@ -126,6 +127,52 @@ def test_an_operator_has_no_role_and_is_refused_what_anyone_is(api: FakeCluster,
     assert status_of(core.list_namespaced_pod, NAMESPACE, label_selector="a notin (b)") == 400
     api.put(RESTRICTED)
     assert status_of(core.create_namespaced_pod, NAMESPACE, NAKED) == 403
+
+
+POD_OF_TWO: dict[str, Any] = {
+    "containers": [{"name": "a", "image": "1", "env": [{"name": "X", "value": "1"}]}, {"name": "b", "image": "1"}],
+    "nodeSelector": {"pool": "gpu", "zone": "z"},
+    "tolerations": [{"key": "t"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("patch", "path", "value"),
+    [
+        ({"containers": [{"name": "b", "image": "2"}]}, "containers.1", {"name": "b", "image": "2"}),
+        ({"containers": [{"name": "b", "image": "2"}]}, "containers.0", POD_OF_TWO["containers"][0]),
+        ({"containers": [{"name": "b", "$patch": "delete"}]}, "containers", POD_OF_TWO["containers"][:1]),
+        ({"$setElementOrder/containers": [{"name": "b"}, {"name": "a"}]}, "containers.0.name", "b"),
+        ({"containers": [{"name": "a", "env": [{"name": "Y", "value": "2"}]}]}, "containers.0.env.0.name", "X"),
+        ({"nodeSelector": {"zone": None}}, "nodeSelector", {"pool": "gpu"}),
+        ({"tolerations": []}, "tolerations", []),  # has no merge key
+        ({"securityContext": {"supplementalGroups": [1]}}, "securityContext.supplementalGroups", [1]),
+    ],
+)
+def test_a_strategic_merge_patch(patch: dict[str, Any], path: str, value: Any) -> None:
+    found: Any = strategic({"spec": copy.deepcopy(POD_OF_TWO)}, {"spec": patch}, schema_of("v1", "Pod"))["spec"]
+    for key in path.split("."):
+        found = found[int(key) if key.isdigit() else key]
+    assert found == value
+
+
+def test_server_side_apply_removes_what_its_manager_no_longer_applies_and_nothing_of_others() -> None:
+    schema, before = schema_of("v1", "Pod"), {"metadata": {"labels": {"a": "1", "b": "1"}}, "spec": POD_OF_TWO}
+    live = copy.deepcopy(before) | {"status": {"phase": "Running"}}
+    live["metadata"]["labels"]["of"] = "another"
+    live["spec"]["nodeSelector"]["of"] = "another"
+    live["spec"]["containers"][0]["imagePullPolicy"] = "Always"
+    spec = {"containers": [{"name": "a", "image": "2"}], "nodeSelector": {"pool": "cpu"}}
+    assert server_side(live, {"metadata": {"labels": {"a": "2"}}, "spec": spec}, before, schema) == {
+        "metadata": {"labels": {"a": "2", "of": "another"}},
+        "spec": {
+            "containers": [{"name": "a", "image": "2", "imagePullPolicy": "Always"}],
+            "nodeSelector": {"pool": "cpu"},  # which is one value
+        },
+        "status": {"phase": "Running"},
+    }
+    before = {**before, "spec": {**POD_OF_TWO, "nodeSelector": live["spec"]["nodeSelector"]}}
+    assert server_side(live, before, before, schema) == live
 
 
 def refused(api: FakeCluster, obj: dict[str, Any]) -> tuple[int, str]:

@@ -15,9 +15,10 @@ What the coordinator, an operator's machine and a real kubectl call, for the use
 What it refuses is in admission.py (schemas, immutable fields, PodSecurity) and requests.py (RBAC; faults). 401 without
 a token, 404 for what it does not have, 409 for a change of an older version.
 
-It has no scheduler, no controllers, no kubelet, no webhooks, no quotas, no defaults, no `generation`; PATCH merges
-plain fields only (else 415); PodSecurity knows the level `restricted`; roles are those that `bind` is given, not the
-cluster's objects. Nothing that runs against it has run on Kubernetes.
+It has no scheduler, no controllers, no kubelet, no webhooks, no quotas, no defaults, no `generation`; PATCH merges as
+merging.py says, and server-side apply knows no owners of fields, so that it must be forced; PodSecurity knows the level
+`restricted`; roles are those that `bind` is given, not the cluster's objects. Nothing that runs against it has run on
+Kubernetes.
 """
 
 import copy

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.fakes.cluster.admission import check_pod, check_schema, check_update
-from tests.fakes.cluster.kinds import group_of
+from tests.fakes.cluster.kinds import BUILT_IN, group_of
+from tests.fakes.cluster.merging import json_merge, schema_of, server_side, strategic
 from tests.fakes.cluster.requests import Gate, Request
 from tests.fakes.cluster.store import Key, Object, Refusal, Store, changed, key_of, not_found, now, refusal
 
 Answer = tuple[int, Object]
 _SUCCESS: Object = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
+WATCH_S = 60.0
 _SCALED = ("StatefulSet", "LeaderWorkerSet")
 _TERM = re.compile(r"(?P<key>[^!,=\s()]+)\s*(?:==?(?P<value>[^,=()]*)| in \((?P<values>[^)]+)\))(?:,|$)")
 
@@ -25,6 +27,8 @@ class Verbs:
 
     def __init__(self, store: Store, start: Callable[[Object], Object]) -> None:
         self._store, self._start = store, start
+        # What each manager has applied last: the object's uid, and what of it.
+        self._applied: dict[tuple[Key, str], tuple[str, Object | None]] = {}
 
     def answer(self, request: Request) -> Answer:
         """HTTP status and body. Raises: Refusal."""
@@ -49,7 +53,8 @@ class Verbs:
     def watch(self, request: Request) -> Iterator[Object]:
         """The lines of a watch."""
         query = request.query
-        after, timeout_s = int(query["resourceVersion"]), float(query["timeoutSeconds"])
+        after = int(query.get("resourceVersion") or self._store.version)
+        timeout_s = float(query.get("timeoutSeconds") or WATCH_S)
         try:
             for change, obj in self._store.watch(request.kind.name, request.namespace, after, timeout_s):
                 if selected(obj, query):
@@ -117,12 +122,35 @@ class Verbs:
         return copy.deepcopy(new) if _is_trial(request) else self._store.put(new)
 
     def _patch(self, request: Request) -> Answer:
-        """A merge of plain fields; of lists and objects the fake knows no merge keys."""
+        kind = request.kind
+        if request.content_type.startswith("application/apply-patch+yaml"):
+            return self._apply(request)
         old = self.existing(request)
-        nested = [name for name, value in request.body.items() if isinstance(value, list | dict)]
-        if "merge-patch" not in request.content_type or nested:
-            raise refusal(415, "UnsupportedMediaType", f"the fake merges no {request.content_type} of {nested}")
-        return 200, self._replace(request, old, {**copy.deepcopy(old), **request.body})
+        if request.content_type.startswith("application/merge-patch+json"):
+            return 200, self._replace(request, old, json_merge(old, request.body))
+        is_strategic = request.content_type.startswith("application/strategic-merge-patch+json")
+        if not is_strategic or kind.api_version not in BUILT_IN:  # a custom resource has no merge keys
+            raise refusal(415, "UnsupportedMediaType", f"the body of the request was in {request.content_type}")
+        schema = schema_of(kind.api_version, kind.name)
+        return 200, self._replace(request, old, strategic(copy.deepcopy(old), request.body, schema))
+
+    def _apply(self, request: Request) -> Answer:
+        """Server-side apply: what its manager no longer applies goes."""
+        manager, kind = request.query.get("fieldManager", ""), request.kind
+        if not manager or request.query.get("force") != "true":
+            raise refusal(400, "BadRequest", "the fake cluster knows no owners of fields: name one and force conflicts")
+        body, mine = _named(request), (request.key, manager)
+        if request.key not in self._store.objects:
+            answer = self._create(request._replace(body=body))
+        else:
+            old = self.existing(request)
+            uid, before = self._applied.get(mine, ("", None))
+            before = before if uid == old["metadata"]["uid"] else None
+            new = server_side(copy.deepcopy(old), body, before, schema_of(kind.api_version, kind.name))
+            answer = 200, self._replace(request, old, new)
+        if not _is_trial(request):
+            self._applied[mine] = self._store.objects[request.key]["metadata"]["uid"], body
+        return answer
 
     def _delete(self, request: Request) -> Answer:
         self.existing(request)

@@ -23,13 +23,13 @@ pytestmark = pytest.mark.integration
 
 
 def apply(folder: Path) -> None:
-    """`kubectl apply -k`, of what is not there yet."""
-    _kubectl("apply", "--validate=false", "-k", str(folder))
+    """`kubectl apply -k`."""
+    _kubectl("apply", "-k", str(folder))
 
 
 def apply_file(file: Path) -> None:
-    """`kubectl apply -f`, of what is not there yet."""
-    _kubectl("apply", "--validate=false", "-f", str(file))
+    """`kubectl apply -f`."""
+    _kubectl("apply", "-f", str(file))
 
 
 def _kubectl(*arguments: str) -> None:
