@@ -15,7 +15,7 @@ from launcher.deploy.live.kinds import KINDS
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_api.coordinator.v1 import coordinator_pb2_grpc as pb_grpc
 from tests.fakes.cluster.fake_cluster import FakeCluster
-from tests.fakes.fake_kube_store import Object
+from tests.fakes.cluster.store import Object
 from tests.integration.launcher.deploy.conftest import ANSWERS, Deploy, write_run
 from tests.manifests.kustomize import build, component_of, kubectl, pod_template, workloads
 
