@@ -34,8 +34,8 @@ class Publication:
 
     policy_version: int
     start_s: float
-    # How long to wait for replicas while too few are present.
-    rejoin_timeout_s: float
+    # How long to wait for replicas while too few are present (roll_call.py).
+    rejoin_timeout_s: float | None
     reports: RoundReports = field(default_factory=RoundReports)
     outcomes: dict[str, ReplicaOutcome] = field(default_factory=dict)
     failures: list[TandemError] = field(default_factory=list)

@@ -8,7 +8,7 @@ of its own when it returns (`seed_late_joiners`), before it gets work.
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from coordinator.clients.probing import while_alive
 from coordinator.clients.replica import Replica
@@ -57,6 +57,7 @@ class WeightSync:
         agreement: the settings on which the run's services must agree; None: they are not compared.
         min_replicas: fewest replicas that must have the weights in the end.
         rejoin_timeout_s: how long to wait for them; sync.formation_timeout_s, if that is longer.
+        is_queued: whether replicas are held in a queue: those times do not run while they are, and none serves.
         disk_folder: where the transport "disk" writes.
         forecast: predicts the duration of rounds; None: no prediction.
         observed: records syncs and fleet snapshots.
@@ -78,6 +79,7 @@ class WeightSync:
         forecast: Forecast | None = None,
         observed: Observed | None = None,
         ending: asyncio.Event | None = None,
+        is_queued: Callable[[], bool] = lambda: False,
     ) -> None:
         self._trainer = trainer
         self._fleet = fleet
@@ -101,6 +103,7 @@ class WeightSync:
             slots_timeout_s=settings.lease_ttl_s,
             timeout_s=settings.formation_timeout_s,
             ending=self._ending,
+            is_queued=is_queued,
         )
 
     async def publish(self, policy_version: int) -> SyncResult:
@@ -214,7 +217,7 @@ class WeightSync:
             policy_version=policy_version,
             start_s=time.perf_counter(),
             # While replicas serve, they have work to do: do not wait for others.
-            rejoin_timeout_s=0.0 if serving else self._rejoin_timeout_s,
+            rejoin_timeout_s=None if serving else self._rejoin_timeout_s,
             committed=list(serving),
         )
         while len(work.failures) < MAX_ROUNDS:

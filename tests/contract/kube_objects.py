@@ -41,6 +41,19 @@ def pod(
     }
 
 
+def gated(name: str, component: str = "trainer", run_id: str = "t") -> dict[str, Any]:
+    """A pod that Kueue holds back."""
+    held = {
+        "type": "PodScheduled",
+        "status": "False",
+        "reason": "SchedulingGated",
+        "message": "non-empty scheduling gates",
+    }
+    obj = pod(name, component=component, run_id=run_id, ready=False, phase="Pending", conditions=[held])
+    obj["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/admission"}]
+    return obj
+
+
 def rollout_set(replicas: int) -> dict[str, Any]:
     """The StatefulSet of the rollouts."""
     labels = {"app.kubernetes.io/component": "rollout"}

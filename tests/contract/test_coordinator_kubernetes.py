@@ -22,6 +22,7 @@ from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
 from tests.contract.kube_objects import (
     NAMESPACE,
+    gated,
     leader_worker_set,
     pod,
     role_rules,
@@ -154,17 +155,23 @@ async def a_trainer(api: FakeCluster, environment: ServiceEnvironment) -> AsyncI
 @asynccontextmanager
 async def pods(
     api: FakeCluster, environment: ServiceEnvironment, kind: str = "StatefulSet"
-) -> AsyncIterator[FakeRolloutSet]:
+) -> AsyncIterator[tuple[TrainerPod, FakeRolloutSet]]:
     """That, and somebody who makes and runs the set's pods."""
     async with (
-        a_trainer(api, environment),
+        a_trainer(api, environment) as trainer,
         fake_rollout_set(api, environment.redis_url, environment.run_id, kind) as rollouts,
     ):
-        yield rollouts
+        yield trainer, rollouts
 
 
 async def soon(condition: Callable[[], bool]) -> None:
     await asyncio.to_thread(until, condition, DEADLINE_S)
+
+
+async def iterated(environment: ServiceEnvironment, more_than: int) -> None:
+    """Until the run has done so many iterations and one more."""
+    file = environment.run_dir / "metrics.jsonl"
+    await soon(lambda: file.exists() and len(rows(environment)) > more_than)
 
 
 async def got_work(rollouts: FakeRolloutSet, name: str, starts: int) -> None:
@@ -179,7 +186,7 @@ async def test_a_run_on_pods_that_appear_end_hang_and_become_more(
     environment: ServiceEnvironment,
     start: Start,
 ) -> None:
-    async with pods(api, environment) as rollouts:
+    async with pods(api, environment) as (_, rollouts):
         coordinator = start(kube_config)
         for name in ("rollout-0", "rollout-1"):  # scaled from 0 to rollout.replicas
             await got_work(rollouts, name, starts=1)
@@ -223,7 +230,7 @@ async def test_a_run_on_groups_of_pods_that_end_as_a_whole(
 ) -> None:
     api.put(leader_worker_set(0))
     fleet = {"rollout_set_kind": "LeaderWorkerSet"}
-    async with pods(api, environment, "LeaderWorkerSet") as rollouts:
+    async with pods(api, environment, "LeaderWorkerSet") as (_, rollouts):
         coordinator = start(with_settings(kube_config, fleet=fleet, rollout={"nodes": 2, "tensor_parallel": 2}))
         for name in ("rollout-0", "rollout-1"):
             await got_work(rollouts, name, starts=1)
@@ -245,6 +252,38 @@ async def test_a_run_on_groups_of_pods_that_end_as_a_whole(
         services = [service for each in rollouts.history.values() for service in each]
         assert len(services) == 4
         assert not any(service.was_asked_unseeded for service in services)
+
+
+async def test_replicas_that_are_all_preempted_are_waited_for_as_long_as_they_are_queued(
+    api: FakeCluster,
+    kube_config: RunConfig,
+    environment: ServiceEnvironment,
+    start: Start,
+) -> None:
+    """In the middle of a run, for longer than rollout.rejoin_timeout_s and sync.formation_timeout_s."""
+    names = ("rollout-0", "rollout-1")
+    times = {"formation_timeout_s": 1.0}
+    async with pods(api, environment) as (_, rollouts):
+        coordinator = start(with_settings(kube_config, rollout={"rejoin_timeout_s": 1.0}, sync=times))
+        for name in names:
+            await got_work(rollouts, name, starts=1)
+        await iterated(environment, 2)
+        for name in names:
+            api.put(gated(name, "rollout", environment.run_id))
+        with pytest.raises(subprocess.TimeoutExpired):  # it does not end
+            await asyncio.to_thread(coordinator.process.wait, 6.0)
+        said = await asyncio.to_thread(coordinator.status)
+        queued = "pods of rollout are queued: held by the scheduling gate kueue.x-k8s.io/admission"
+        assert ("trouble", f"{queued}: the run waits as long as they are queued") in said
+        waits = "too few replicas, others are queued: waiting as long as they are"
+        assert [line["message"] for line in coordinator.warnings()].count(waits) == 1
+        done = len(rows(environment))
+        for name in names:
+            api.put(pod(name, run_id=environment.run_id, ready=False))
+        for name in names:
+            await got_work(rollouts, name, starts=2)
+        await iterated(environment, done)
+        assert await asyncio.to_thread(coordinator.stop) == 0
 
 
 async def test_what_keeps_a_run_from_starting_is_in_its_status(
@@ -280,10 +319,9 @@ async def test_a_stop_does_not_wait_for_a_trainer_that_is_rescheduled(
     start: Start,
 ) -> None:
     """Nothing is left to save: the coordinator ends at once, not after run.stop_timeout_s."""
-    rollouts = fake_rollout_set(api, environment.redis_url, environment.run_id)
-    async with a_trainer(api, environment) as trainer, rollouts:
+    async with pods(api, environment) as (trainer, _):
         coordinator = start(with_settings(kube_config, run={"stop_timeout_s": 600.0}))
-        await soon(lambda: (environment.run_dir / "metrics.jsonl").exists() and len(rows(environment)) > 2)
+        await iterated(environment, 2)
         trainer.show(ready=False, phase="Pending")
         await trainer.stop()
         await soon(lambda: any("the trainer was lost" in text for _, text in coordinator.status()))
@@ -297,10 +335,9 @@ async def test_a_trainer_that_is_drained_loses_no_iteration(
     start: Start,
 ) -> None:
     """Its pod is deleted, and it serves until the run has saved: the next one resumes from there."""
-    rollouts = fake_rollout_set(api, environment.redis_url, environment.run_id)
-    async with a_trainer(api, environment) as trainer, rollouts:
+    async with pods(api, environment) as (trainer, _):
         coordinator = start(with_settings(kube_config, run={"checkpoint_every": 100_000}))
-        await soon(lambda: (environment.run_dir / "metrics.jsonl").exists() and len(rows(environment)) > 4)
+        await iterated(environment, 4)
         assert trainer.service.saved == []
 
         leaving = api.get("Pod", "trainer-0", NAMESPACE)
@@ -328,8 +365,7 @@ async def test_gpus_are_given_back_when_the_run_is_over(
     environment: ServiceEnvironment,
     start: Start,
 ) -> None:
-    rollouts = fake_rollout_set(api, environment.redis_url, environment.run_id)
-    async with a_trainer(api, environment), rollouts:
+    async with pods(api, environment):
         api.put(trainer_set(1))
         coordinator = start(with_settings(kube_config, run={"iterations": 2}))
         assert await asyncio.to_thread(coordinator.process.wait, DEADLINE_S) == 0
@@ -345,11 +381,10 @@ async def test_gpus_are_kept_where_they_are_to_be_kept_or_the_run_goes_on(
     environment: ServiceEnvironment,
     start: Start,
 ) -> None:
-    rollouts = fake_rollout_set(api, environment.redis_url, environment.run_id)
-    async with a_trainer(api, environment), rollouts:
+    async with pods(api, environment):
         api.put(trainer_set(1))
         coordinator = start(kube_config)  # interrupted: a Job would start it again
-        await soon(lambda: (environment.run_dir / "metrics.jsonl").exists() and len(rows(environment)) > 1)
+        await iterated(environment, 1)
         assert await asyncio.to_thread(coordinator.stop) == 0
         done = len(rows(environment))
         kept = with_settings(kube_config, run={"iterations": done + 1}, fleet={"release_after_s": None})
@@ -366,8 +401,7 @@ async def test_gpus_are_given_back_after_a_while_or_at_a_stop(
     start: Start,
 ) -> None:
     """Meanwhile the run's status can be read; its end is no interruption."""
-    rollouts = fake_rollout_set(api, environment.redis_url, environment.run_id)
-    async with a_trainer(api, environment), rollouts:
+    async with pods(api, environment):
         api.put(trainer_set(1))
         config = with_settings(kube_config, run={"iterations": 2}, fleet={"release_after_s": 600.0})
         coordinator = start(config, "--interrupted-exit", "143")
@@ -391,8 +425,7 @@ async def test_gpus_are_given_back_when_a_job_will_not_try_again(
         kube_config = with_settings(kube_config, data={"train": tmp_path / "nowhere.jsonl"})
     else:
         (environment.run_dir / FAILURES_FILE).write_text(json.dumps({"iteration": 0, "failures": MAX_FAILURES - 1}))
-    rollouts = fake_rollout_set(api, environment.redis_url, environment.run_id)
-    async with a_trainer(api, environment) as trainer, rollouts:
+    async with pods(api, environment) as (trainer, _):
         trainer.service.faults.append(Internal("cuda error"))
         api.put(trainer_set(1))
         coordinator = start(kube_config, "--resume", "--retry-exit", "75")
@@ -407,10 +440,9 @@ async def test_a_run_waits_for_a_trainer_that_is_rescheduled_and_ends_with_one_t
     environment: ServiceEnvironment,
     start: Start,
 ) -> None:
-    rollouts = fake_rollout_set(api, environment.redis_url, environment.run_id)
-    async with a_trainer(api, environment) as trainer, rollouts:
+    async with pods(api, environment) as (trainer, _):
         coordinator = start(kube_config)
-        await soon(lambda: (environment.run_dir / "metrics.jsonl").exists() and len(rows(environment)) > 4)
+        await iterated(environment, 4)
 
         trainer.show(ready=False, phase="Pending")  # the node is gone, the set has made another pod
         await trainer.stop()

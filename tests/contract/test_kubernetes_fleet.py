@@ -35,6 +35,7 @@ from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import with_settings
 from tests.contract.kube_objects import (
     NAMESPACE,
+    gated,
     job_set,
     leader_worker_set,
     pod,
@@ -719,20 +720,6 @@ async def test_a_trainer_whose_pods_are_up_and_that_says_nothing_is_missing(
 
 
 # ---- queues ----
-
-GATED = {
-    "type": "PodScheduled",
-    "status": "False",
-    "reason": "SchedulingGated",
-    "message": "non-empty scheduling gates",
-}
-
-
-def gated(name: str, component: str = "trainer") -> dict[str, Any]:
-    """A pod that Kueue holds back."""
-    obj = pod(name, component=component, ready=False, phase="Pending", conditions=[GATED])
-    obj["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/admission"}]
-    return obj
 
 
 async def test_a_queue_is_waited_out_and_told_once_and_the_time_to_start_begins_behind_it(

@@ -50,7 +50,7 @@ class FakeRolloutSet:
     api: FakeCluster
     redis_url: str
     run_id: str
-    # "statefulsets" or "leaderworkersets".
+    # "StatefulSet" or "LeaderWorkerSet".
     kind: str = "StatefulSet"
     # Service, and what ends it, by pod name.
     _running: dict[str, tuple[PodRollout, AsyncExitStack]] = field(default_factory=dict)
@@ -98,6 +98,9 @@ class FakeRolloutSet:
 
     async def _tend(self, obj: dict[str, Any]) -> None:
         name = obj["metadata"]["name"]
+        if obj["spec"].get("schedulingGates"):
+            await self._end(name)
+            return
         if "deletionTimestamp" in obj["metadata"]:
             await self._end(name)
             for each in self.api.list_of("Pod"):
