@@ -226,7 +226,7 @@ async def test_replicas_that_are_lost_are_waited_for_longer_than_a_round_needs_t
 
 
 # Shorter than the queues here.
-SHORT = {"rejoin_timeout_s": 0.3, "formation_timeout_s": 0.1}
+SHORT: dict[str, Any] = {"rejoin_timeout_s": 0.3, "formation_timeout_s": 0.1}
 
 
 class QueuedFleet(StaticFleet):
