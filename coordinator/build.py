@@ -199,6 +199,7 @@ def _weights(app: App, services: Services, group: WeightGroup, lead: Lead) -> We
         forecast=Forecast(str(config.model.path), config.model.dtype, config.sync),
         disk_folder=str(config.sync.published_folder(app.environment.run_dir)),
         ending=app.leaving.asked,
+        is_queued=partial(_has_queued_replicas, app),
     )
 
 

@@ -24,7 +24,8 @@ from coordinator.learn.kl import Divergence, diverge
 from coordinator.learn.scoring import Scorer
 from coordinator.learn.staleness import oldest_versions, stale_samples, staleness_histogram
 from coordinator.record.report import IterationRecord
-from coordinator.sync.weights import WeightSync, is_retriable
+from coordinator.sync.publication import is_retriable
+from coordinator.sync.weights import WeightSync
 from servicekit.errors import TandemError, WrongVersion
 from servicekit.life.meanwhile import Meanwhile
 from servicekit.logs import get_logger

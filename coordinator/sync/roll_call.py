@@ -1,12 +1,12 @@
 """Finds the participants of a round: services that are present, so answer and hold their slots in the weight group.
 
 A replica that is not present is left out. The roll call waits, until its deadline, for the trainer and
-rollout.min_replicas replicas.
+rollout.min_replicas replicas; while too few are left and others are held in a queue, the deadline does not come nearer.
 """
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -90,6 +90,28 @@ class _Look:
     absent: dict[str, str] = field(default_factory=dict)
 
 
+class _Wait:
+    """A wait for services; it begins again when replicas leave a queue."""
+
+    def __init__(self) -> None:
+        self._begun_s = time.monotonic()
+        self._is_queued = False
+
+    @property
+    def waited_s(self) -> float:
+        """How long it has taken so far, without what was before and in a queue."""
+        return time.monotonic() - self._begun_s
+
+    def note(self, is_queued: bool, absent: Mapping[str, str]) -> None:
+        """Note whether the replicas that it waits for are queued now."""
+        if is_queued and not self._is_queued:
+            log.warning("too few replicas, others are queued: waiting as long as they are", absent=dict(absent))
+        if not is_queued and self._is_queued:
+            log.info("replicas are no longer queued", queued_s=round(self.waited_s, 1))
+            self._begun_s = time.monotonic()
+        self._is_queued = is_queued
+
+
 class RollCall:
     """Finds out which services are present.
 
@@ -99,6 +121,7 @@ class RollCall:
         slots_timeout_s: a service with a rank without its slot for so long is absent.
         timeout_s: how long to wait for the trainer and min_replicas replicas to be present.
         ending: once it is set, since the run is to end, no service is waited for.
+        is_queued: whether replicas are held in a queue.
     """
 
     def __init__(
@@ -113,18 +136,21 @@ class RollCall:
         timeout_s: float,
         ending: asyncio.Event,
         agreement: Agreement | None = None,
+        is_queued: Callable[[], bool] = lambda: False,
     ) -> None:
         self._agreement = agreement
+        self._is_queued = is_queued
         self._trainer, self._fleet, self._group = trainer, fleet, group
         self._ending = ending
         self._min_replicas = min_replicas
         self._probe_timeout_s, self._slots_timeout_s, self._timeout_s = probe_timeout_s, slots_timeout_s, timeout_s
 
-    async def call(self, policy_version: int, *, rejoin_timeout_s: float = 0.0) -> Present:
+    async def call(self, policy_version: int, *, rejoin_timeout_s: float | None = None) -> Present:
         """Wait until the trainer and enough replicas are present.
 
         Args:
-            rejoin_timeout_s: how long to wait for replicas while the trainer is present, if longer than timeout_s.
+            rejoin_timeout_s: how long to wait for replicas while the trainer is present, if longer than timeout_s,
+                from when none is held in a queue any more; None: for timeout_s, whether they are queued or not.
         Raises:
             DeadlineExceeded: the trainer or too many replicas are absent; the message says why each is.
             WrongVersion: the trainer has another version, for example after a restart from an older checkpoint.
@@ -132,9 +158,9 @@ class RollCall:
             ConfigurationSkew: the trainer has read another configuration, or too few replicas are left without those
                 that have.
         """
-        start_s, timeout_s = time.monotonic(), self._timeout_s
+        wait, timeout_s = _Wait(), self._timeout_s
         while True:
-            left_s = start_s + timeout_s - time.monotonic()
+            left_s = timeout_s - wait.waited_s
             look = await self._look()
             await self._refuse_other_settings(look)
             ahead = _exclude_newer(look, policy_version)
@@ -147,15 +173,21 @@ class RollCall:
                     f"it was restarted from a checkpoint; {RESUME_ADVICE}"
                 )
             if present is not None and len(present.replicas) >= self._min_replicas:
+                wait.note(False, look.absent)
                 if look.absent:
                     log.warning("starting round without absent members", absent=look.absent)
                 return present
-            trainer_is_present = look.trainer is not None and self._trainer.name not in look.absent
-            timeout_s = max(self._timeout_s, rejoin_timeout_s if trainer_is_present else 0.0)
-            waited_s = time.monotonic() - start_s
-            if waited_s >= timeout_s or self._ending.is_set():
+            may_rejoin = rejoin_timeout_s if self._has_trainer(look) else None
+            timeout_s = self._timeout_s if may_rejoin is None else max(self._timeout_s, may_rejoin)
+            is_queued = may_rejoin is not None and self._is_queued()
+            wait.note(is_queued, look.absent)
+            waited_s = wait.waited_s
+            if (waited_s >= timeout_s and not is_queued) or self._ending.is_set():
                 raise DeadlineExceeded(self._timeout_message(look, min(timeout_s, waited_s)))
             await asyncio.sleep(LOOK_INTERVAL_S)
+
+    def _has_trainer(self, look: _Look) -> bool:
+        return look.trainer is not None and self._trainer.name not in look.absent
 
     async def check_configuration(self) -> None:
         """Compare the settings of the services that answer now with ours. Raises: ConfigurationSkew: as call()."""

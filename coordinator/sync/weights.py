@@ -8,8 +8,7 @@ of its own when it returns (`seed_late_joiners`), before it gets work.
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 from coordinator.clients.probing import while_alive
 from coordinator.clients.replica import Replica
@@ -18,36 +17,21 @@ from coordinator.fleet.base import Fleet
 from coordinator.flow import ReplicaOutcome, SyncResult
 from coordinator.lead import Lead
 from coordinator.sync.forecast import Forecast
+from coordinator.sync.publication import Publication
 from coordinator.sync.roll_call import Agreement, Present, RollCall, WeightGroup, parallel_sizes, seeded_version
-from coordinator.sync.sync_report import RoundReports
 from coordinator.sync.sync_round import SyncRound
 from coordinator.watch import metrics
 from coordinator.watch.observed import Observed
-from servicekit.errors import (
-    Aborted,
-    DeadlineExceeded,
-    DigestMismatch,
-    Fenced,
-    PeerLost,
-    SlotTaken,
-    TandemError,
-    Unavailable,
-)
+from servicekit.errors import Fenced, PeerLost, TandemError, Unavailable
 from servicekit.logs import get_logger
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import SyncSection
-from weightsync.group.rendezvous import Evicted
 from weightsync.plans.limits import bucket_bytes
 
 # Failed rounds after which a publication ends: three failures are not an accident.
 MAX_ROUNDS = 3
-# A rank whose slot another process holds gets it when that one's lease ends, or exits after two leases (rendezvous.py).
-SLOT_PATIENCE_TTLS = 3.0
 SLOT_INTERVAL_S = 1.0
-# Another round may succeed; after anything else (an invalid round, a stale version, plans that differ) it would not.
-_RETRIABLE = (Aborted, PeerLost, Unavailable, DeadlineExceeded, DigestMismatch)
-
 _INSTALL = {"in_place": weights_pb2.INSTALL_MODE_IN_PLACE, "staged": weights_pb2.INSTALL_MODE_STAGED}
 _PAUSE = {
     "drain": weights_pb2.PAUSE_MODE_DRAIN,
@@ -64,57 +48,6 @@ _TRANSPORT = {
 log = get_logger(__name__)
 
 
-def is_retriable(error: TandemError) -> bool:
-    """Whether another round, with the participants present then, may succeed after `error`."""
-    return isinstance(error, _RETRIABLE) and not isinstance(error, Evicted)
-
-
-@dataclass(kw_only=True)
-class _Publication:
-    """Progress of one publication."""
-
-    policy_version: int
-    start_s: float
-    # How long to wait for replicas while too few are present.
-    rejoin_timeout_s: float
-    reports: RoundReports = field(default_factory=RoundReports)
-    outcomes: dict[str, ReplicaOutcome] = field(default_factory=dict)
-    failures: list[TandemError] = field(default_factory=list)
-    committed: list[Replica] = field(default_factory=list)
-    rounds: int = 0
-    epoch: int = 0
-    roll_call_s: float = 0.0
-    # Failed rounds, and the pauses before the next ones.
-    retries_s: float = 0.0
-    # No further round can help.
-    is_over: bool = False
-    # When another process was first seen in a rank's slot.
-    slot_taken_s: float | None = None
-
-    def waits_for_slot(self, error: TandemError, patience_s: float) -> bool:
-        """Whether `error` is a rank's wait for its slot, which will end by itself: not counted as a failure."""
-        if not isinstance(error, SlotTaken) or isinstance(error, Evicted):
-            return False
-        now_s = time.perf_counter()
-        self.slot_taken_s = now_s if self.slot_taken_s is None else self.slot_taken_s
-        return now_s - self.slot_taken_s < patience_s
-
-    def may_retry_after(self, error: TandemError) -> bool:
-        """Whether another round may help."""
-        return is_retriable(error) and not self.is_over
-
-    def result(self) -> SyncResult:
-        """Sum up the rounds so far."""
-        return self.reports.result(
-            policy_version=self.policy_version,
-            attempts=self.rounds,
-            total_s=time.perf_counter() - self.start_s,
-            outside_s={"roll_call": self.roll_call_s} | ({"retries": self.retries_s} if self.retries_s else {}),
-            outcomes=self.outcomes,
-            epoch=self.epoch,
-        )
-
-
 class WeightSync:
     """Brings the trainer's weights to every replica that is present, and admits those that have them to the fleet.
 
@@ -124,6 +57,7 @@ class WeightSync:
         agreement: the settings on which the run's services must agree; None: they are not compared.
         min_replicas: fewest replicas that must have the weights in the end.
         rejoin_timeout_s: how long to wait for them; sync.formation_timeout_s, if that is longer.
+        is_queued: whether replicas are held in a queue: those times do not run while they are, and none serves.
         disk_folder: where the transport "disk" writes.
         forecast: predicts the duration of rounds; None: no prediction.
         observed: records syncs and fleet snapshots.
@@ -145,6 +79,7 @@ class WeightSync:
         forecast: Forecast | None = None,
         observed: Observed | None = None,
         ending: asyncio.Event | None = None,
+        is_queued: Callable[[], bool] = lambda: False,
     ) -> None:
         self._trainer = trainer
         self._fleet = fleet
@@ -168,6 +103,7 @@ class WeightSync:
             slots_timeout_s=settings.lease_ttl_s,
             timeout_s=settings.formation_timeout_s,
             ending=self._ending,
+            is_queued=is_queued,
         )
 
     async def publish(self, policy_version: int) -> SyncResult:
@@ -277,11 +213,11 @@ class WeightSync:
 
     async def _run_rounds(self, policy_version: int, serving: Sequence[Replica]) -> SyncResult:
         """Run rounds until every replica that is present serves `policy_version`, as those of `serving` do already."""
-        work = _Publication(
+        work = Publication(
             policy_version=policy_version,
             start_s=time.perf_counter(),
             # While replicas serve, they have work to do: do not wait for others.
-            rejoin_timeout_s=0.0 if serving else self._rejoin_timeout_s,
+            rejoin_timeout_s=None if serving else self._rejoin_timeout_s,
             committed=list(serving),
         )
         while len(work.failures) < MAX_ROUNDS:
@@ -293,8 +229,7 @@ class WeightSync:
                     break
             except TandemError as error:
                 log.warning("weight sync round failed", error=str(error))
-                patience_s = 0.0 if self._ending.is_set() else SLOT_PATIENCE_TTLS * self._settings.lease_ttl_s
-                if work.waits_for_slot(error, patience_s):
+                if not self._ending.is_set() and work.waits_for_slot(error, self._settings.lease_ttl_s):
                     await asyncio.sleep(SLOT_INTERVAL_S)
                     work.retries_s += time.perf_counter() - begun_s
                     continue
@@ -308,14 +243,14 @@ class WeightSync:
         self._fleet.admit(work.committed)
         gained = [replica for replica in work.committed if replica not in serving]
         if work.failures and (not gained or len(work.committed) < self._min_replicas):
-            raise _given_up(policy_version, work.failures) from work.failures[-1]
+            raise work.given_up() from work.failures[-1]
         result = work.result()
         if work.rounds:
             self._observed.sync(result)
         metrics.SERVING_REPLICAS.set(len(work.committed))
         return result
 
-    async def _targets(self, work: _Publication) -> Present | None:
+    async def _targets(self, work: Publication) -> Present | None:
         """Find the replicas that are present and lack the version; None: there are none.
 
         Raises: TandemError: too few were present before the deadline.
@@ -334,7 +269,7 @@ class WeightSync:
         targets = {replica: status for replica, status in present.replicas.items() if replica not in work.committed}
         return Present(epoch=present.epoch, trainer=present.trainer, replicas=targets) if targets else None
 
-    async def _round(self, work: _Publication, present: Present) -> bool:
+    async def _round(self, work: Publication, present: Present) -> bool:
         """Run one round over `present`. Returns: whether all of them have committed.
 
         Raises: TandemError: it failed and was aborted.
@@ -392,9 +327,3 @@ class WeightSync:
             )
         )
         return description
-
-
-def _given_up(policy_version: int, failures: Sequence[TandemError]) -> TandemError:
-    """Build the error that ends a publication: the first failure, then the last if it differs."""
-    causes = " | then: ".join(dict.fromkeys([str(failures[0]), str(failures[-1])]))
-    return type(failures[-1])(f"weight sync of version {policy_version}, try {len(failures)}: {causes}")

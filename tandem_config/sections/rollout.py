@@ -21,8 +21,8 @@ class RolloutSection(Section):
     rejoin_timeout_s: Annotated[float, Field(ge=0)] = Field(
         600.0,
         description=(
-            "Seconds that a run with fewer than min_replicas waits for a replica to join before it fails; completions "
-            "generated before are kept."
+            "Seconds that a run with fewer than min_replicas waits for a replica to join before it fails, not counting "
+            "those in a cluster's queue; completions generated before are kept."
         ),
         json_schema_extra=about("as run.startup_timeout_s: a replica that died has to start again", unit="s"),
     )

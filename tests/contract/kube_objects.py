@@ -1,4 +1,4 @@
-"""Objects that the tests put into the fake API server: pods as their set would make them."""
+"""Objects that the tests put into the fake cluster: pods as their set would make them."""
 
 from typing import Any
 
@@ -33,10 +33,25 @@ def pod(
     labels = {"app.kubernetes.io/name": "tandem", "app.kubernetes.io/component": component, "tandem.run/id": run_id}
     conditions = [{"type": "Ready", "status": "True" if ready else "False"}]
     return {
+        "apiVersion": "v1",
+        "kind": "Pod",
         "metadata": {"name": name, "namespace": NAMESPACE, "labels": labels},
         "spec": {"containers": [{"name": component, "image": f"tandem-{component}:test"}]},
         "status": {"phase": phase, "conditions": conditions, **status},
     }
+
+
+def gated(name: str, component: str = "trainer", run_id: str = "t") -> dict[str, Any]:
+    """A pod that Kueue holds back."""
+    held = {
+        "type": "PodScheduled",
+        "status": "False",
+        "reason": "SchedulingGated",
+        "message": "non-empty scheduling gates",
+    }
+    obj = pod(name, component=component, run_id=run_id, ready=False, phase="Pending", conditions=[held])
+    obj["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/admission"}]
+    return obj
 
 
 def rollout_set(replicas: int) -> dict[str, Any]:
@@ -44,7 +59,7 @@ def rollout_set(replicas: int) -> dict[str, Any]:
     labels = {"app.kubernetes.io/component": "rollout"}
     template = {"metadata": {"labels": labels}, "spec": {"containers": [{"name": "rollout", "image": "i"}]}}
     spec = {"replicas": replicas, "serviceName": "rollout", "selector": {"matchLabels": labels}, "template": template}
-    return {"metadata": {"name": "rollout", "namespace": NAMESPACE}, "spec": spec}
+    return _of("apps/v1", "StatefulSet", "rollout", spec)
 
 
 def trainer_set(replicas: int) -> dict[str, Any]:
@@ -52,20 +67,20 @@ def trainer_set(replicas: int) -> dict[str, Any]:
     labels = {"app.kubernetes.io/component": "trainer"}
     template = {"metadata": {"labels": labels}, "spec": {"containers": [{"name": "trainer", "image": "i"}]}}
     spec = {"replicas": replicas, "serviceName": "trainer", "selector": {"matchLabels": labels}, "template": template}
-    return {"metadata": {"name": "trainer", "namespace": NAMESPACE}, "spec": spec}
+    return _of("apps/v1", "StatefulSet", "trainer", spec)
 
 
 def job_set(**spec: Any) -> dict[str, Any]:
     """The JobSet of a trainer."""
     jobs = {"name": "hosts", "template": {"spec": {"template": trainer_set(1)["spec"]["template"]}}}
-    return {"metadata": {"name": "trainer", "namespace": NAMESPACE}, "spec": {"replicatedJobs": [jobs], **spec}}
+    return _of("jobset.x-k8s.io/v1alpha2", "JobSet", "trainer", {"replicatedJobs": [jobs], **spec})
 
 
 def leader_worker_set(replicas: int, size: int = 2) -> dict[str, Any]:
     """The LeaderWorkerSet of rollouts whose engines have several pods."""
     (template,) = [rollout_set(replicas)["spec"]["template"]]
     spec = {"replicas": replicas, "leaderWorkerTemplate": {"size": size, "workerTemplate": template}}
-    return {"metadata": {"name": "rollout", "namespace": NAMESPACE}, "spec": spec}
+    return _of("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", "rollout", spec)
 
 
 def worker(name: str, **state: Any) -> dict[str, Any]:
@@ -80,3 +95,8 @@ def waiting_status(reason: str, message: str = "", restarts: int = 0) -> list[di
     state = {"waiting": {"reason": reason, "message": message}}
     status = {"name": "main", "image": "i", "imageID": "", "ready": False, "restartCount": restarts, "state": state}
     return [status]
+
+
+def _of(api_version: str, kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
+    metadata = {"name": name, "namespace": NAMESPACE}
+    return {"apiVersion": api_version, "kind": kind, "metadata": metadata, "spec": spec}

@@ -22,6 +22,7 @@ from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
 from tests.contract.kube_objects import (
     NAMESPACE,
+    gated,
     leader_worker_set,
     pod,
     role_rules,
@@ -29,8 +30,10 @@ from tests.contract.kube_objects import (
     trainer_set,
     waiting_status,
 )
+from tests.fakes.cluster.fake_cluster import FakeCluster
+from tests.fakes.cluster.kinds import CONTROLLERS
+from tests.fakes.cluster.requests import COORDINATOR
 from tests.fakes.fake_fleet import announced, fake_fleet
-from tests.fakes.fake_kube_api import FakeKubeApi
 from tests.fakes.fake_rollout_set import FakeRolloutSet, fake_rollout_set
 from tests.fakes.fake_trainer import FakeTrainer
 from tests.kit.waiting import until
@@ -40,15 +43,19 @@ DEADLINE_S = 60.0
 
 
 @pytest.fixture
-def api() -> Iterator[FakeKubeApi]:
-    with FakeKubeApi(NAMESPACE) as api:
+def api() -> Iterator[FakeCluster]:
+    with FakeCluster(NAMESPACE, custom=CONTROLLERS) as api:
         api.bind(role_rules())
         yield api
 
 
 @pytest.fixture
-def kube_config(config: RunConfig, api: FakeKubeApi, tmp_path: Path) -> RunConfig:
-    fleet = {"kind": "kubernetes", "kubeconfig": api.write_kubeconfig(tmp_path / "kubeconfig"), "scale": True}
+def kube_config(config: RunConfig, api: FakeCluster, tmp_path: Path) -> RunConfig:
+    fleet = {
+        "kind": "kubernetes",
+        "kubeconfig": api.write_kubeconfig(tmp_path / "kubeconfig", user=COORDINATOR),
+        "scale": True,
+    }
     return with_settings(
         config,
         run={"iterations": 1_000_000, "startup_timeout_s": 60.0},
@@ -109,7 +116,7 @@ Start = Callable[..., Coordinator]
 class TrainerPod:
     """A fake trainer, in the registry and in the weight group, and its pod's state."""
 
-    def __init__(self, api: FakeKubeApi, environment: ServiceEnvironment) -> None:
+    def __init__(self, api: FakeCluster, environment: ServiceEnvironment) -> None:
         self._api, self._environment = api, environment
         self._stack = AsyncExitStack()
         self.service = FakeTrainer()
@@ -130,15 +137,15 @@ class TrainerPod:
 
     def show(self, **state: Any) -> None:
         """What the API server says of the pod; without anything: that it is ready."""
-        self._api.put("pods", pod("trainer-0", component="trainer", run_id=self._environment.run_id, **state))
+        self._api.put(pod("trainer-0", component="trainer", run_id=self._environment.run_id, **state))
 
 
 @asynccontextmanager
-async def a_trainer(api: FakeKubeApi, environment: ServiceEnvironment) -> AsyncIterator[TrainerPod]:
+async def a_trainer(api: FakeCluster, environment: ServiceEnvironment) -> AsyncIterator[TrainerPod]:
     """A trainer pod that is up, and an empty rollout set."""
     trainer = TrainerPod(api, environment)
     await trainer.start()
-    api.put("statefulsets", rollout_set(0))
+    api.put(rollout_set(0))
     try:
         yield trainer
     finally:
@@ -147,18 +154,24 @@ async def a_trainer(api: FakeKubeApi, environment: ServiceEnvironment) -> AsyncI
 
 @asynccontextmanager
 async def pods(
-    api: FakeKubeApi, environment: ServiceEnvironment, plural: str = "statefulsets"
-) -> AsyncIterator[FakeRolloutSet]:
+    api: FakeCluster, environment: ServiceEnvironment, kind: str = "StatefulSet"
+) -> AsyncIterator[tuple[TrainerPod, FakeRolloutSet]]:
     """That, and somebody who makes and runs the set's pods."""
     async with (
-        a_trainer(api, environment),
-        fake_rollout_set(api, environment.redis_url, environment.run_id, plural) as rollouts,
+        a_trainer(api, environment) as trainer,
+        fake_rollout_set(api, environment.redis_url, environment.run_id, kind) as rollouts,
     ):
-        yield rollouts
+        yield trainer, rollouts
 
 
 async def soon(condition: Callable[[], bool]) -> None:
     await asyncio.to_thread(until, condition, DEADLINE_S)
+
+
+async def iterated(environment: ServiceEnvironment, more_than: int) -> None:
+    """Until the run has done so many iterations and one more."""
+    file = environment.run_dir / "metrics.jsonl"
+    await soon(lambda: file.exists() and len(rows(environment)) > more_than)
 
 
 async def got_work(rollouts: FakeRolloutSet, name: str, starts: int) -> None:
@@ -168,33 +181,33 @@ async def got_work(rollouts: FakeRolloutSet, name: str, starts: int) -> None:
 
 
 async def test_a_run_on_pods_that_appear_end_hang_and_become_more(
-    api: FakeKubeApi,
+    api: FakeCluster,
     kube_config: RunConfig,
     environment: ServiceEnvironment,
     start: Start,
 ) -> None:
-    async with pods(api, environment) as rollouts:
+    async with pods(api, environment) as (_, rollouts):
         coordinator = start(kube_config)
         for name in ("rollout-0", "rollout-1"):  # scaled from 0 to rollout.replicas
             await got_work(rollouts, name, starts=1)
 
         api.throttle("list pods", times=1)
         api.store.expire()  # the run goes on, and what happens next is seen all the same
-        ended = api.get("pods", "rollout-1", NAMESPACE)
+        ended = api.get("Pod", "rollout-1", NAMESPACE)
         ended["metadata"]["deletionTimestamp"] = "2026-11-20T14:00:00Z"
-        api.put("pods", ended)  # as `kubectl delete pod` does
+        api.put(ended)  # as `kubectl delete pod` does
         await got_work(rollouts, "rollout-1", starts=2)
         assert "create pods/eviction" not in api.seen
 
         rollouts.history["rollout-0"][0].hold.clear()  # the engine hangs, its service answers
         await got_work(rollouts, "rollout-0", starts=2)
         assert api.seen["create pods/eviction"] == 1
-        await soon(lambda: {event["reason"] for event in api.list("events")} == {"TandemScaled", "TandemEvicted"})
-        (evicted,) = [event for event in api.list("events") if event["reason"] == "TandemEvicted"]
+        await soon(lambda: {event["reason"] for event in api.list_of("Event")} == {"TandemScaled", "TandemEvicted"})
+        (evicted,) = [event for event in api.list_of("Event") if event["reason"] == "TandemEvicted"]
         assert evicted["involvedObject"]["name"] == "rollout-0"
         assert evicted["message"] == "the engine is stuck: no token computed in 2 s"
 
-        api.put("statefulsets", rollout_set(3))  # as `kubectl scale` does
+        api.put(rollout_set(3))  # as `kubectl scale` does
         await got_work(rollouts, "rollout-2", starts=1)
         done = len(rows(environment))
         await soon(lambda: len(rows(environment)) > done)
@@ -210,29 +223,29 @@ async def test_a_run_on_pods_that_appear_end_hang_and_become_more(
 
 
 async def test_a_run_on_groups_of_pods_that_end_as_a_whole(
-    api: FakeKubeApi,
+    api: FakeCluster,
     kube_config: RunConfig,
     environment: ServiceEnvironment,
     start: Start,
 ) -> None:
-    api.put("leaderworkersets", leader_worker_set(0))
+    api.put(leader_worker_set(0))
     fleet = {"rollout_set_kind": "LeaderWorkerSet"}
-    async with pods(api, environment, "leaderworkersets") as rollouts:
+    async with pods(api, environment, "LeaderWorkerSet") as (_, rollouts):
         coordinator = start(with_settings(kube_config, fleet=fleet, rollout={"nodes": 2, "tensor_parallel": 2}))
         for name in ("rollout-0", "rollout-1"):
             await got_work(rollouts, name, starts=1)
-        assert api.get("leaderworkersets", "rollout", NAMESPACE)["spec"]["replicas"] == 2
+        assert api.get("LeaderWorkerSet", "rollout", NAMESPACE)["spec"]["replicas"] == 2
 
-        ended = api.get("pods", "rollout-1-1", NAMESPACE)
+        ended = api.get("Pod", "rollout-1-1", NAMESPACE)
         ended["metadata"]["deletionTimestamp"] = "2026-11-20T14:00:00Z"
-        api.put("pods", ended)  # a node is drained
+        api.put(ended)  # a node is drained
         await got_work(rollouts, "rollout-1", starts=2)
         assert "create pods/eviction" not in api.seen
 
         rollouts.history["rollout-0"][0].hold.clear()
         await got_work(rollouts, "rollout-0", starts=2)
         assert api.seen["create pods/eviction"] == 1
-        evicted = [event for event in api.list("events") if event["reason"] == "TandemEvicted"]
+        evicted = [event for event in api.list_of("Event") if event["reason"] == "TandemEvicted"]
         assert [event["involvedObject"]["name"] for event in evicted] == ["rollout-0"]
         await soon(lambda: dict(coordinator.status())["serving"] == "rollout-0, rollout-1")
         assert await asyncio.to_thread(coordinator.stop) == 0
@@ -241,8 +254,40 @@ async def test_a_run_on_groups_of_pods_that_end_as_a_whole(
         assert not any(service.was_asked_unseeded for service in services)
 
 
+async def test_replicas_that_are_all_preempted_are_waited_for_as_long_as_they_are_queued(
+    api: FakeCluster,
+    kube_config: RunConfig,
+    environment: ServiceEnvironment,
+    start: Start,
+) -> None:
+    """In the middle of a run, for longer than rollout.rejoin_timeout_s and sync.formation_timeout_s."""
+    names = ("rollout-0", "rollout-1")
+    times = {"formation_timeout_s": 1.0}
+    async with pods(api, environment) as (_, rollouts):
+        coordinator = start(with_settings(kube_config, rollout={"rejoin_timeout_s": 1.0}, sync=times))
+        for name in names:
+            await got_work(rollouts, name, starts=1)
+        await iterated(environment, 2)
+        for name in names:
+            api.put(gated(name, "rollout", environment.run_id))
+        with pytest.raises(subprocess.TimeoutExpired):  # it does not end
+            await asyncio.to_thread(coordinator.process.wait, 6.0)
+        said = await asyncio.to_thread(coordinator.status)
+        queued = "pods of rollout are queued: held by the scheduling gate kueue.x-k8s.io/admission"
+        assert ("trouble", f"{queued}: the run waits as long as they are queued") in said
+        waits = "too few replicas, others are queued: waiting as long as they are"
+        assert [line["message"] for line in coordinator.warnings()].count(waits) == 1
+        done = len(rows(environment))
+        for name in names:
+            api.put(pod(name, run_id=environment.run_id, ready=False))
+        for name in names:
+            await got_work(rollouts, name, starts=2)
+        await iterated(environment, done)
+        assert await asyncio.to_thread(coordinator.stop) == 0
+
+
 async def test_what_keeps_a_run_from_starting_is_in_its_status(
-    api: FakeKubeApi,
+    api: FakeCluster,
     kube_config: RunConfig,
     environment: ServiceEnvironment,
     start: Start,
@@ -250,7 +295,7 @@ async def test_what_keeps_a_run_from_starting_is_in_its_status(
     api.refuse("create events")
     async with a_trainer(api, environment):
         statuses = waiting_status("ImagePullBackOff", "tandem-rollout:typo: not found")
-        api.put("pods", pod("rollout-0", ready=False, phase="Pending", containerStatuses=statuses))
+        api.put(pod("rollout-0", ready=False, phase="Pending", containerStatuses=statuses))
         coordinator = start(kube_config)
 
         def troubles() -> list[str]:
@@ -268,16 +313,15 @@ async def test_what_keeps_a_run_from_starting_is_in_its_status(
 
 
 async def test_a_stop_does_not_wait_for_a_trainer_that_is_rescheduled(
-    api: FakeKubeApi,
+    api: FakeCluster,
     kube_config: RunConfig,
     environment: ServiceEnvironment,
     start: Start,
 ) -> None:
     """Nothing is left to save: the coordinator ends at once, not after run.stop_timeout_s."""
-    rollouts = fake_rollout_set(api, environment.redis_url, environment.run_id)
-    async with a_trainer(api, environment) as trainer, rollouts:
+    async with pods(api, environment) as (trainer, _):
         coordinator = start(with_settings(kube_config, run={"stop_timeout_s": 600.0}))
-        await soon(lambda: (environment.run_dir / "metrics.jsonl").exists() and len(rows(environment)) > 2)
+        await iterated(environment, 2)
         trainer.show(ready=False, phase="Pending")
         await trainer.stop()
         await soon(lambda: any("the trainer was lost" in text for _, text in coordinator.status()))
@@ -285,27 +329,26 @@ async def test_a_stop_does_not_wait_for_a_trainer_that_is_rescheduled(
 
 
 async def test_a_trainer_that_is_drained_loses_no_iteration(
-    api: FakeKubeApi,
+    api: FakeCluster,
     kube_config: RunConfig,
     environment: ServiceEnvironment,
     start: Start,
 ) -> None:
     """Its pod is deleted, and it serves until the run has saved: the next one resumes from there."""
-    rollouts = fake_rollout_set(api, environment.redis_url, environment.run_id)
-    async with a_trainer(api, environment) as trainer, rollouts:
+    async with pods(api, environment) as (trainer, _):
         coordinator = start(with_settings(kube_config, run={"checkpoint_every": 100_000}))
-        await soon(lambda: (environment.run_dir / "metrics.jsonl").exists() and len(rows(environment)) > 4)
+        await iterated(environment, 4)
         assert trainer.service.saved == []
 
-        leaving = api.get("pods", "trainer-0", NAMESPACE)
+        leaving = api.get("Pod", "trainer-0", NAMESPACE)
         leaving["metadata"] |= {"deletionTimestamp": "2026-11-20T14:00:00Z", "deletionGracePeriodSeconds": 160}
-        api.put("pods", leaving)
+        api.put(leaving)
         trainer.service.leaves = True
         await soon(lambda: trainer.service.saved != [])
         await soon(lambda: any("asked to end, and has saved" in text for _, text in coordinator.status()))
         done = len(rows(environment))
         await trainer.stop()
-        api.delete("pods", "trainer-0", NAMESPACE)
+        api.delete("Pod", "trainer-0", NAMESPACE)
         trainer.show(ready=False, phase="Pending")
         await trainer.start()
         await soon(lambda: len(rows(environment)) > done)
@@ -317,64 +360,61 @@ async def test_a_trainer_that_is_drained_loses_no_iteration(
 
 
 async def test_gpus_are_given_back_when_the_run_is_over(
-    api: FakeKubeApi,
+    api: FakeCluster,
     kube_config: RunConfig,
     environment: ServiceEnvironment,
     start: Start,
 ) -> None:
-    rollouts = fake_rollout_set(api, environment.redis_url, environment.run_id)
-    async with a_trainer(api, environment), rollouts:
-        api.put("statefulsets", trainer_set(1))
+    async with pods(api, environment):
+        api.put(trainer_set(1))
         coordinator = start(with_settings(kube_config, run={"iterations": 2}))
         assert await asyncio.to_thread(coordinator.process.wait, DEADLINE_S) == 0
-    sizes = {each["metadata"]["name"]: each["spec"]["replicas"] for each in api.list("statefulsets")}
+    sizes = {each["metadata"]["name"]: each["spec"]["replicas"] for each in api.list_of("StatefulSet")}
     assert sizes == {"rollout": 0, "trainer": 0}
-    assert {"TandemScaled", "TandemReleased"} == {event["reason"] for event in api.list("events")}
+    assert {"TandemScaled", "TandemReleased"} == {event["reason"] for event in api.list_of("Event")}
     assert saved_state(environment)["status"] == "finished"
 
 
 async def test_gpus_are_kept_where_they_are_to_be_kept_or_the_run_goes_on(
-    api: FakeKubeApi,
+    api: FakeCluster,
     kube_config: RunConfig,
     environment: ServiceEnvironment,
     start: Start,
 ) -> None:
-    rollouts = fake_rollout_set(api, environment.redis_url, environment.run_id)
-    async with a_trainer(api, environment), rollouts:
-        api.put("statefulsets", trainer_set(1))
+    async with pods(api, environment):
+        api.put(trainer_set(1))
         coordinator = start(kube_config)  # interrupted: a Job would start it again
-        await soon(lambda: (environment.run_dir / "metrics.jsonl").exists() and len(rows(environment)) > 1)
+        await iterated(environment, 1)
         assert await asyncio.to_thread(coordinator.stop) == 0
         done = len(rows(environment))
         kept = with_settings(kube_config, run={"iterations": done + 1}, fleet={"release_after_s": None})
         coordinator = start(kept, "--resume")
         assert await asyncio.to_thread(coordinator.process.wait, DEADLINE_S) == 0
-    sizes = {each["metadata"]["name"]: each["spec"]["replicas"] for each in api.list("statefulsets")}
+    sizes = {each["metadata"]["name"]: each["spec"]["replicas"] for each in api.list_of("StatefulSet")}
     assert sizes == {"rollout": 2, "trainer": 1}
 
 
 async def test_gpus_are_given_back_after_a_while_or_at_a_stop(
-    api: FakeKubeApi,
+    api: FakeCluster,
     kube_config: RunConfig,
     environment: ServiceEnvironment,
     start: Start,
 ) -> None:
     """Meanwhile the run's status can be read; its end is no interruption."""
-    rollouts = fake_rollout_set(api, environment.redis_url, environment.run_id)
-    async with a_trainer(api, environment), rollouts:
-        api.put("statefulsets", trainer_set(1))
+    async with pods(api, environment):
+        api.put(trainer_set(1))
         config = with_settings(kube_config, run={"iterations": 2}, fleet={"release_after_s": 600.0})
         coordinator = start(config, "--interrupted-exit", "143")
         await soon(lambda: "gpus kept for a while" in coordinator.log.read_text())
         assert dict(await asyncio.to_thread(coordinator.status))["state"] == "finished"
-        assert api.get("statefulsets", "trainer", NAMESPACE)["spec"]["replicas"] == 1
+        assert api.get("StatefulSet", "trainer", NAMESPACE)["spec"]["replicas"] == 1
         assert await asyncio.to_thread(coordinator.stop) == 0
-    assert {each["spec"]["replicas"] for each in api.list("statefulsets")} == {0}
+    assert {each["spec"]["replicas"] for each in api.list_of("StatefulSet")} == {0}
 
 
 @pytest.mark.parametrize("why", ["bad data", "given up"])
 async def test_gpus_are_given_back_when_a_job_will_not_try_again(
-    api: FakeKubeApi,
+    api: FakeCluster,
     kube_config: RunConfig,
     environment: ServiceEnvironment,
     start: Start,
@@ -385,26 +425,24 @@ async def test_gpus_are_given_back_when_a_job_will_not_try_again(
         kube_config = with_settings(kube_config, data={"train": tmp_path / "nowhere.jsonl"})
     else:
         (environment.run_dir / FAILURES_FILE).write_text(json.dumps({"iteration": 0, "failures": MAX_FAILURES - 1}))
-    rollouts = fake_rollout_set(api, environment.redis_url, environment.run_id)
-    async with a_trainer(api, environment) as trainer, rollouts:
+    async with pods(api, environment) as (trainer, _):
         trainer.service.faults.append(Internal("cuda error"))
-        api.put("statefulsets", trainer_set(1))
+        api.put(trainer_set(1))
         coordinator = start(kube_config, "--resume", "--retry-exit", "75")
         code = await asyncio.to_thread(coordinator.process.wait, DEADLINE_S)
     assert code == (2 if why == "bad data" else 4)
-    assert {each["spec"]["replicas"] for each in api.list("statefulsets")} == {0}
+    assert {each["spec"]["replicas"] for each in api.list_of("StatefulSet")} == {0}
 
 
 async def test_a_run_waits_for_a_trainer_that_is_rescheduled_and_ends_with_one_that_is_dead(
-    api: FakeKubeApi,
+    api: FakeCluster,
     kube_config: RunConfig,
     environment: ServiceEnvironment,
     start: Start,
 ) -> None:
-    rollouts = fake_rollout_set(api, environment.redis_url, environment.run_id)
-    async with a_trainer(api, environment) as trainer, rollouts:
+    async with pods(api, environment) as (trainer, _):
         coordinator = start(kube_config)
-        await soon(lambda: (environment.run_dir / "metrics.jsonl").exists() and len(rows(environment)) > 4)
+        await iterated(environment, 4)
 
         trainer.show(ready=False, phase="Pending")  # the node is gone, the set has made another pod
         await trainer.stop()

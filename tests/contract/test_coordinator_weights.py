@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -224,10 +225,58 @@ async def test_replicas_that_are_lost_are_waited_for_longer_than_a_round_needs_t
     assert set(result.outcomes.values()) == {ReplicaOutcome.COMMITTED}
 
 
+# Shorter than the queues here.
+SHORT: dict[str, Any] = {"rejoin_timeout_s": 0.3, "formation_timeout_s": 0.1}
+
+
+class QueuedFleet(StaticFleet):
+    """Replicas that are held in a queue, then start, and are announced; counted in looks."""
+
+    def __init__(self, replicas: Sequence[Replica], queued: int, starting: int = 0) -> None:
+        super().__init__(replicas)
+        self.looks, self._queued, self._starting = 0, queued, starting
+
+    def is_queued(self) -> bool:
+        return self.looks <= self._queued
+
+    async def look(self) -> tuple[Replica, ...]:
+        self.looks += 1
+        return await super().look() if self.looks > self._queued + self._starting else ()
+
+
+async def test_replicas_that_are_queued_are_waited_for_as_long_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    async with fake_fleet() as fleet:
+        members = QueuedFleet(fleet.replicas, queued=10)  # for a second
+        sync = sync_of(fleet, FakeGroup(), members=members, is_queued=members.is_queued, **SHORT)
+        result = await sync.publish(0)
+    assert members.looks > 10
+    assert set(result.outcomes.values()) == {ReplicaOutcome.COMMITTED}
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("others are queued: waiting as long as they are" in text for text in said) == 1
+    assert sum("replicas are no longer queued" in text for text in said) == 1
+
+
+async def test_behind_a_queue_the_time_to_rejoin_begins() -> None:
+    async with fake_fleet() as fleet:
+        members = QueuedFleet(fleet.replicas, queued=10, starting=1_000_000)
+        sync = sync_of(fleet, FakeGroup(), members=members, is_queued=members.is_queued, **SHORT)
+        with pytest.raises(DeadlineExceeded, match=r"waited 0.3 s for the trainer .* replicas present: none"):
+            await asyncio.wait_for(sync.publish(0), 20.0)
+    assert members.looks > 11
+
+
+async def test_who_serves_does_not_wait_for_replicas_in_a_queue() -> None:
+    async with fake_fleet() as fleet:
+        sync = sync_of(fleet, FakeGroup(), min_replicas=2, formation_timeout_s=0.1, is_queued=lambda: True)
+        sync._fleet.admit(fleet.replicas[:1])
+        await fleet.servers["rollout-1"].drain(0.0)
+        assert await asyncio.wait_for(sync.seed_late_joiners(0), 20.0) is None
+
+
 async def test_a_trainer_that_is_lost_is_not_waited_for_as_long_as_replicas_are() -> None:
     async with fake_fleet() as fleet:
         await fleet.servers["trainer"].drain(0.0)
-        sync = sync_of(fleet, FakeGroup(), rejoin_timeout_s=600.0, formation_timeout_s=0.1)
+        sync = sync_of(fleet, FakeGroup(), rejoin_timeout_s=600.0, formation_timeout_s=0.1, is_queued=lambda: True)
         with pytest.raises(DeadlineExceeded, match=r"waited 0.1 s for the trainer .* trainer: "):
             await asyncio.wait_for(sync.publish(0), 20.0)
 

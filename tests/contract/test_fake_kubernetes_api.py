@@ -1,6 +1,7 @@
-"""The stand-in for the Kubernetes API refuses what an API server refuses, and what it does not know.
+"""The stand-in for a Kubernetes cluster refuses what an API server refuses, and what it does not know.
 
-What it serves is used by the tests of the coordinator. What passes there has not run on Kubernetes.
+What it serves is used by the tests of the coordinator and of `tandem deploy`. What passes there has not run on
+Kubernetes.
 """
 
 import copy
@@ -14,10 +15,13 @@ import yaml
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 
-from tests.contract.kube_objects import NAMESPACE, leader_worker_set, pod, rollout_set
-from tests.fakes.fake_kube_admission import violations
-from tests.fakes.fake_kube_api import FakeKubeApi
-from tests.fakes.fake_kube_store import Refusal
+from tests.contract.kube_objects import NAMESPACE, leader_worker_set, pod, role_rules, rollout_set
+from tests.fakes.cluster.admission import violations
+from tests.fakes.cluster.fake_cluster import FakeCluster
+from tests.fakes.cluster.kinds import CONTROLLERS
+from tests.fakes.cluster.merging import schema_of, server_side, strategic
+from tests.fakes.cluster.requests import COORDINATOR, OPERATOR, TOKENS
+from tests.fakes.cluster.store import Refusal
 from tests.house.repository import REPO
 from tests.manifests.kustomize import DEPLOY, build, find, label, overlay, pod_template, workloads
 
@@ -30,67 +34,148 @@ EVENT = {
 
 
 @pytest.fixture
-def api() -> Iterator[FakeKubeApi]:
-    with FakeKubeApi(NAMESPACE) as api:
-        api.put("pods", pod("rollout-0"))
-        api.put("statefulsets", rollout_set(2))
-        api.put("leaderworkersets", leader_worker_set(2))
+def api() -> Iterator[FakeCluster]:
+    with FakeCluster(NAMESPACE, custom=CONTROLLERS) as api:
+        api.put(pod("rollout-0"))
+        api.put(rollout_set(2))
+        api.put(leader_worker_set(2))
+        api.bind(role_rules())
         yield api
 
 
 @pytest.fixture
-def api_client(api: FakeKubeApi, tmp_path: Path) -> client.ApiClient:
-    return config.new_client_from_config(str(api.write_kubeconfig(tmp_path / "kubeconfig", NAMESPACE)))
+def api_client(api: FakeCluster, tmp_path: Path) -> client.ApiClient:
+    return config.new_client_from_config(
+        str(api.write_kubeconfig(tmp_path / "kubeconfig", NAMESPACE, user=COORDINATOR))
+    )
 
 
-def status_of(call: Callable[..., Any], *arguments: Any) -> int:
+def status_of(call: Callable[..., Any], *arguments: Any, **options: Any) -> int:
     """HTTP status of the refusal of a call."""
     with pytest.raises(ApiException) as caught:
-        call(*arguments, _request_timeout=TIMEOUT_S)
+        call(*arguments, _request_timeout=TIMEOUT_S, **options)
     return int(caught.value.status)
 
 
 def test_events_are_validated_and_made_once(api_client: client.ApiClient) -> None:
     core = client.CoreV1Api(api_client)
-    assert status_of(core.create_namespaced_event, "nowhere", EVENT) == 404
+    assert status_of(core.create_namespaced_event, "nowhere", {**EVENT, "metadata": {"name": "e"}}) == 404
+    assert status_of(core.create_namespaced_event, "nowhere", EVENT) == 400  # of another namespace
     core.create_namespaced_event(NAMESPACE, EVENT, _request_timeout=TIMEOUT_S)
     assert status_of(core.create_namespaced_event, NAMESPACE, EVENT) == 409
     assert status_of(core.patch_namespaced_event, "e", NAMESPACE, {"count": "many"}) == 422
     assert status_of(core.patch_namespaced_event, "another", NAMESPACE, {"count": 2}) == 404
 
 
-@pytest.mark.parametrize("wanted", [("apps", "statefulsets"), ("leaderworkerset.x-k8s.io", "leaderworkersets")])
+@pytest.mark.parametrize("wanted", [("apps", "StatefulSet"), ("leaderworkerset.x-k8s.io", "LeaderWorkerSet")])
 def test_a_size_is_not_changed_by_who_has_read_an_older_one(
-    wanted: tuple[str, str], api: FakeKubeApi, api_client: client.ApiClient
+    wanted: tuple[str, str], api: FakeCluster, api_client: client.ApiClient
 ) -> None:
-    group, plural = wanted
+    group, kind = wanted
     custom = client.CustomObjectsApi(api_client)
-    where = (group, "v1", NAMESPACE, plural, "rollout")
+    where = (group, "v1", NAMESPACE, f"{kind.lower()}s", "rollout")
     scale = custom.get_namespaced_custom_object_scale(*where, _request_timeout=TIMEOUT_S)
     body = {"metadata": {"resourceVersion": scale["metadata"]["resourceVersion"]}, "spec": {"replicas": 3}}
     custom.patch_namespaced_custom_object_scale(*where, body, _request_timeout=TIMEOUT_S)
     assert status_of(custom.patch_namespaced_custom_object_scale, *where, body) == 409
-    assert api.get(plural, "rollout", NAMESPACE)["spec"]["replicas"] == 3
+    assert api.get(kind, "rollout", NAMESPACE)["spec"]["replicas"] == 3
 
 
-def test_the_successor_of_a_pod_is_not_evicted_in_its_place(api: FakeKubeApi, api_client: client.ApiClient) -> None:
+def test_the_successor_of_a_pod_is_not_evicted_in_its_place(api: FakeCluster, api_client: client.ApiClient) -> None:
     eviction = client.V1Eviction(
         metadata=client.V1ObjectMeta(name="rollout-0", namespace=NAMESPACE),
         delete_options=client.V1DeleteOptions(preconditions=client.V1Preconditions(uid="of another pod")),
     )
     core = client.CoreV1Api(api_client)
     assert status_of(core.create_namespaced_pod_eviction, "rollout-0", NAMESPACE, eviction) == 409
-    assert "deletionTimestamp" not in api.get("pods", "rollout-0", NAMESPACE)["metadata"]
+    assert "deletionTimestamp" not in api.get("Pod", "rollout-0", NAMESPACE)["metadata"]
 
 
-def test_what_the_coordinator_does_not_call_is_not_there(api_client: client.ApiClient) -> None:
-    assert status_of(client.CoreV1Api(api_client).list_namespaced_secret, NAMESPACE) == 404
-    assert status_of(client.CoreV1Api(api_client).delete_namespaced_pod, "rollout-0", NAMESPACE) == 404
+def test_what_the_coordinator_does_not_call_is_refused(api: FakeCluster, api_client: client.ApiClient) -> None:
+    core = client.CoreV1Api(api_client)
+    assert status_of(core.list_namespaced_secret, NAMESPACE) == 403
+    assert status_of(core.delete_namespaced_pod, "rollout-0", NAMESPACE) == 403
+    assert status_of(core.list_namespaced_pod_template, NAMESPACE) == 404  # of a kind that the fake does not have
+    api.bind([])
+    assert status_of(core.list_namespaced_pod, NAMESPACE) == 403
+    api.bind(role_rules())
     scale = client.AppsV1Api(api_client).patch_namespaced_stateful_set_scale
     assert status_of(scale, "rollout", NAMESPACE, {"spec": {"replicas": 1}}) == 415  # a strategic merge patch
 
 
-def refused(api: FakeKubeApi, obj: dict[str, Any]) -> tuple[int, str]:
+def test_without_a_token_nothing_is_answered(api: FakeCluster, tmp_path: Path) -> None:
+    kubeconfig = api.write_kubeconfig(tmp_path / "nobody", NAMESPACE)
+    kubeconfig.write_text(kubeconfig.read_text().replace(TOKENS[OPERATOR], "of nobody"))
+    core = client.CoreV1Api(config.new_client_from_config(str(kubeconfig)))
+    assert status_of(core.list_namespaced_pod, NAMESPACE) == 401
+
+
+def test_an_operator_has_no_role_and_is_refused_what_anyone_is(api: FakeCluster, tmp_path: Path) -> None:
+    of_operator = config.new_client_from_config(str(api.write_kubeconfig(tmp_path / "operator", NAMESPACE)))
+    core, apps = client.CoreV1Api(of_operator), client.AppsV1Api(of_operator)
+    api.bind([])
+    assert len(core.list_namespaced_pod(NAMESPACE, _request_timeout=TIMEOUT_S).items) == 1
+    assert status_of(apps.patch_namespaced_stateful_set_scale, "rollout", NAMESPACE, {"spec": {"replicas": 1}}) == 415
+    read = apps.read_namespaced_stateful_set("rollout", NAMESPACE, _request_timeout=TIMEOUT_S)
+    api.put(rollout_set(3))
+    assert status_of(apps.replace_namespaced_stateful_set, "rollout", NAMESPACE, read) == 409  # of an older version
+    new = rollout_set(3)
+    new["spec"]["serviceName"] = "another"
+    assert status_of(apps.replace_namespaced_stateful_set, "rollout", NAMESPACE, new) == 422
+    other = {**new, "metadata": {"name": "rollout", "namespace": "elsewhere"}}
+    assert status_of(apps.replace_namespaced_stateful_set, "rollout", NAMESPACE, other) == 400
+    assert status_of(core.list_namespaced_pod, NAMESPACE, label_selector="a notin (b)") == 400
+    api.put(RESTRICTED)
+    assert status_of(core.create_namespaced_pod, NAMESPACE, NAKED) == 403
+
+
+POD_OF_TWO: dict[str, Any] = {
+    "containers": [{"name": "a", "image": "1", "env": [{"name": "X", "value": "1"}]}, {"name": "b", "image": "1"}],
+    "nodeSelector": {"pool": "gpu", "zone": "z"},
+    "tolerations": [{"key": "t"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("patch", "path", "value"),
+    [
+        ({"containers": [{"name": "b", "image": "2"}]}, "containers.1", {"name": "b", "image": "2"}),
+        ({"containers": [{"name": "b", "image": "2"}]}, "containers.0", POD_OF_TWO["containers"][0]),
+        ({"containers": [{"name": "b", "$patch": "delete"}]}, "containers", POD_OF_TWO["containers"][:1]),
+        ({"$setElementOrder/containers": [{"name": "b"}, {"name": "a"}]}, "containers.0.name", "b"),
+        ({"containers": [{"name": "a", "env": [{"name": "Y", "value": "2"}]}]}, "containers.0.env.0.name", "X"),
+        ({"nodeSelector": {"zone": None}}, "nodeSelector", {"pool": "gpu"}),
+        ({"tolerations": []}, "tolerations", []),  # has no merge key
+        ({"securityContext": {"supplementalGroups": [1]}}, "securityContext.supplementalGroups", [1]),
+    ],
+)
+def test_a_strategic_merge_patch(patch: dict[str, Any], path: str, value: Any) -> None:
+    found: Any = strategic({"spec": copy.deepcopy(POD_OF_TWO)}, {"spec": patch}, schema_of("v1", "Pod"))["spec"]
+    for key in path.split("."):
+        found = found[int(key) if key.isdigit() else key]
+    assert found == value
+
+
+def test_server_side_apply_removes_what_its_manager_no_longer_applies_and_nothing_of_others() -> None:
+    schema, before = schema_of("v1", "Pod"), {"metadata": {"labels": {"a": "1", "b": "1"}}, "spec": POD_OF_TWO}
+    live = copy.deepcopy(before) | {"status": {"phase": "Running"}}
+    live["metadata"]["labels"]["of"] = "another"
+    live["spec"]["nodeSelector"]["of"] = "another"
+    live["spec"]["containers"][0]["imagePullPolicy"] = "Always"
+    spec = {"containers": [{"name": "a", "image": "2"}], "nodeSelector": {"pool": "cpu"}}
+    assert server_side(live, {"metadata": {"labels": {"a": "2"}}, "spec": spec}, before, schema) == {
+        "metadata": {"labels": {"a": "2", "of": "another"}},
+        "spec": {
+            "containers": [{"name": "a", "image": "2", "imagePullPolicy": "Always"}],
+            "nodeSelector": {"pool": "cpu"},  # which is one value
+        },
+        "status": {"phase": "Running"},
+    }
+    before = {**before, "spec": {**POD_OF_TWO, "nodeSelector": live["spec"]["nodeSelector"]}}
+    assert server_side(live, before, before, schema) == live
+
+
+def refused(api: FakeCluster, obj: dict[str, Any]) -> tuple[int, str]:
     """Code and message of the refusal of an apply."""
     with pytest.raises(Refusal) as caught:
         api.apply(obj)
@@ -119,6 +204,7 @@ def changed(obj: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("file", "kind", "path", "value", "said"),
     [
+        ("coordinator.yaml", "Job", "spec.backoffLimitPerIndex", 3, "spec.backoffLimitPerIndex: Invalid value"),
         (
             "coordinator.yaml",
             "Job",
@@ -138,7 +224,7 @@ def changed(obj: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     ],
 )
 def test_fields_that_cannot_be_changed(
-    api: FakeKubeApi, file: str, kind: str, path: str, value: Any, said: str | None
+    api: FakeCluster, file: str, kind: str, path: str, value: Any, said: str | None
 ) -> None:
     (obj,) = [each for each in base(file) if each["kind"] == kind]
     assert api.apply(obj) == "created"
@@ -153,7 +239,7 @@ def test_fields_that_cannot_be_changed(
     assert api.apply(obj) == "unchanged"  # as before
 
 
-def test_a_claim_may_grow_and_nothing_else(api: FakeKubeApi) -> None:
+def test_a_claim_may_grow_and_nothing_else(api: FakeCluster) -> None:
     spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}}
     metadata = {"name": "run", "namespace": NAMESPACE}
     claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": spec}
@@ -163,7 +249,7 @@ def test_a_claim_may_grow_and_nothing_else(api: FakeKubeApi) -> None:
     assert (code, "changed: storageClassName" in message) == (422, True)
 
 
-def test_what_is_no_object_of_this_server_is_refused(api: FakeKubeApi) -> None:
+def test_what_is_no_object_of_this_server_is_refused(api: FakeCluster) -> None:
     (job,) = [each for each in base("coordinator.yaml") if each["kind"] == "Job"]
     assert refused(api, changed(job, "apiVersion", "batch/v1beta1"))[0] == 404
     assert refused(api, changed(job, "metadata.namespace", "nowhere"))[0] == 404
@@ -184,7 +270,7 @@ NAKED = {
 }
 
 
-def test_a_restricted_namespace_admits_our_pods_and_no_others(api: FakeKubeApi) -> None:
+def test_a_restricted_namespace_admits_our_pods_and_no_others(api: FakeCluster) -> None:
     assert api.apply(NAKED) == "created"  # the namespace enforces nothing yet
     api.apply(RESTRICTED)
     code, message = refused(api, changed(NAKED, "metadata.name", "another"))
@@ -195,7 +281,7 @@ def test_a_restricted_namespace_admits_our_pods_and_no_others(api: FakeKubeApi) 
     assert len(templates) == 4
     for name, template in templates.items():
         api.make_pod(NAMESPACE, f"{name}-0", template)
-        assert api.get("pods", f"{name}-0", NAMESPACE)["status"]["phase"] == "Pending"
+        assert api.get("Pod", f"{name}-0", NAMESPACE)["status"]["phase"] == "Pending"
 
 
 @pytest.mark.parametrize(
@@ -231,7 +317,7 @@ def test_each_rule_for_containers(context: dict[str, Any], said: str) -> None:
     assert found.startswith(said)
 
 
-def test_the_coordinators_role_allows_what_it_says(api: FakeKubeApi, api_client: client.ApiClient) -> None:
+def test_the_coordinators_role_allows_what_it_says(api: FakeCluster, api_client: client.ApiClient) -> None:
     (role,) = [each for each in base("coordinator-rbac.yaml") if each["kind"] == "Role"]
     api.bind(role["rules"])
     custom = client.CustomObjectsApi(api_client)
@@ -244,8 +330,9 @@ def test_the_coordinators_role_allows_what_it_says(api: FakeKubeApi, api_client:
     assert status_of(core.create_namespaced_event, NAMESPACE, EVENT) == 403
 
 
-def test_a_changed_configuration_is_taken_by_all_but_the_job(api: FakeKubeApi, tmp_path: Path) -> None:
+def test_a_changed_configuration_is_taken_by_all_but_the_job(api: FakeCluster, tmp_path: Path) -> None:
     """As seen on a real server: `kubectl apply -k` of another run.yaml over a running run."""
+    api.delete("StatefulSet", "rollout", NAMESPACE)
     before = overlay("cluster")
     for obj in sorted(before, key=lambda obj: obj["kind"] != "Namespace"):
         assert api.apply(obj) == "created"

@@ -36,6 +36,7 @@ from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import with_settings
 from tests.contract.kube_objects import (
     NAMESPACE,
+    gated,
     job_set,
     leader_worker_set,
     pod,
@@ -45,9 +46,11 @@ from tests.contract.kube_objects import (
     waiting_status,
     worker,
 )
+from tests.fakes.cluster.fake_cluster import FakeCluster
+from tests.fakes.cluster.kinds import CONTROLLERS
+from tests.fakes.cluster.requests import COORDINATOR
 from tests.fakes.fake_fleet import FakeFleet, announced_fleet, fake_fleet
 from tests.fakes.fake_fleet import announced as announced_service
-from tests.fakes.fake_kube_api import FakeKubeApi
 from tests.kit.waiting import until
 
 TTL_S = 30.0
@@ -57,8 +60,8 @@ SETS = {"StatefulSet": rollout_set, "LeaderWorkerSet": leader_worker_set}
 
 
 @pytest.fixture
-def api() -> Iterator[FakeKubeApi]:
-    with FakeKubeApi(NAMESPACE) as api:
+def api() -> Iterator[FakeCluster]:
+    with FakeCluster(NAMESPACE, custom=CONTROLLERS) as api:
         api.bind(role_rules())
         yield api
 
@@ -69,8 +72,8 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def kube_config(config: RunConfig, api: FakeKubeApi, tmp_path: Path) -> RunConfig:
-    kubeconfig = api.write_kubeconfig(tmp_path / "kubeconfig", NAMESPACE)
+def kube_config(config: RunConfig, api: FakeCluster, tmp_path: Path) -> RunConfig:
+    kubeconfig = api.write_kubeconfig(tmp_path / "kubeconfig", NAMESPACE, user=COORDINATOR)
     fleet = {"kind": "kubernetes", "kubeconfig": kubeconfig, "request_timeout_s": 5.0, "unready_after_s": 0.2}
     sync = {"probe_timeout_s": 0.3}
     return with_settings(config, fleet={**fleet, "stuck_after_s": 0.8}, sync=sync, run={"startup_timeout_s": 0.3})
@@ -107,27 +110,27 @@ async def soon(condition: Callable[[], bool]) -> None:
 # ---- watching ----
 
 
-async def test_pods_are_found_by_label_and_followed(api: FakeKubeApi, start: Start) -> None:
-    api.put("pods", pod("rollout-0"))
-    api.put("pods", pod("stranger", run_id="another"))
+async def test_pods_are_found_by_label_and_followed(api: FakeCluster, start: Start) -> None:
+    api.put(pod("rollout-0"))
+    api.put(pod("stranger", run_id="another"))
     cluster = await start()
     assert names(cluster) == ["rollout-0"]
-    api.put("pods", pod("trainer-0", component="trainer"))
+    api.put(pod("trainer-0", component="trainer"))
     await soon(lambda: names(cluster) == ["rollout-0", "trainer-0"])
-    api.delete("pods", "rollout-0", NAMESPACE)
+    api.delete("Pod", "rollout-0", NAMESPACE)
     await soon(lambda: names(cluster) == ["trainer-0"])
     assert cluster.troubles() == []
 
 
 async def test_an_expired_watch_lists_again_and_misses_nothing(
-    api: FakeKubeApi, start: Start, caplog: pytest.LogCaptureFixture
+    api: FakeCluster, start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    api.put("pods", pod("rollout-0"))
+    api.put(pod("rollout-0"))
     cluster = await start()
     lists = api.seen["list pods"]
     with api.store.changed:  # so that no watch sees the changes before they have expired
-        api.delete("pods", "rollout-0", NAMESPACE)
-        api.put("pods", pod("rollout-1"))
+        api.delete("Pod", "rollout-0", NAMESPACE)
+        api.put(pod("rollout-1"))
         api.store.expire()
     await soon(lambda: names(cluster) == ["rollout-1"])
     assert api.seen["list pods"] == lists + 1
@@ -136,19 +139,19 @@ async def test_an_expired_watch_lists_again_and_misses_nothing(
     assert cluster.troubles() == []
 
 
-async def test_a_watch_that_ends_goes_on_from_where_it_was(api: FakeKubeApi, start: Start) -> None:
+async def test_a_watch_that_ends_goes_on_from_where_it_was(api: FakeCluster, start: Start) -> None:
     cluster = await start()
-    api.put("pods", pod("rollout-0"))
+    api.put(pod("rollout-0"))
     await soon(lambda: names(cluster) == ["rollout-0"])  # the watch is open
     lists, watches = api.seen["list pods"], api.seen["watch pods"]
     api.store.end_watches()
-    api.put("pods", pod("rollout-1"))
+    api.put(pod("rollout-1"))
     await soon(lambda: names(cluster) == ["rollout-0", "rollout-1"] and api.seen["watch pods"] > watches)
     assert api.seen["list pods"] == lists
 
 
-async def test_throttling_is_waited_out_as_long_as_the_server_says(api: FakeKubeApi, start: Start) -> None:
-    api.put("pods", pod("rollout-0"))
+async def test_throttling_is_waited_out_as_long_as_the_server_says(api: FakeCluster, start: Start) -> None:
+    api.put(pod("rollout-0"))
     api.throttle("list pods", times=1, retry_after_s=1)
     clock = asyncio.get_running_loop().time
     begun_s = clock()
@@ -158,17 +161,17 @@ async def test_throttling_is_waited_out_as_long_as_the_server_says(api: FakeKube
     assert api.seen["list pods"] == 2
 
 
-async def test_throttling_that_does_not_end_names_verb_and_resource(api: FakeKubeApi, start: Start) -> None:
+async def test_throttling_that_does_not_end_names_verb_and_resource(api: FakeCluster, start: Start) -> None:
     cluster = await start()
     api.throttle("create pods/eviction", times=99, retry_after_s=0)
-    api.put("pods", pod("rollout-0"))
+    api.put(pod("rollout-0"))
     await soon(lambda: names(cluster) == ["rollout-0"])
     with pytest.raises(Unavailable, match="create pods/eviction rollout-0 in namespace tandem: throttled"):
         await asyncio.to_thread(cluster.api.evict, cluster.pods.pods[0])
 
 
-async def test_an_api_that_is_away_leaves_what_was_known(api: FakeKubeApi, start: Start) -> None:
-    api.put("pods", pod("rollout-0"))
+async def test_an_api_that_is_away_leaves_what_was_known(api: FakeCluster, start: Start) -> None:
+    api.put(pod("rollout-0"))
     cluster = await start()
     api.refuse("list pods", "watch pods")
     api.store.expire()
@@ -182,9 +185,9 @@ async def test_an_api_that_is_away_leaves_what_was_known(api: FakeKubeApi, start
 # ---- what is refused ----
 
 
-async def test_all_that_rbac_refuses_is_said_once_at_the_start(api: FakeKubeApi, start: Start) -> None:
+async def test_all_that_rbac_refuses_is_said_once_at_the_start(api: FakeCluster, start: Start) -> None:
     api.refuse("create pods/eviction", "patch statefulsets/scale", "create events")
-    api.put("statefulsets", rollout_set(1))
+    api.put(rollout_set(1))
     events = EventLog()
     cluster = await start(events, scale=True)
     told = cluster.noted.all()[0]
@@ -196,14 +199,14 @@ async def test_all_that_rbac_refuses_is_said_once_at_the_start(api: FakeKubeApi,
     assert sum("create pods/eviction" in warning for warning in warnings) == 1
 
 
-async def test_only_what_the_settings_need_is_asked_for(api: FakeKubeApi, start: Start) -> None:
+async def test_only_what_the_settings_need_is_asked_for(api: FakeCluster, start: Start) -> None:
     api.refuse("create pods/eviction", "get statefulsets/scale", "patch statefulsets/scale")
     cluster = await start(scale=False, max_evictions_per_hour=0, release_after_s=None)
     assert cluster.troubles() == []
 
 
-async def test_a_refused_call_names_verb_resource_and_namespace(api: FakeKubeApi, start: Start) -> None:
-    api.put("pods", pod("rollout-0"))
+async def test_a_refused_call_names_verb_resource_and_namespace(api: FakeCluster, start: Start) -> None:
+    api.put(pod("rollout-0"))
     cluster = await start()
     api.refuse("create pods/eviction")
     with pytest.raises(PermissionDenied, match="create pods/eviction rollout-0 in namespace tandem: refused"):
@@ -242,10 +245,10 @@ def test_a_pod_without_a_service_account_is_told_so(kube_config: RunConfig) -> N
 
 
 async def test_an_api_server_that_is_not_there_is_named_and_the_registry_decides(
-    api: FakeKubeApi, start: Start, tmp_path: Path
+    api: FakeCluster, start: Start, tmp_path: Path
 ) -> None:
-    with FakeKubeApi(NAMESPACE) as gone:
-        kubeconfig = gone.write_kubeconfig(tmp_path / "gone")
+    with FakeCluster(NAMESPACE) as gone:
+        kubeconfig = gone.write_kubeconfig(tmp_path / "gone", user=COORDINATOR)
     cluster = await start(kubeconfig=kubeconfig)
     assert not cluster.pods.is_current
     (trouble,) = cluster.troubles()
@@ -257,53 +260,53 @@ async def test_an_api_server_that_is_not_there_is_named_and_the_registry_decides
 
 
 @pytest.mark.parametrize("kind", SETS)
-async def test_the_rollout_set_gets_its_size_in_spite_of_a_conflict(kind: str, api: FakeKubeApi, start: Start) -> None:
+async def test_the_rollout_set_gets_its_size_in_spite_of_a_conflict(kind: str, api: FakeCluster, start: Start) -> None:
     plural = f"{kind.lower()}s"
-    api.put(plural, SETS[kind](5))
+    api.put(SETS[kind](5))
     api.conflict(f"patch {plural}/scale", times=1)
     cluster = await start(scale=True, rollout_set_kind=kind)
-    assert api.get(plural, "rollout", NAMESPACE)["spec"]["replicas"] == 2
+    assert api.get(kind, "rollout", NAMESPACE)["spec"]["replicas"] == 2
     assert api.seen[f"get {plural}/scale"] == api.seen[f"patch {plural}/scale"] == 2  # read again, then changed
     assert cluster.troubles() == []
-    (event,) = api.list("events")
+    (event,) = api.list_of("Event")
     assert event["reason"] == "TandemScaled"
-    made = api.get(plural, "rollout", NAMESPACE)
+    made = api.get(kind, "rollout", NAMESPACE)
     about = event["involvedObject"]
     assert (about["kind"], about["apiVersion"]) == (made["kind"], made["apiVersion"]) == (kind, about["apiVersion"])
     assert "from 5 to 2 replicas" in event["message"]
 
 
-async def test_a_set_that_is_of_another_kind_is_named(api: FakeKubeApi, start: Start) -> None:
-    api.put("statefulsets", rollout_set(5))
+async def test_a_set_that_is_of_another_kind_is_named(api: FakeCluster, start: Start) -> None:
+    api.put(rollout_set(5))
     cluster = await start(scale=True, rollout_set_kind="LeaderWorkerSet")
     (trouble,) = cluster.troubles()
     assert trouble.startswith("the rollout set keeps its size: Kubernetes API, get leaderworkersets/scale")
     assert "not found" in trouble
 
 
-async def test_the_size_of_the_other_kind_need_not_be_allowed(api: FakeKubeApi, start: Start) -> None:
-    api.put("leaderworkersets", leader_worker_set(2))
+async def test_the_size_of_the_other_kind_need_not_be_allowed(api: FakeCluster, start: Start) -> None:
+    api.put(leader_worker_set(2))
     api.refuse("get statefulsets/scale", "patch statefulsets/scale")
     cluster = await start(scale=True, rollout_set_kind="LeaderWorkerSet", release_after_s=None)
     assert cluster.troubles() == []
 
 
-async def test_a_conflict_that_stays_names_verb_and_resource(api: FakeKubeApi, start: Start) -> None:
-    api.put("statefulsets", rollout_set(5))
+async def test_a_conflict_that_stays_names_verb_and_resource(api: FakeCluster, start: Start) -> None:
+    api.put(rollout_set(5))
     cluster = await start()
     api.conflict("patch statefulsets/scale", times=99)
     with pytest.raises(Aborted, match=r"patch statefulsets/scale.apps rollout in namespace tandem"):
         await asyncio.to_thread(cluster.api.scale, STATEFUL_SET, 3)
 
 
-async def test_repeated_events_are_one_with_a_count(api: FakeKubeApi, start: Start) -> None:
+async def test_repeated_events_are_one_with_a_count(api: FakeCluster, start: Start) -> None:
     cluster = await start()
     clock_s = [0.0]
     cluster.recorder._clock = lambda: clock_s[0]
     about = About(kind="Pod", name="rollout-0")
     for clock_s[0] in (0.0, 1.0, 40.0, 41.0, 700.0):
         await asyncio.to_thread(cluster.recorder.record, about, "TandemEngineStuck", "no answer", kind="Warning")
-    first, second = sorted(api.list("events"), key=lambda event: -event["count"])
+    first, second = sorted(api.list_of("Event"), key=lambda event: -event["count"])
     assert (first["count"], second["count"]) == (3, 1)  # written at 0 and 40 s; a new one after ten minutes
     assert api.seen["patch events"] == 1
     assert first["involvedObject"] == {"kind": "Pod", "apiVersion": "v1", "name": "rollout-0", "namespace": NAMESPACE}
@@ -313,53 +316,52 @@ async def test_repeated_events_are_one_with_a_count(api: FakeKubeApi, start: Sta
 
 
 @pytest.mark.parametrize("kind", SETS)
-async def test_a_run_that_is_over_has_no_pods(kind: str, api: FakeKubeApi, start: Start) -> None:
-    plural = f"{kind.lower()}s"
-    api.put(plural, SETS[kind](16))
-    api.put("statefulsets", trainer_set(8))
+async def test_a_run_that_is_over_has_no_pods(kind: str, api: FakeCluster, start: Start) -> None:
+    api.put(SETS[kind](16))
+    api.put(trainer_set(8))
     api.conflict("patch statefulsets/scale", times=1)
     cluster = await start(rollout_set_kind=kind)
     await asyncio.to_thread(cluster.release, "the run is finished")
-    assert api.get(plural, "rollout", NAMESPACE)["spec"]["replicas"] == 0
-    assert api.get("statefulsets", "trainer", NAMESPACE)["spec"]["replicas"] == 0
-    told = {event["involvedObject"]["name"]: event["message"] for event in api.list("events")}
+    assert api.get(kind, "rollout", NAMESPACE)["spec"]["replicas"] == 0
+    assert api.get("StatefulSet", "trainer", NAMESPACE)["spec"]["replicas"] == 0
+    told = {event["involvedObject"]["name"]: event["message"] for event in api.list_of("Event")}
     why = "the run is finished"
     assert told == {"rollout": f"16 replicas, now none: {why}", "trainer": f"8 replicas, now none: {why}"}
     await asyncio.to_thread(cluster.release, "once more")
-    assert len(api.list("events")) == 2
+    assert len(api.list_of("Event")) == 2
     assert cluster.troubles() == []
 
 
-async def test_a_job_set_has_no_size_and_is_deleted(api: FakeKubeApi, start: Start) -> None:
-    api.put("statefulsets", rollout_set(2))
-    api.put("jobsets", job_set())
+async def test_a_job_set_has_no_size_and_is_deleted(api: FakeCluster, start: Start) -> None:
+    api.put(rollout_set(2))
+    api.put(job_set())
     cluster = await start(trainer_set_kind="JobSet")
     await asyncio.to_thread(cluster.release, "the run is finished")
-    assert api.list("jobsets") == []
+    assert api.list_of("JobSet") == []
     await asyncio.to_thread(cluster.release, "once more")  # it is not there
     assert cluster.troubles() == []
 
 
 async def test_the_environment_names_the_trainers_set_of_a_run_with_a_prefix(
-    api: FakeKubeApi, kube_config: RunConfig, environment: ServiceEnvironment
+    api: FakeCluster, kube_config: RunConfig, environment: ServiceEnvironment
 ) -> None:
     api.bind([{**rule, "resourceNames": []} for rule in role_rules()])  # its Role has the prefix too
     renamed = trainer_set(1)
     renamed["metadata"]["name"] = "b-trainer"
-    api.put("statefulsets", renamed)
+    api.put(renamed)
     own = environment.model_copy(update={"trainer_set": "b-trainer"})
     cluster = await asyncio.to_thread(reach_cluster, kube_config, own, EventLog())
     await asyncio.to_thread(cluster.release, "the run is finished")
-    assert api.get("statefulsets", "b-trainer", NAMESPACE)["spec"]["replicas"] == 0
+    assert api.get("StatefulSet", "b-trainer", NAMESPACE)["spec"]["replicas"] == 0
 
 
-async def test_gpus_that_cannot_be_given_back_are_told_and_the_others_are(api: FakeKubeApi, start: Start) -> None:
-    api.put("statefulsets", rollout_set(2))
-    api.put("statefulsets", trainer_set(1))
+async def test_gpus_that_cannot_be_given_back_are_told_and_the_others_are(api: FakeCluster, start: Start) -> None:
+    api.put(rollout_set(2))
+    api.put(trainer_set(1))
     cluster = await start()
     api.refuse("patch statefulsets/scale rollout")
     await asyncio.to_thread(cluster.release, "the run is finished")
-    assert api.get("statefulsets", "trainer", NAMESPACE)["spec"]["replicas"] == 0
+    assert api.get("StatefulSet", "trainer", NAMESPACE)["spec"]["replicas"] == 0
     (trouble,) = cluster.troubles()
     assert trouble.startswith("statefulset/rollout keeps its GPUs: Kubernetes API, patch statefulsets/scale.apps roll")
 
@@ -374,7 +376,7 @@ def announced(environment: ServiceEnvironment) -> AbstractAsyncContextManager[Fa
 
 @asynccontextmanager
 async def fleet_of(
-    kind: str, api: FakeKubeApi, start: Start, environment: ServiceEnvironment
+    kind: str, api: FakeCluster, start: Start, environment: ServiceEnvironment
 ) -> AsyncIterator[tuple[Fleet, dict[str, Registry], FakeFleet]]:
     """A fleet of either kind over the same services."""
     async with AsyncExitStack() as stack:
@@ -387,14 +389,14 @@ async def fleet_of(
         fleet: Fleet = watched
         if kind == "kubernetes":
             for name in ("rollout-0", "rollout-1"):
-                api.put("pods", pod(name))
+                api.put(pod(name))
             fleet = KubernetesFleet(watched, (await start()).pods, lease_ttl_s=TTL_S)
         yield fleet, registries, services
 
 
 @pytest.mark.parametrize("kind", ["registry", "kubernetes"])
 async def test_the_contract_of_a_fleet(
-    kind: str, api: FakeKubeApi, start: Start, environment: ServiceEnvironment
+    kind: str, api: FakeCluster, start: Start, environment: ServiceEnvironment
 ) -> None:
     async with fleet_of(kind, api, start, environment) as (fleet, registries, services):
         found = await fleet.look()
@@ -416,26 +418,26 @@ async def test_the_contract_of_a_fleet(
 
 
 async def test_a_replica_whose_pod_leaves_is_drained_before_its_record_ends(
-    api: FakeKubeApi, start: Start, environment: ServiceEnvironment
+    api: FakeCluster, start: Start, environment: ServiceEnvironment
 ) -> None:
     async with fleet_of("kubernetes", api, start, environment) as (fleet, _, _):
         found = await fleet.look()
         fleet.admit(found)
-        api.put("pods", leaving(pod("rollout-1")))
+        api.put(leaving(pod("rollout-1")))
         await soon(lambda: fleet.serving() == found[:1])
         assert await fleet.look() == found[:1]
-        api.delete("pods", "rollout-0", NAMESPACE)
+        api.delete("Pod", "rollout-0", NAMESPACE)
         await soon(lambda: fleet.serving() == ())
 
 
 async def test_a_record_that_outlives_its_pod_is_not_taken_for_the_next_pods(
-    api: FakeKubeApi, start: Start, environment: ServiceEnvironment
+    api: FakeCluster, start: Start, environment: ServiceEnvironment
 ) -> None:
     async with fleet_of("kubernetes", api, start, environment) as (fleet, registries, services):
         found = await fleet.look()
         fleet.admit(found)
-        api.delete("pods", "rollout-1", NAMESPACE)
-        api.put("pods", pod("rollout-1"))  # under its name, by its set; the lease of the old one runs on
+        api.delete("Pod", "rollout-1", NAMESPACE)
+        api.put(pod("rollout-1"))  # under its name, by its set; the lease of the old one runs on
         await soon(lambda: fleet.serving() == found[:1])
         assert await fleet.look() == found[:1]
         registries["rollout-1"].withdraw()
@@ -448,7 +450,7 @@ async def test_a_record_that_outlives_its_pod_is_not_taken_for_the_next_pods(
 
 
 async def test_a_replica_that_was_found_before_its_pod_was_known_is_its_pods_after_a_lease(
-    api: FakeKubeApi, start: Start, environment: ServiceEnvironment
+    api: FakeCluster, start: Start, environment: ServiceEnvironment
 ) -> None:
     async with fleet_of("kubernetes", api, start, environment) as (fleet, _, _):
         assert isinstance(fleet, KubernetesFleet)
@@ -456,8 +458,8 @@ async def test_a_replica_that_was_found_before_its_pod_was_known_is_its_pods_aft
         fleet._clock = lambda: clock_s[0]
         found = await fleet.look()
         fleet.admit(found)
-        api.delete("pods", "rollout-1", NAMESPACE)
-        api.put("pods", pod("rollout-1"))
+        api.delete("Pod", "rollout-1", NAMESPACE)
+        api.put(pod("rollout-1"))
         await soon(lambda: fleet.serving() == found[:1])
         assert await fleet.look() == found[:1]
         clock_s[0] = TTL_S + 1.0
@@ -466,7 +468,7 @@ async def test_a_replica_that_was_found_before_its_pod_was_known_is_its_pods_aft
 
 
 async def test_a_process_that_is_not_announced_any_more_costs_its_pod_nothing(
-    api: FakeKubeApi, start: Start, environment: ServiceEnvironment
+    api: FakeCluster, start: Start, environment: ServiceEnvironment
 ) -> None:
     async with kept(api, start, environment) as (fleet, _, services, found):
         assert set(await fleet.members()) == set(found)
@@ -482,7 +484,7 @@ def leaving(obj: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_without_the_api_the_registry_alone_decides(
-    api: FakeKubeApi, start: Start, environment: ServiceEnvironment
+    api: FakeCluster, start: Start, environment: ServiceEnvironment
 ) -> None:
     api.refuse("list pods")
     async with fleet_of("kubernetes", api, start, environment) as (fleet, _, _):
@@ -494,11 +496,11 @@ async def test_without_the_api_the_registry_alone_decides(
 
 @pytest.mark.parametrize("what", ["leaves", "is dead", "stays"])
 async def test_a_replica_that_loses_a_worker_is_drained_and_its_worker_is_no_replica(
-    what: str, api: FakeKubeApi, start: Start, environment: ServiceEnvironment
+    what: str, api: FakeCluster, start: Start, environment: ServiceEnvironment
 ) -> None:
     async with fleet_of("kubernetes", api, start, environment) as (fleet, _, _):
         for name in ("rollout-0-1", "rollout-1-1"):
-            api.put("pods", worker(name))
+            api.put(worker(name))
         found = await fleet.look()
         assert [replica.name for replica in found] == ["rollout-0", "rollout-1"]
         fleet.admit(found)
@@ -507,8 +509,8 @@ async def test_a_replica_that_loses_a_worker_is_drained_and_its_worker_is_no_rep
             "is dead": worker("rollout-1-1", ready=False, containerStatuses=waiting_status("ImagePullBackOff", "tag")),
             "stays": worker("rollout-1-1", ready=False),
         }
-        api.put("pods", changed[what])
-        api.put("pods", leaving(worker("rollout-2-1")))  # of somebody else; once it is known, so is the other
+        api.put(changed[what])
+        api.put(leaving(worker("rollout-2-1")))  # of somebody else; once it is known, so is the other
         pods = fleet._pods  # type: ignore[attr-defined]
         await soon(lambda: [pod.name for pod in pods.pods if pod.leaving][-1:] == ["rollout-2-1"])
         assert fleet.serving() == (found if what == "stays" else found[:1])
@@ -516,21 +518,21 @@ async def test_a_replica_that_loses_a_worker_is_drained_and_its_worker_is_no_rep
 
 
 async def test_an_engine_that_is_stuck_loses_its_leader(
-    api: FakeKubeApi, start: Start, environment: ServiceEnvironment
+    api: FakeCluster, start: Start, environment: ServiceEnvironment
 ) -> None:
     async with kept(api, start, environment) as (fleet, _, services, found):
         for name in ("rollout-0-1", "rollout-1-1"):
-            api.put("pods", worker(name))
+            api.put(worker(name))
         services.rollout_services[1]._gone = True
         await soon(lambda: fleet.serving() == found[:1])
-        assert "deletionTimestamp" in api.get("pods", "rollout-1", NAMESPACE)["metadata"]
-        assert "deletionTimestamp" not in api.get("pods", "rollout-1-1", NAMESPACE)["metadata"]
+        assert "deletionTimestamp" in api.get("Pod", "rollout-1", NAMESPACE)["metadata"]
+        assert "deletionTimestamp" not in api.get("Pod", "rollout-1-1", NAMESPACE)["metadata"]
         assert api.seen["create pods/eviction"] == 1
 
 
-async def test_troubles_of_workers_are_told(api: FakeKubeApi, start: Start) -> None:
-    api.put("pods", pod("rollout-0"))
-    api.put("pods", worker("rollout-0-1", ready=False, containerStatuses=waiting_status("ErrImagePull", "no tag")))
+async def test_troubles_of_workers_are_told(api: FakeCluster, start: Start) -> None:
+    api.put(pod("rollout-0"))
+    api.put(worker("rollout-0-1", ready=False, containerStatuses=waiting_status("ErrImagePull", "no tag")))
     cluster = await start()
     assert cluster.troubles() == ["pod rollout-0-1: container main: ErrImagePull: no tag"]
 
@@ -540,7 +542,7 @@ async def test_troubles_of_workers_are_told(api: FakeKubeApi, start: Start) -> N
 
 @asynccontextmanager
 async def kept(
-    api: FakeKubeApi, start: Start, environment: ServiceEnvironment, **settings: Any
+    api: FakeCluster, start: Start, environment: ServiceEnvironment, **settings: Any
 ) -> AsyncIterator[tuple[KubernetesFleet, Cluster, FakeFleet, tuple[Replica, ...]]]:
     """A fleet that serves, looked after."""
     async with AsyncExitStack() as stack:
@@ -550,7 +552,7 @@ async def kept(
         watched = WatchedFleet(registry, services.trainer)
         stack.push_async_callback(watched.close)
         for name in ("rollout-0", "rollout-1"):
-            api.put("pods", pod(name))
+            api.put(pod(name))
         cluster = await start(**settings)
         fleet = KubernetesFleet(watched, cluster.pods, lease_ttl_s=TTL_S)
         for service in services.rollout_services:
@@ -566,15 +568,15 @@ async def kept(
 
 
 async def test_a_replica_that_does_not_answer_is_evicted(
-    api: FakeKubeApi, start: Start, environment: ServiceEnvironment
+    api: FakeCluster, start: Start, environment: ServiceEnvironment
 ) -> None:
     async with kept(api, start, environment) as (fleet, cluster, services, found):
-        uid = api.get("pods", "rollout-1", NAMESPACE)["metadata"]["uid"]
+        uid = api.get("Pod", "rollout-1", NAMESPACE)["metadata"]["uid"]
         services.rollout_services[1]._gone = True
         await soon(lambda: fleet.serving() == found[:1])
-        assert "deletionTimestamp" in api.get("pods", "rollout-1", NAMESPACE)["metadata"]
-        await soon(lambda: bool(api.list("events")))
-        (event,) = api.list("events")
+        assert "deletionTimestamp" in api.get("Pod", "rollout-1", NAMESPACE)["metadata"]
+        await soon(lambda: bool(api.list_of("Event")))
+        (event,) = api.list_of("Event")
         assert (event["reason"], event["involvedObject"]["uid"]) == ("TandemEvicted", uid)
         assert "no answer in 0.8 s" in event["message"]
         assert api.seen["create pods/eviction"] == 1
@@ -582,7 +584,7 @@ async def test_a_replica_that_does_not_answer_is_evicted(
         await soon(lambda: any("rollout-1 was stuck" in event.message for event in told._newer(0)))
 
 
-async def test_evictions_have_a_budget(api: FakeKubeApi, start: Start, environment: ServiceEnvironment) -> None:
+async def test_evictions_have_a_budget(api: FakeCluster, start: Start, environment: ServiceEnvironment) -> None:
     async with kept(api, start, environment, max_evictions_per_hour=1) as (_, cluster, services, _):
         for service in services.rollout_services:
             service._gone = True
@@ -591,39 +593,40 @@ async def test_evictions_have_a_budget(api: FakeKubeApi, start: Start, environme
 
 
 async def test_an_eviction_that_a_budget_of_the_cluster_forbids_is_tried_again(
-    api: FakeKubeApi, start: Start, environment: ServiceEnvironment
+    api: FakeCluster, start: Start, environment: ServiceEnvironment
 ) -> None:
     names = {"name": "rollout", "namespace": NAMESPACE}
     spec = {"selector": {"matchLabels": {"app.kubernetes.io/component": "rollout"}}}
-    api.put("poddisruptionbudgets", {"metadata": names, "spec": spec, "status": {"disruptionsAllowed": 0}})
+    head = {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": names}
+    api.put({**head, "spec": spec, "status": {"disruptionsAllowed": 0}})
     async with kept(api, start, environment, max_evictions_per_hour=1) as (_, cluster, services, _):
         services.rollout_services[1]._gone = True
         await soon(lambda: any("a PodDisruptionBudget forbids it now" in text for text in cluster.troubles()))
-        api.delete("poddisruptionbudgets", "rollout", NAMESPACE)
-        await soon(lambda: "deletionTimestamp" in api.get("pods", "rollout-1", NAMESPACE)["metadata"])
+        api.delete("PodDisruptionBudget", "rollout", NAMESPACE)
+        await soon(lambda: "deletionTimestamp" in api.get("Pod", "rollout-1", NAMESPACE)["metadata"])
 
 
 @pytest.mark.parametrize(
     "unready", [pod("rollout-1", ready=False), worker("rollout-1-1", ready=False)], ids=["its pod", "its worker"]
 )
 async def test_a_serving_replica_that_is_not_ready_for_long_loses_its_work(
-    unready: dict[str, Any], api: FakeKubeApi, start: Start, environment: ServiceEnvironment
+    unready: dict[str, Any], api: FakeCluster, start: Start, environment: ServiceEnvironment
 ) -> None:
     async with kept(api, start, environment) as (fleet, _, _, found):
-        api.put("pods", unready)
+        api.put(unready)
         await soon(lambda: fleet.serving() == found[:1])
         assert await fleet.look() == found  # it may be seeded again
         assert api.seen["create pods/eviction"] == 0
 
 
-async def test_troubles_of_pods_are_told_while_they_last(api: FakeKubeApi, start: Start) -> None:
+async def test_troubles_of_pods_are_told_while_they_last(api: FakeCluster, start: Start) -> None:
     unschedulable = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes: insufficient nvidia.com/gpu"}
-    api.put("pods", pod("rollout-0", ready=False, phase="Pending", conditions=[unschedulable]))
+    api.put(pod("rollout-0", ready=False, phase="Pending", conditions=[unschedulable]))
     events = EventLog()
     cluster = await start(events)
     assert cluster.troubles() == ["pod rollout-0: unschedulable: 0/3 nodes: insufficient nvidia.com/gpu"]
     cluster.look()
-    api.put("pods", pod("rollout-0"))
+    api.put(pod("rollout-0"))
     await soon(lambda: cluster.troubles() == [])
     assert len(events._newer(0)) == 1
 
@@ -640,10 +643,10 @@ async def arrival(kube_config: RunConfig, environment: ServiceEnvironment, clust
 
 
 async def test_a_dead_trainer_ends_the_wait_at_once_with_what_its_pod_says(
-    api: FakeKubeApi, start: Start, kube_config: RunConfig, environment: ServiceEnvironment
+    api: FakeCluster, start: Start, kube_config: RunConfig, environment: ServiceEnvironment
 ) -> None:
     statuses = waiting_status("CreateContainerConfigError", 'secret "redis-auth" not found')
-    api.put("pods", pod("trainer-0", component="trainer", ready=False, containerStatuses=statuses))
+    api.put(pod("trainer-0", component="trainer", ready=False, containerStatuses=statuses))
     cluster = await start()
     config = with_settings(kube_config, run={"startup_timeout_s": 600.0})
     with pytest.raises(TrainerDead, match=r'trainer-0: .*secret "redis-auth" not found'):
@@ -651,9 +654,9 @@ async def test_a_dead_trainer_ends_the_wait_at_once_with_what_its_pod_says(
 
 
 async def test_a_trainer_that_is_rescheduled_is_waited_for_longer(
-    api: FakeKubeApi, start: Start, kube_config: RunConfig, environment: ServiceEnvironment
+    api: FakeCluster, start: Start, kube_config: RunConfig, environment: ServiceEnvironment
 ) -> None:
-    api.put("pods", pod("trainer-0", component="trainer", ready=False, phase="Pending"))
+    api.put(pod("trainer-0", component="trainer", ready=False, phase="Pending"))
     cluster = await start()
     waiting = asyncio.create_task(arrival(kube_config, environment, cluster))
     await asyncio.wait({waiting}, timeout=4 * kube_config.run.startup_timeout_s)
@@ -668,11 +671,11 @@ async def test_a_trainer_that_is_rescheduled_is_waited_for_longer(
 
 
 async def test_replicas_whose_pods_are_up_and_that_say_nothing_are_missing(
-    api: FakeKubeApi, start: Start, kube_config: RunConfig, environment: ServiceEnvironment
+    api: FakeCluster, start: Start, kube_config: RunConfig, environment: ServiceEnvironment
 ) -> None:
     config = with_settings(kube_config, rollout={"replicas": 4, "min_replicas": 3})
     for name in ("rollout-2", "rollout-3"):
-        api.put("pods", pod(name))
+        api.put(pod(name))
     cluster = await start()
     async with announced(environment):  # trainer, rollout-0, rollout-1
         with pytest.raises(DeadlineExceeded, match=r"waited 0.3 s for the trainer and 3 replicas"):
@@ -680,38 +683,38 @@ async def test_replicas_whose_pods_are_up_and_that_say_nothing_are_missing(
 
 
 async def test_replicas_that_are_on_their_way_are_waited_for_and_those_that_no_node_takes_are_not(
-    api: FakeKubeApi, start: Start, kube_config: RunConfig, environment: ServiceEnvironment
+    api: FakeCluster, start: Start, kube_config: RunConfig, environment: ServiceEnvironment
 ) -> None:
     config = with_settings(kube_config, rollout={"replicas": 4}, run={"startup_timeout_s": 600.0})
     unschedulable = {"type": "PodScheduled", "status": "False", "message": "insufficient nvidia.com/gpu"}
     for name in ("rollout-0", "rollout-1"):
-        api.put("pods", pod(name))
-    api.put("pods", pod("rollout-2", ready=False, phase="Pending"))
-    api.put("pods", worker("rollout-2-1", ready=False, phase="Pending", conditions=[unschedulable]))
-    api.put("pods", pod("rollout-3", ready=False, phase="Pending"))
+        api.put(pod(name))
+    api.put(pod("rollout-2", ready=False, phase="Pending"))
+    api.put(worker("rollout-2-1", ready=False, phase="Pending", conditions=[unschedulable]))
+    api.put(pod("rollout-3", ready=False, phase="Pending"))
     cluster = await start()
     async with announced(environment):  # trainer, rollout-0, rollout-1
         waiting = asyncio.create_task(arrival(config, environment, cluster))
         await asyncio.wait({waiting}, timeout=1.0)
         assert not waiting.done()
-        api.put("pods", pod("rollout-3", ready=False, phase="Pending", conditions=[unschedulable]))
+        api.put(pod("rollout-3", ready=False, phase="Pending", conditions=[unschedulable]))
         assert (await asyncio.wait_for(waiting, DEADLINE_S)).name == "trainer"
 
 
 async def test_after_the_time_to_start_enough_replicas_are_enough(
-    api: FakeKubeApi, start: Start, kube_config: RunConfig, environment: ServiceEnvironment
+    api: FakeCluster, start: Start, kube_config: RunConfig, environment: ServiceEnvironment
 ) -> None:
     config = with_settings(kube_config, rollout={"replicas": 3, "min_replicas": 2})
-    api.put("pods", pod("rollout-2", ready=False, phase="Pending"))
+    api.put(pod("rollout-2", ready=False, phase="Pending"))
     cluster = await start()
     async with announced(environment):
         assert (await asyncio.wait_for(arrival(config, environment, cluster), DEADLINE_S)).name == "trainer"
 
 
 async def test_a_trainer_whose_pods_are_up_and_that_says_nothing_is_missing(
-    api: FakeKubeApi, start: Start, kube_config: RunConfig, environment: ServiceEnvironment
+    api: FakeCluster, start: Start, kube_config: RunConfig, environment: ServiceEnvironment
 ) -> None:
-    api.put("pods", pod("trainer-0", component="trainer"))
+    api.put(pod("trainer-0", component="trainer"))
     cluster = await start()
     with pytest.raises(DeadlineExceeded, match=r"waited 0.3 s for the trainer and 1 replicas .*; announced: none"):
         await asyncio.wait_for(arrival(kube_config, environment, cluster), DEADLINE_S)
@@ -719,26 +722,12 @@ async def test_a_trainer_whose_pods_are_up_and_that_says_nothing_is_missing(
 
 # ---- queues ----
 
-GATED = {
-    "type": "PodScheduled",
-    "status": "False",
-    "reason": "SchedulingGated",
-    "message": "non-empty scheduling gates",
-}
-
-
-def gated(name: str, component: str = "trainer") -> dict[str, Any]:
-    """A pod that Kueue holds back."""
-    obj = pod(name, component=component, ready=False, phase="Pending", conditions=[GATED])
-    obj["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/admission"}]
-    return obj
-
 
 async def test_a_queue_is_waited_out_and_told_once_and_the_time_to_start_begins_behind_it(
-    api: FakeKubeApi, start: Start, kube_config: RunConfig, environment: ServiceEnvironment
+    api: FakeCluster, start: Start, kube_config: RunConfig, environment: ServiceEnvironment
 ) -> None:
     for name, component in (("trainer-0", "trainer"), ("rollout-0", "rollout"), ("rollout-1", "rollout")):
-        api.put("pods", gated(name, component))
+        api.put(gated(name, component))
     events = EventLog()
     cluster = await start(events, reschedule_timeout_s=0.3)
     waiting = asyncio.create_task(arrival(kube_config, environment, cluster))
@@ -749,14 +738,14 @@ async def test_a_queue_is_waited_out_and_told_once_and_the_time_to_start_begins_
     assert trouble == f"pods of rollout and trainer are queued: {gate}: the run waits as long as they are queued"
     assert len(events._newer(0)) == 1
     for name, component in (("trainer-0", "trainer"), ("rollout-0", "rollout"), ("rollout-1", "rollout")):
-        api.put("pods", pod(name, component=component))
+        api.put(pod(name, component=component))
     await soon(lambda: cluster.troubles() == [])
     with pytest.raises(DeadlineExceeded, match=r"for the trainer and 1 replicas .*; announced: none"):
         await asyncio.wait_for(waiting, DEADLINE_S)
 
 
 async def test_a_job_set_that_is_suspended_is_queued(
-    api: FakeKubeApi,
+    api: FakeCluster,
     start: Start,
     kube_config: RunConfig,
     environment: ServiceEnvironment,
@@ -764,59 +753,59 @@ async def test_a_job_set_that_is_suspended_is_queued(
 ) -> None:
     """Kueue suspends it: there are no pods that a gate could hold."""
     monkeypatch.setattr(cluster_module, "SET_INTERVAL_S", 0.05)
-    api.put("jobsets", job_set(suspend=True))
+    api.put(job_set(suspend=True))
     config = with_settings(kube_config, fleet={"reschedule_timeout_s": 0.3})
     cluster = await start(reschedule_timeout_s=0.3, trainer_set_kind="JobSet")
     waiting = asyncio.create_task(arrival(config, environment, cluster))
     await asyncio.wait({waiting}, timeout=4 * kube_config.run.startup_timeout_s)
     assert not waiting.done()
     assert cluster.troubles() == ["jobset/trainer is suspended: the run waits as long as it is queued"]
-    api.put("jobsets", job_set())
+    api.put(job_set())
     with pytest.raises(DeadlineExceeded, match=r"for the trainer and 1 replicas .*; announced: none; no pod yet"):
         await asyncio.wait_for(waiting, DEADLINE_S)
 
 
 async def test_replicas_that_are_not_needed_to_begin_are_not_waited_for_in_their_queue(
-    api: FakeKubeApi, start: Start, kube_config: RunConfig, environment: ServiceEnvironment
+    api: FakeCluster, start: Start, kube_config: RunConfig, environment: ServiceEnvironment
 ) -> None:
     config = with_settings(kube_config, rollout={"replicas": 3, "min_replicas": 2}, run={"startup_timeout_s": 600.0})
-    api.put("pods", gated("rollout-2", "rollout"))
+    api.put(gated("rollout-2", "rollout"))
     cluster = await start()
     async with announced(environment):
         assert (await asyncio.wait_for(arrival(config, environment, cluster), DEADLINE_S)).name == "trainer"
 
 
-async def test_a_lost_trainer_that_is_queued_is_waited_for(api: FakeKubeApi, start: Start) -> None:
+async def test_a_lost_trainer_that_is_queued_is_waited_for(api: FakeCluster, start: Start) -> None:
     """Preempted: the queue has it again."""
-    api.put("pods", pod("trainer-0", component="trainer"))
+    api.put(pod("trainer-0", component="trainer"))
     cluster = await start(reschedule_timeout_s=0.3)
     guard = TrainerGuard(cluster, lambda: asyncio.sleep(0, result=False))
-    api.put("pods", gated("trainer-0"))
+    api.put(gated("trainer-0"))
     await soon(lambda: cluster.trainer_outlook()[0] is PodOutlook.QUEUED)
     waiting = asyncio.create_task(guard.wait_for_return(Unavailable("trainer: gone")))
     await asyncio.wait({waiting}, timeout=1.5)
     assert not waiting.done()
-    api.put("pods", pod("trainer-0", component="trainer"))
+    api.put(pod("trainer-0", component="trainer"))
     await asyncio.wait_for(waiting, DEADLINE_S)
 
 
 async def test_a_trainer_pod_that_its_job_replaces_is_waited_for_until_the_time_to_reschedule_is_over(
-    api: FakeKubeApi, start: Start
+    api: FakeCluster, start: Start
 ) -> None:
-    api.put("pods", pod("trainer-0", component="trainer"))
+    api.put(pod("trainer-0", component="trainer"))
     cluster = await start(reschedule_timeout_s=1.0)
     guard = TrainerGuard(cluster, lambda: asyncio.sleep(0, result=False))
     failed = pod("trainer-0", component="trainer", ready=False, phase="Failed")
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "trainer-hosts-0", "uid": "j", "controller": True}
     failed["metadata"]["ownerReferences"] = [owner]
-    api.put("pods", failed)
+    api.put(failed)
     await soon(lambda: cluster.trainer_outlook()[0] is not PodOutlook.UP)
     returns = asyncio.create_task(guard.wait_for_return(Unavailable("trainer: gone")))
     await asyncio.wait({returns}, timeout=0.5)
-    api.delete("pods", "trainer-0", NAMESPACE)
-    api.put("pods", pod("trainer-0", component="trainer"))
+    api.delete("Pod", "trainer-0", NAMESPACE)
+    api.put(pod("trainer-0", component="trainer"))
     await asyncio.wait_for(returns, DEADLINE_S)
-    api.put("pods", failed)
+    api.put(failed)
     await soon(lambda: cluster.trainer_outlook()[0] is not PodOutlook.UP)
     with pytest.raises(DeadlineExceeded, match=r"waited 1 s for the trainer: .*Job trainer-hosts-0 may replace it"):
         await asyncio.wait_for(guard.wait_for_return(Unavailable("trainer: gone")), DEADLINE_S)

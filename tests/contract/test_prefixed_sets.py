@@ -11,24 +11,27 @@ from coordinator.watch.events import EventLog
 from servicekit.environment import ServiceEnvironment
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import with_settings
-from tests.contract.kube_objects import NAMESPACE, rollout_set
-from tests.fakes.fake_kube_api import FakeKubeApi
+from tests.contract.kube_objects import NAMESPACE, role_rules, rollout_set
+from tests.fakes.cluster.fake_cluster import FakeCluster
+from tests.fakes.cluster.kinds import CONTROLLERS
+from tests.fakes.cluster.requests import COORDINATOR
 
 
 @pytest.fixture
-def api() -> Iterator[FakeKubeApi]:
-    with FakeKubeApi(NAMESPACE) as api:
+def api() -> Iterator[FakeCluster]:
+    with FakeCluster(NAMESPACE, custom=CONTROLLERS) as api:
+        api.bind([{**rule, "resourceNames": []} for rule in role_rules()])  # its Role has the prefix too
         yield api
 
 
 async def test_the_set_of_the_environment_is_scaled_and_no_other_runs(
-    api: FakeKubeApi, config: RunConfig, environment: ServiceEnvironment, tmp_path: Path
+    api: FakeCluster, config: RunConfig, environment: ServiceEnvironment, tmp_path: Path
 ) -> None:
     for name in ("rollout", "my-run-rollout"):
         made = rollout_set(1)
         made["metadata"]["name"] = name
-        api.put("statefulsets", made)
-    kubeconfig = api.write_kubeconfig(tmp_path / "kubeconfig", NAMESPACE)
+        api.put(made)
+    kubeconfig = api.write_kubeconfig(tmp_path / "kubeconfig", NAMESPACE, user=COORDINATOR)
     settings = with_settings(
         config,
         fleet={"kind": "kubernetes", "kubeconfig": kubeconfig, "request_timeout_s": 5.0, "scale": True},
@@ -41,6 +44,6 @@ async def test_the_set_of_the_environment_is_scaled_and_no_other_runs(
     finally:
         cluster.close()
     sizes = {
-        name: api.get("statefulsets", name, NAMESPACE)["spec"]["replicas"] for name in ("rollout", "my-run-rollout")
+        name: api.get("StatefulSet", name, NAMESPACE)["spec"]["replicas"] for name in ("rollout", "my-run-rollout")
     }
     assert sizes == {"rollout": 1, "my-run-rollout": 3}

@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.fakes.fake_kube_api import FakeKubeApi
+from tests.fakes.cluster.fake_cluster import FakeCluster
 from tests.images.engine import Engine
 from tests.manifests.kustomize import Manifest, containers, find, kinds, pod_template, workloads
 
@@ -64,18 +64,18 @@ class FakeKubelet:
         self._engine, self._manifests, self._folder, self._name = engine, manifests, folder, name
         self.pods = {pod.name: pod for pod in _pods(manifests, subnet)}
         self.gateway = f"{subnet}.1"
-        self._api: FakeKubeApi | None = None
-        self._account: dict[str, str] = {}
+        self._api: FakeCluster | None = None
+        self._authority = ""
         engine.run("network", "create", "--subnet", f"{subnet}.0/24", name)
 
-    def join(self, api: FakeKubeApi, authority: str) -> None:
+    def join(self, api: FakeCluster, authority: str) -> None:
         """Pods know this API server, and it knows those that are started from now on. authority: its own, as PEM."""
-        self._api, self._account = api, {"token": "fake", "ca.crt": authority}
+        self._api, self._authority = api, authority
 
     def report(self) -> bool:
         """Tells the API server what has become of the pods. Returns: True, for use in a wait."""
         assert self._api is not None
-        for obj in self._api.list("pods"):
+        for obj in self._api.list_of("Pod"):
             name = obj["metadata"]["name"]
             phase, ready = "Running", False
             if self.is_running(name):
@@ -85,7 +85,7 @@ class FakeKubelet:
             conditions = [{"type": "Ready", "status": str(ready)}]
             status = {"phase": phase, "podIP": self.pods[name].ip, "conditions": conditions}
             if obj["status"] != status:
-                self._api.put("pods", {**obj, "status": status})
+                self._api.put({**obj, "status": status})
         return True
 
     def start(self, name: str) -> None:
@@ -205,9 +205,9 @@ class FakeKubelet:
             else:
                 mode = "ro" if mount.get("readOnly") else "rw"
                 options += ["--volume", f"{self._folder_of(volume, pod)}:{path}:{mode}"]
-        if self._account and pod.spec.get("automountServiceAccountToken", True):
-            folder = self._folder / "accounts" / pod.name
-            _write(folder, {**self._account, "namespace": pod.namespace})
+        if self._api is not None and pod.spec.get("automountServiceAccountToken", True):
+            folder, token = self._folder / "accounts" / pod.name, self._api.tokens[pod.spec["serviceAccountName"]]
+            _write(folder, {"token": token, "ca.crt": self._authority, "namespace": pod.namespace})
             options += ["--volume", f"{folder}:{ACCOUNT}:ro"]
         return options
 

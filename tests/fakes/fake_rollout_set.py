@@ -1,4 +1,4 @@
-"""A FAKE of what makes pods run: the controller of the rollout set, and the kubelet, over the fake API server.
+"""A FAKE of what makes pods run: the controller of the rollout set, and the kubelet, over the fake cluster.
 
 A pod's process is a fake rollout service on the calling event loop, announced in the registry, with its slot in the
 weight group. Pods come up not ready, are ready while they serve, and end when they have been told to. With a
@@ -14,8 +14,8 @@ from typing import Any
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2
 from tests.contract.kube_objects import NAMESPACE, pod, worker
+from tests.fakes.cluster.fake_cluster import FakeCluster
 from tests.fakes.fake_fleet import announced, served
-from tests.fakes.fake_kube_api import FakeKubeApi
 from tests.fakes.fake_rollout import FakeRollout
 
 
@@ -47,11 +47,11 @@ class PodRollout(FakeRollout):
 class FakeRolloutSet:
     """Runs the pods of the set `rollout`."""
 
-    api: FakeKubeApi
+    api: FakeCluster
     redis_url: str
     run_id: str
-    # "statefulsets" or "leaderworkersets".
-    plural: str = "statefulsets"
+    # "StatefulSet" or "LeaderWorkerSet".
+    kind: str = "StatefulSet"
     # Service, and what ends it, by pod name.
     _running: dict[str, tuple[PodRollout, AsyncExitStack]] = field(default_factory=dict)
     # Every service that ever ran, by pod name, in the order of their starts.
@@ -62,7 +62,7 @@ class FakeRolloutSet:
         try:
             while True:
                 self._make_pods()
-                for obj in self.api.list("pods"):
+                for obj in self.api.list_of("Pod"):
                     component = obj["metadata"]["labels"]["app.kubernetes.io/component"]
                     if component == "rollout":
                         await self._tend(obj)
@@ -79,37 +79,40 @@ class FakeRolloutSet:
 
     def _make_pods(self) -> None:
         """As the set's controller: pods 0 to replicas - 1, one that is gone again; those beyond are told to end."""
-        wanted = self.api.get(self.plural, "rollout", NAMESPACE)["spec"]["replicas"]
-        there = {obj["metadata"]["name"] for obj in self.api.list("pods")}
+        wanted = self.api.get(self.kind, "rollout", NAMESPACE)["spec"]["replicas"]
+        there = {obj["metadata"]["name"] for obj in self.api.list_of("Pod")}
         for index in range(wanted):
             if f"rollout-{index}" not in there:
-                self.api.put("pods", pod(f"rollout-{index}", run_id=self.run_id, ready=False))
-                if self.plural == "leaderworkersets":
-                    self.api.put("pods", worker(f"rollout-{index}-1", run_id=self.run_id))
+                self.api.put(pod(f"rollout-{index}", run_id=self.run_id, ready=False))
+                if self.kind == "LeaderWorkerSet":
+                    self.api.put(worker(f"rollout-{index}-1", run_id=self.run_id))
 
     def _tend_worker(self, obj: dict[str, Any]) -> None:
         """One that has ended takes its leader along, and one whose leader is gone ends."""
         leader = obj["metadata"]["annotations"]["leaderworkerset.sigs.k8s.io/leader-name"]
-        leaders = {each["metadata"]["name"]: each for each in self.api.list("pods")}
+        leaders = {each["metadata"]["name"]: each for each in self.api.list_of("Pod")}
         if "deletionTimestamp" in obj["metadata"] and leader in leaders:
             told = leaders[leader]
             told["metadata"]["deletionTimestamp"] = obj["metadata"]["deletionTimestamp"]
-            self.api.put("pods", told)
+            self.api.put(told)
 
     async def _tend(self, obj: dict[str, Any]) -> None:
         name = obj["metadata"]["name"]
+        if obj["spec"].get("schedulingGates"):
+            await self._end(name)
+            return
         if "deletionTimestamp" in obj["metadata"]:
             await self._end(name)
-            for each in self.api.list("pods"):
+            for each in self.api.list_of("Pod"):
                 if each["metadata"]["name"] in (name, f"{name}-1"):
-                    self.api.delete("pods", each["metadata"]["name"], NAMESPACE)
+                    self.api.delete("Pod", each["metadata"]["name"], NAMESPACE)
             return
         if name not in self._running:
             await self._start(name)
         ready = self._running[name][0].state == weights_pb2.REPLICA_STATE_SERVING
         condition = {"type": "Ready", "status": "True" if ready else "False"}
         if obj["status"]["conditions"] != [condition]:
-            self.api.put("pods", {**obj, "status": {**obj["status"], "conditions": [condition]}})
+            self.api.put({**obj, "status": {**obj["status"], "conditions": [condition]}})
 
     async def _start(self, name: str) -> None:
         service, stack = PodRollout(name=name), AsyncExitStack()
@@ -126,10 +129,10 @@ class FakeRolloutSet:
 
 @asynccontextmanager
 async def fake_rollout_set(
-    api: FakeKubeApi, redis_url: str, run_id: str, plural: str = "statefulsets"
+    api: FakeCluster, redis_url: str, run_id: str, kind: str = "StatefulSet"
 ) -> AsyncIterator[FakeRolloutSet]:
     """Runs the pods inside the block."""
-    made = FakeRolloutSet(api, redis_url, run_id, plural)
+    made = FakeRolloutSet(api, redis_url, run_id, kind)
     task = asyncio.create_task(made.run(), name="fake-rollout-set")
     try:
         yield made

@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from launcher.cli import app
-from tests.fakes.fake_kube_api import FakeKubeApi
+from tests.fakes.cluster.fake_cluster import FakeCluster
 from tests.fakes.fake_kubelet import FakeKubelet
 from tests.house.repository import REPO
 from tests.images.engine import Engine
@@ -38,7 +38,7 @@ PODS = ["redis-0", "trainer-0", "rollout-0", "rollout-1", "coordinator"]
 class Team(NamedTuple):
     """A namespace with the objects of the runs, and its pods."""
 
-    api: FakeKubeApi
+    api: FakeCluster
     kubelet: FakeKubelet
 
 
@@ -69,9 +69,16 @@ def team(docker: Engine, images: dict[str, str], redis_image: str, tmp_path: Pat
         files = write_files(tmp_path / "api", pair, authority.pem)
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         tls.load_cert_chain(files.certificate, files.key)
-        with FakeKubeApi(NAMESPACE, address=kubelet.gateway, tls=tls) as api:
+        with FakeCluster(NAMESPACE, address=kubelet.gateway, tls=tls) as api:
             for each in kinds(manifests, "StatefulSet"):
                 api.apply(each)
+            for each in kinds(manifests, "Role"):
+                (binding,) = [
+                    other
+                    for other in kinds(manifests, "RoleBinding")
+                    if other["roleRef"]["name"] == each["metadata"]["name"]
+                ]
+                api.bind(each["rules"], binding["subjects"][0]["name"])
             kubelet.join(api, authority.pem.decode())
             yield Team(api, kubelet)
     finally:
@@ -80,7 +87,7 @@ def team(docker: Engine, images: dict[str, str], redis_image: str, tmp_path: Pat
 
 def replicas(team: Team, run: str) -> dict[str, int]:
     """The sizes of a run's sets, as the API server has them."""
-    sets = {name: team.api.get("statefulsets", f"{run}-{name}", NAMESPACE) for name in ("trainer", "rollout")}
+    sets = {name: team.api.get("StatefulSet", f"{run}-{name}", NAMESPACE) for name in ("trainer", "rollout")}
     return {name: each["spec"]["replicas"] for name, each in sets.items()}
 
 
@@ -122,5 +129,5 @@ def test_two_runs_in_a_namespace_end_by_themselves(team: Team) -> None:
         told = "".join(path.read_text() for path in results.glob("*.jsonl"))
         assert f"{run}-rollout-0" in told
         assert not [name for name in others if name in told]
-        refused = [each for each in team.api.list("events") if each.get("type") == "Warning"]
+        refused = [each for each in team.api.list_of("Event") if each.get("type") == "Warning"]
         assert not refused

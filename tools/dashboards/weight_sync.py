@@ -6,6 +6,7 @@ from tools.dashboards.panels import (
     ROLLOUT,
     TRAINER,
     Board,
+    Panel,
     Row,
     Series,
     gauge,
@@ -28,6 +29,15 @@ _MEAN_OF_STAGES = (
     f"/ on () group_left () sum (rate({_SECONDS}_count{{{_TOTAL}}}[$window]))"
 )
 
+
+def _durations(
+    quantiles: tuple[str, str], buckets: tuple[str, str], metric: str, selector: str, *, alert: str
+) -> tuple[Panel, Panel]:
+    """Make the quantiles and the heatmap of a histogram of seconds. quantiles, buckets: title and help of each."""
+    shares = percentiles(metric, 0.5, 0.95, 0.99, selector=selector)
+    return panel(*quantiles, *shares, unit="s", alert=alert), heatmap(*buckets, metric, selector)
+
+
 _LATENCY = Row(
     title="Latency",
     panels=(
@@ -41,14 +51,13 @@ _LATENCY = Row(
             unit="s",
             kind="stat",
         ),
-        panel(
-            "Whole round",
-            "From the first look for participants to the last phase's end, failed rounds included.",
-            *percentiles(_SECONDS, 0.5, 0.95, 0.99, selector=_TOTAL),
-            unit="s",
+        *_durations(
+            ("Whole round", "From the first look for participants to the last phase's end, failed rounds included."),
+            ("Rounds by duration", "How many syncs took how long."),
+            _SECONDS,
+            _TOTAL,
             alert="TandemWeightSyncSlow",
         ),
-        heatmap("Rounds by duration", "How many syncs took how long.", _SECONDS, _TOTAL),
         panel(
             "Stages, mean",
             "Seconds of each stage per sync, of the participants that it waited for. They add up to the whole round; "
@@ -100,14 +109,17 @@ _LATENCY = Row(
 _PAUSES = Row(
     title="The pause that requests feel",
     panels=(
-        panel(
-            "Pause that calls feel",
-            "Seconds from closing a replica's gate to opening it again, measured there: calls are refused meanwhile.",
-            *percentiles(_PAUSE, 0.5, 0.95, 0.99, selector=ROLLOUT),
-            unit="s",
+        *_durations(
+            (
+                "Pause that calls feel",
+                "Seconds from closing a replica's gate to opening it again, measured there: calls are refused "
+                "meanwhile.",
+            ),
+            ("Pauses by duration", "How many pauses of the chosen replicas took how long."),
+            _PAUSE,
+            ROLLOUT,
             alert="TandemGenerationPauseLong",
         ),
-        heatmap("Pauses by duration", "How many pauses of the chosen replicas took how long.", _PAUSE, ROLLOUT),
         panel(
             "Longest pauses",
             "Mean of each replica, of the five with the longest. One far above: look at its node.",

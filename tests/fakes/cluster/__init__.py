@@ -1,1 +1,1 @@
-"""A FAKE cluster, for what an operator's machine calls."""
+"""A FAKE Kubernetes cluster, for what coordinators, operators and kubectl call; fake_cluster.py says what it lacks."""

@@ -1,62 +1,152 @@
-"""What an API server refuses, as far as our objects could break it: schemas, PodSecurity, fields that are immutable."""
+"""What an API server refuses of objects that are created or changed, as far as ours could meet it; part of a FAKE.
+
+immutable fields   of Jobs, StatefulSets, Deployments, claims, RoleBindings, ConfigMaps and Secrets
+PodSecurity        `restricted` (with `baseline`, which it includes), for pods: of a workload a server only warns, and
+                   then refuses the pods that its controller makes
+schemas            strictly, of built-in kinds
+
+It knows no defaults (a server adds fields), no quotas, no other admission, and nothing of custom resources: neither
+their schemas nor what their webhooks refuse.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import kubernetes_validate
 
-from tests.fakes.cluster.http import BUILT_IN
-from tests.fakes.fake_kube_store import Object, refusal
+from tests.fakes.cluster.kinds import BUILT_IN
+from tests.fakes.cluster.store import Object, refusal
 
-SCHEMAS = "1.34"
-_MUTABLE = {
+# The fields of a version are those of all newer ones, and some servers are still of this one.
+SCHEMAS = "1.32"
+ENFORCE = "pod-security.kubernetes.io/enforce"
+# Fields of `spec` that can be changed; all others cannot.
+MUTABLE_SPEC = {
     "Job": {"parallelism", "suspend", "activeDeadlineSeconds", "backoffLimit", "ttlSecondsAfterFinished"},
-    "StatefulSet": {"replicas", "ordinals", "template", "updateStrategy", "revisionHistoryLimit", "minReadySeconds"}
-    | {"persistentVolumeClaimRetentionPolicy"},
+    "StatefulSet": {
+        "replicas",
+        "ordinals",
+        "template",
+        "updateStrategy",
+        "persistentVolumeClaimRetentionPolicy",
+        "minReadySeconds",
+    },
+    "PersistentVolumeClaim": {"resources", "volumeAttributesClassName"},
 }
+# Fields that cannot be changed; all others can.
+IMMUTABLE = {
+    "Deployment": ("spec.selector",),
+    "RoleBinding": ("roleRef",),
+    "Secret": ("type",),
+    "Service": ("spec.clusterIP",),
+}
+SAFE_SYSCTLS = {
+    "kernel.shm_rmid_forced",
+    "net.ipv4.ip_local_port_range",
+    "net.ipv4.ip_local_reserved_ports",
+    "net.ipv4.ip_unprivileged_port_start",
+    "net.ipv4.ping_group_range",
+    "net.ipv4.tcp_fin_timeout",
+    "net.ipv4.tcp_keepalive_intvl",
+    "net.ipv4.tcp_keepalive_probes",
+    "net.ipv4.tcp_keepalive_time",
+    "net.ipv4.tcp_rmem",
+    "net.ipv4.tcp_syncookies",
+    "net.ipv4.tcp_wmem",
+}
+VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
 
 
-def update_refusal(old: Object, new: Object) -> str:
-    """What the API server says to a change of an object; "" if it accepts it."""
-    kind = new["kind"]
-    if kind not in _MUTABLE:
-        return ""
-    before, after = old["spec"], new["spec"]
-    fixed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)} - _MUTABLE[kind]
-    return f"spec.{min(fixed)}: field is immutable" if fixed else ""
-
-
-def validate(kind: str, body: Object) -> None:
-    if body["apiVersion"] not in BUILT_IN:
+def check_schema(obj: Object) -> None:
+    """Raises: Refusal: 400 for a field that is not known, 422 for a wrong value."""
+    if obj["apiVersion"] not in BUILT_IN:
         return
     try:
-        kubernetes_validate.validate(body, SCHEMAS, strict=True)
+        kubernetes_validate.validate(obj, SCHEMAS, strict=True)
     except kubernetes_validate.ValidationError as error:
-        raise refusal(422, "Invalid", f"{kind} is invalid: {list(error.path)}: {error.message}") from None
+        what = f"{obj['kind']} {obj['metadata']['name']!r} is invalid: {list(error.path)}: {error.message}"
+        unknown = "Additional properties are not allowed" in error.message
+        raise refusal(400 if unknown else 422, "BadRequest" if unknown else "Invalid", what) from None
 
 
-def admit(namespace: Object, pod: Object) -> None:
-    """PodSecurity `restricted`: what our pods could get wrong."""
-    level = (namespace["metadata"].get("labels") or {}).get("pod-security.kubernetes.io/enforce")
-    if level != "restricted":
-        return
-    spec, found = pod["spec"], []
-    of_pod = spec.get("securityContext") or {}
-    for container in [*spec.get("initContainers", []), *spec["containers"]]:
-        own = container.get("securityContext") or {}
-        name, capabilities = container["name"], own.get("capabilities") or {}
-        if own.get("privileged"):
-            found.append(f'privileged (container "{name}" must not set securityContext.privileged=true)')
-        if own.get("allowPrivilegeEscalation") is not False:
-            found.append(f'allowPrivilegeEscalation != false (container "{name}")')
-        if "ALL" not in capabilities.get("drop", []) or set(capabilities.get("add", [])) - {"NET_BIND_SERVICE"}:
-            found.append(f'unrestricted capabilities (container "{name}")')
-        if not (own.get("runAsNonRoot") or of_pod.get("runAsNonRoot")):
-            found.append(f'runAsNonRoot != true (container "{name}")')
-        if not (own.get("seccompProfile") or of_pod.get("seccompProfile")):
-            found.append(f'seccompProfile (container "{name}")')
-    if spec.get("hostNetwork") or spec.get("hostIPC") or spec.get("hostPID"):
-        found.append("host namespaces")
-    found += [
-        f'restricted volume types (volume "{each["name"]}")' for each in spec.get("volumes", []) if "hostPath" in each
-    ]
-    if found:
-        text = f'violates PodSecurity "restricted:latest": {", ".join(found)}'
-        raise refusal(403, "Forbidden", f'pods "{pod["metadata"]["name"]}" is forbidden: {text}')
+def check_update(old: Object, new: Object) -> None:
+    """Raises: Refusal: 422 for a field that cannot be changed."""
+    kind, name = new["kind"], new["metadata"]["name"]
+    if kind in MUTABLE_SPEC:
+        before, after = old["spec"], new["spec"]
+        fixed = sorted(
+            key
+            for key in before.keys() | after.keys()
+            if key not in MUTABLE_SPEC[kind] and before.get(key) != after.get(key)
+        )
+        if fixed:
+            raise refusal(422, "Invalid", f'{kind} "{name}" is invalid: {_forbidden(kind, fixed)}')
+    for path in IMMUTABLE.get(kind, ()):
+        if _at(old, path) != _at(new, path):
+            raise refusal(422, "Invalid", f'{kind} "{name}" is invalid: {path}: Invalid value: field is immutable')
+    if kind in ("ConfigMap", "Secret") and old.get("immutable") and (old.get("data") != new.get("data")):
+        raise refusal(
+            422, "Invalid", f'{kind} "{name}" is invalid: data: Forbidden: field is immutable when `immutable` is set'
+        )
+
+
+def _forbidden(kind: str, fixed: list[str]) -> str:
+    """As the server words it."""
+    if kind == "Job":
+        return ", ".join(f"spec.{key}: Invalid value: field is immutable" for key in fixed)
+    allowed = ", ".join(f"'{key}'" for key in sorted(MUTABLE_SPEC[kind]))
+    text = f"spec: Forbidden: updates to {kind.lower()} spec for fields other than {allowed} are forbidden"
+    return f"{text} (changed: {', '.join(fixed)})"
+
+
+def check_pod(namespace: Object, pod: Mapping[str, Any], name: str) -> None:
+    """Raises: Refusal: 403: the namespace enforces what the pod breaks."""
+    level = (namespace["metadata"].get("labels") or {}).get(ENFORCE, "privileged")
+    broken = list(violations(pod["spec"])) if level == "restricted" else []
+    if broken:
+        raise refusal(
+            403,
+            "Forbidden",
+            f'pods "{name}" is forbidden: violates PodSecurity "restricted:latest": {", ".join(broken)}',
+        )
+
+
+def violations(spec: Mapping[str, Any]) -> Iterator[str]:
+    """What the level `restricted` does not allow in a pod's spec, worded as the server words it."""
+    context = spec.get("securityContext") or {}
+    if any(spec.get(key) for key in ("hostNetwork", "hostPID", "hostIPC")):
+        yield "host namespaces"
+    for volume in spec.get("volumes", []):
+        if kinds := set(volume) - {"name"} - VOLUMES:
+            yield f'restricted volume types (volume "{volume["name"]}" uses restricted volume type "{min(kinds)}")'
+    if unsafe := sorted({each["name"] for each in context.get("sysctls", [])} - SAFE_SYSCTLS):
+        yield f"forbidden sysctls ({', '.join(unsafe)})"
+    for container in [*spec.get("initContainers", []), *spec.get("containers", [])]:
+        yield from _of_container(container, context)
+
+
+def _of_container(container: Mapping[str, Any], pod: Mapping[str, Any]) -> Iterator[str]:
+    own, name = container.get("securityContext") or {}, f'container "{container["name"]}"'
+    capabilities = own.get("capabilities") or {}
+    seccomp = own.get("seccompProfile", pod.get("seccompProfile", {})).get("type")
+    if own.get("privileged"):
+        yield f"privileged ({name} must not set securityContext.privileged=true)"
+    if own.get("allowPrivilegeEscalation") is not False:
+        yield f"allowPrivilegeEscalation != false ({name} must set securityContext.allowPrivilegeEscalation=false)"
+    if "ALL" not in capabilities.get("drop", []) or set(capabilities.get("add", [])) - {"NET_BIND_SERVICE"}:
+        yield f'unrestricted capabilities ({name} must set securityContext.capabilities.drop=["ALL"])'
+    if own.get("runAsNonRoot", pod.get("runAsNonRoot")) is not True:
+        yield f"runAsNonRoot != true (pod or {name} must set securityContext.runAsNonRoot=true)"
+    if own.get("runAsUser", pod.get("runAsUser")) == 0:
+        yield f"runAsUser=0 ({name} must not set runAsUser=0)"
+    if seccomp not in ("RuntimeDefault", "Localhost"):
+        allowed = '"RuntimeDefault" or "Localhost"'
+        yield f"seccompProfile (pod or {name} must set securityContext.seccompProfile.type to {allowed})"
+    if any("hostPort" in port for port in container.get("ports", [])):
+        yield f"hostPort ({name} uses a host port)"
+
+
+def _at(obj: Any, path: str) -> Any:
+    for key in path.split("."):
+        obj = obj.get(key) if isinstance(obj, Mapping) else None
+    return obj

@@ -1,62 +1,84 @@
-"""A FAKE cluster for what an operator's machine calls: the REST of all kinds, logs, exec, port-forward, discovery.
+"""A FAKE Kubernetes cluster for tests: its API server on loopback, objects in memory, nothing behind it.
 
-HTTP on loopback, objects in memory. Real kubectl creates objects in it (`kubectl apply -k` of what is not there yet).
-What it does beyond storing:
+What the coordinator, an operator's machine and a real kubectl call, for the user whose token they show:
 
-    dryRun=All     answers, stores nothing
-    PodSecurity    `enforce: restricted` of a namespace: the rules that our pods could break (admission.py)
-    PUT            422 where it changes fields of Jobs and StatefulSets that are immutable
+    REST           of all kinds of a run; custom resources that are `installed`; dryRun=All stores nothing
+    watch          replayed from a resource version, 410 when that is too old
     pods           created ones run immediately, if their claims exist; deleted ones are gone immediately, and with
                    them what they own is not: there are no controllers, a test makes the pods of sets itself
-    exec           runs the command on this machine, with the paths of the pod's claims replaced by their folders
+    eviction       with the uid precondition, and PodDisruptionBudgets' `disruptionsAllowed`
+    scale          of StatefulSets and LeaderWorkerSets
+    log, exec      lines of the test; a command on this machine, with the paths of the pod's claims replaced by their
+                   folders
     port-forward   connects to `ports`
 
-It has no scheduler, no controllers, no server-side or strategic merge (PATCH is 415), no RBAC but what `refuse` names.
-Nothing that runs against it has run on Kubernetes.
+What it refuses is in admission.py (schemas, immutable fields, PodSecurity) and requests.py (RBAC; faults). 401 without
+a token, 404 for what it does not have, 409 for a change of an older version.
+
+It has no scheduler, no controllers, no kubelet, no webhooks, no quotas, no defaults, no `generation`; PATCH merges as
+merging.py says, and server-side apply knows no owners of fields, so that it must be forced; PodSecurity knows the level
+`restricted`; roles are those that `bind` is given, not the cluster's objects. Nothing that runs against it has run on
+Kubernetes.
 """
 
 import copy
 import json
-import socket
-import subprocess
-import sys
+import ssl
 import threading
-import uuid
-from collections import Counter
+from collections.abc import Collection, Iterator
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from tests.fakes.cluster.admission import admit, update_refusal, validate
-from tests.fakes.cluster.http import BUILT_IN, TOKEN, Handler, Key
-from tests.fakes.cluster.websocket_frames import CLOSE, ServerSocket
-from tests.fakes.fake_kube_store import Object, not_found, now, refusal
+from launcher.deploy.live.kinds import Kind
+from tests.fakes.cluster.admission import check_pod
+from tests.fakes.cluster.http import Handler
+from tests.fakes.cluster.kinds import BUILT_IN, kind_of
+from tests.fakes.cluster.requests import OPERATOR, TOKENS, Gate, Request
+from tests.fakes.cluster.store import Key, Object, Store, key_of, refusal
+from tests.fakes.cluster.streams import connect, run_command
+from tests.fakes.cluster.verbs import Verbs
+from tests.fakes.cluster.websocket_frames import ServerSocket
 
 
-class FakeCluster:
+class FakeCluster(Gate):
     """A fake cluster in threads of this process; a context manager.
 
     Attributes:
+        store: the objects, and their history; `objects` are those themselves, by kind, namespace and name.
+        installed: the versions of the API that there are: the built-in ones and `custom`.
         claims: folders of claims, by name; a pod that mounts another one stays Pending.
         logs: lines of a pod, without times.
         ports: (pod, port) -> address on this machine.
         break_after: bytes after which the next execs lose their connection, one entry per exec.
-        seen: requests by "verb plural".
+        port: of the server.
+    Args:
+        address: to listen on; for pods in containers their network's gateway.
+        tls: the server's certificate; None: HTTP.
     """
 
-    def __init__(self, *namespaces: str) -> None:
-        self.objects: dict[Key, Object] = {}
+    def __init__(
+        self,
+        *namespaces: str,
+        custom: Collection[str] = (),
+        address: str = "127.0.0.1",
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        super().__init__()
+        self.store = Store()
+        self.objects = self.store.objects
+        self.installed = {*BUILT_IN, *custom}
         self.claims: dict[str, Path] = {}
         self.logs: dict[str, list[str]] = {}
         self.ports: dict[tuple[str, int], tuple[str, int]] = {}
         self.break_after: list[int] = []
-        self.seen: Counter[str] = Counter()
-        self.refused: dict[str, str] = {}
-        self.installed = set(BUILT_IN)
-        self._lock = threading.RLock()
-        self._version = 100
+        self._verbs = Verbs(self.store, self._started)
         handler = type("Handler", (Handler,), {"cluster": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server = ThreadingHTTPServer((address, 0), handler)
+        if tls is not None:
+            # The handshake is left to the connection's thread: one that does not come must not stop the others.
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True, do_handshake_on_connect=False)
+        self.port = self._server.server_port
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="fake-cluster")
         for name in namespaces:
@@ -67,34 +89,41 @@ class FakeCluster:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.store.end_watches()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
-    def write_kubeconfig(self, path: Path, namespace: str = "default") -> Path:
-        context = {"cluster": "fake", "user": "fake", "namespace": namespace}
+    def write_kubeconfig(self, path: Path, namespace: str = "default", user: str = OPERATOR) -> Path:
+        """A kubeconfig for this server, of one of its users."""
+        context = {"cluster": "fake", "user": user, "namespace": namespace}
         config = {
             "apiVersion": "v1",
             "kind": "Config",
             "current-context": "fake",
-            "clusters": [{"name": "fake", "cluster": {"server": f"http://127.0.0.1:{self._server.server_port}"}}],
-            "users": [{"name": "fake", "user": {"token": TOKEN}}],
+            "clusters": [{"name": "fake", "cluster": {"server": f"http://127.0.0.1:{self.port}"}}],
+            "users": [{"name": user, "user": {"token": TOKENS[user]}}],
             "contexts": [{"name": "fake", "context": context}],
         }
-        path.write_text(json.dumps(config), encoding="utf-8")
+        path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
         return path
 
     # ---- what a test, a controller or a kubelet does ----
 
     def put(self, obj: Object) -> Object:
         """Create or replace an object, status included, unchecked."""
-        with self._lock:
-            self._version += 1
-            kept = copy.deepcopy(obj)
-            metadata = {"uid": str(uuid.uuid4()), "creationTimestamp": now(), **kept["metadata"]}
-            kept["metadata"] = metadata | {"resourceVersion": str(self._version)}
-            self.objects[obj["kind"], metadata.get("namespace", ""), metadata["name"]] = kept
-            return copy.deepcopy(kept)
+        return self.store.put(obj)
+
+    def get(self, kind: str, name: str, namespace: str) -> Object:
+        """A copy. Raises: KeyError."""
+        return copy.deepcopy(self.objects[kind, namespace, name])
+
+    def list_of(self, kind: str) -> list[Object]:
+        return self.store.list(kind)[0]
+
+    def delete(self, kind: str, name: str, namespace: str) -> None:
+        """Raises: KeyError."""
+        self.store.delete((kind, namespace, name))
 
     def node(self, name: str, gpus: int, *taints: str, **labels: str) -> None:
         """A node with 96 CPUs, 900 GiB and so many GPUs; taints as key:effect."""
@@ -122,81 +151,65 @@ class FakeCluster:
     def names(self, kind: str) -> list[str]:
         return sorted(name for each, _, name in self.objects if each == kind)
 
-    def refuse(self, what: str, message: str = "") -> None:
-        """RBAC or an admission webhook: `create pods` is forbidden from now on."""
-        self.refused[what] = message
+    def make_pod(self, namespace: str, name: str, template: Object) -> None:
+        """Make a pod as a controller does. Raises: Refusal: 403: the namespace does not admit it."""
+        check_pod(self._verbs.namespace(namespace), template, name)
+        self.pod_of(name, namespace, template, phase="Pending")
+
+    # ---- what an operator does, without HTTP ----
+
+    def apply(self, obj: Object) -> str:
+        """Take an object as from `kubectl apply`. Returns: "created", "configured" or "unchanged". Raises: Refusal."""
+        kind = kind_of(obj)
+        if kind is None or kind.api_version not in self.installed:
+            raise refusal(404, "NotFound", f'no matches for kind "{obj["kind"]}" in version "{obj["apiVersion"]}"')
+        key = key_of(obj)
+        if key not in self.objects:
+            self.answer("create", kind, key, obj)
+            return "created"
+        before = self.objects[key]
+        _, after = self.answer("update", kind, key, {**before, **obj})
+        return (
+            "unchanged"
+            if before["metadata"]["resourceVersion"] == after["metadata"]["resourceVersion"]
+            else "configured"
+        )
+
+    def answer(
+        self, verb: str, kind: Kind, key: Key, body: Object, query: dict[str, str] | None = None
+    ) -> tuple[int, Object]:
+        """HTTP status and body. Raises: Refusal."""
+        _, namespace, name = key
+        return self.handle(Request(OPERATOR, verb, kind, namespace, name, "", query or {}, "application/json", body))
 
     # ---- requests ----
 
-    def answer(
-        self, verb: str, kind: str, key: Key, plural: str, query: dict[str, str], body: Object
-    ) -> tuple[int, Object]:
-        what = f"{verb} {plural}"
-        self.seen[what] += 1
-        if what in self.refused:
-            default = f'User "operator" cannot {verb} resource "{plural}" in API group "" in the namespace "{key[1]}"'
-            raise refusal(403, "Forbidden", f'{plural} "{key[2]}" is forbidden: {self.refused[what] or default}')
-        with self._lock:
-            match verb:
-                case "list":
-                    return 200, self._list(kind, key[1], query)
-                case "get":
-                    return 200, copy.deepcopy(self.existing(key, plural))
-                case "create":
-                    return 201, self._create(kind, key, plural, query, body)
-                case "delete":
-                    self.existing(key, plural)
-                    del self.objects[key]
-                    self._collect(key)
-                    return 200, {"kind": "Status", "apiVersion": "v1", "status": "Success"}
-                case "update":
-                    if why := update_refusal(self.existing(key, plural), body):
-                        raise refusal(422, "Invalid", f'{kind} "{key[2]}" is invalid: {why}')
-                    return 200, self.put(body)
-        raise refusal(405, "MethodNotAllowed", f"the fake cluster does not {verb}")
+    def handle(self, request: Request) -> tuple[int, Object]:
+        """HTTP status and body. Raises: Refusal."""
+        self.enter(request)
+        return self._verbs.answer(request)
+
+    def watch(self, request: Request) -> Iterator[Object]:
+        """The lines of a watch. Raises: Refusal, before the first one."""
+        self.enter(request)
+        return self._verbs.watch(request)
+
+    def pod(self, request: Request) -> Object:
+        """The pod of a log or a stream. Raises: Refusal."""
+        self.enter(request)
+        return self._verbs.existing(request)
 
     def exec(self, pod: Object, query: list[tuple[str, str]], stream: ServerSocket) -> None:
         """Run a command where the claims of the pod are."""
-        mounts = {each["name"]: each["mountPath"] for each in pod["spec"]["containers"][0].get("volumeMounts", [])}
-        folders = {
-            mounts[volume["name"]]: str(self.claims[volume["persistentVolumeClaim"]["claimName"]])
-            for volume in pod["spec"].get("volumes", [])
-            if volume["name"] in mounts and "persistentVolumeClaim" in volume
-        }
-        command = [text for name, text in query if name == "command"]
-        command = [
-            sys.executable if index == 0 and text == "python" else _local(text, folders)
-            for index, text in enumerate(command)
-        ]
         limit = self.break_after.pop(0) if self.break_after else None
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=False)
-        errors = threading.Thread(target=_relay, args=(process.stderr, 2, stream, None))
-        errors.start()
-        if not _relay(process.stdout, 1, stream, limit):
-            process.kill()  # and the connection ends without a close frame, as by a proxy that restarts
-            process.wait()
-            return
-        errors.join()
-        code = process.wait()
-        status: Object = {"metadata": {}, "status": "Success"}
-        if code:
-            causes = [{"reason": "ExitCode", "message": str(code)}]
-            text = f"command terminated with non-zero exit code: exit code {code}"
-            status |= {"status": "Failure", "reason": "NonZeroExitCode", "message": text, "details": {"causes": causes}}
-        stream.send(b"\3" + json.dumps(status).encode())
-        stream.send(b"\x03\xe8", CLOSE)
+        run_command(pod, [text for name, text in query if name == "command"], self.claims, stream, limit)
 
     def forward(self, pod: str, port: int, stream: ServerSocket) -> None:
         """Connect a stream to what stands for a port of a pod."""
         number = port.to_bytes(2, "little")
         stream.send(b"\0" + number)
         stream.send(b"\1" + number)
-        with socket.create_connection(self.ports[pod, port], timeout=10.0) as target:
-            target.settimeout(None)
-            back = threading.Thread(target=_answers, args=(target, stream), daemon=True)
-            back.start()
-            while (data := stream.receive()) is not None:
-                target.sendall(data[1:])
+        connect(self.ports[pod, port], stream)
 
     def log(self, name: str, query: dict[str, str]) -> str:
         """A pod's lines, stamped as the kubelet stamps them: a second apart."""
@@ -207,39 +220,6 @@ class FakeCluster:
         since = query.get("sinceTime", "")[:19]
         newest = [line for line in stamped if line[:19] >= since][-int(query.get("tailLines", "100000")) :]
         return "".join(f"{line}\n" for line in newest)
-
-    def existing(self, key: Key, plural: str) -> Object:
-        if key not in self.objects:
-            raise not_found((plural, key[1], key[2]))
-        return self.objects[key]
-
-    def _list(self, kind: str, namespace: str, query: dict[str, str]) -> Object:
-        wanted = dict(each.split("=") for each in query.get("labelSelector", "").split(",") if each)
-        found = [
-            copy.deepcopy(obj)
-            for (each, where, _), obj in sorted(self.objects.items())
-            if each == kind
-            and namespace in ("", where)
-            and wanted.items() <= (obj["metadata"].get("labels") or {}).items()
-        ]
-        first, limit = int(query.get("continue", "0")), int(query.get("limit", "1000"))
-        more = {"continue": str(first + limit)} if first + limit < len(found) else {}
-        head = {"kind": f"{kind}List", "apiVersion": "v1", "metadata": {"resourceVersion": str(self._version), **more}}
-        return {**head, "items": found[first : first + limit]}
-
-    def _create(self, kind: str, key: Key, plural: str, query: dict[str, str], body: Object) -> Object:
-        namespace = key[1]
-        if namespace and ("Namespace", "", namespace) not in self.objects:
-            raise not_found(("namespaces", "", namespace))
-        key = kind, namespace, str(body["metadata"]["name"])
-        if key in self.objects:
-            raise refusal(409, "AlreadyExists", f'{plural} "{key[2]}" already exists')
-        body = {**body, "metadata": {**body["metadata"], **({"namespace": namespace} if namespace else {})}}
-        validate(kind, body)
-        if kind == "Pod":
-            admit(self.objects["Namespace", "", namespace], body)
-            body["status"] = self._started(body)
-        return body if query.get("dryRun") == "All" else self.put(body)
 
     def _started(self, pod: Object) -> Object:
         volumes = [
@@ -253,41 +233,3 @@ class FakeCluster:
         message = f'persistentvolumeclaim "{missing[0]}" not found'
         condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
         return {"phase": "Pending", "conditions": [condition]}
-
-    def _collect(self, key: Key) -> None:
-        """The garbage collector, of pods of a set or a Job of the test."""
-        if key[0] in ("Job", "StatefulSet"):
-            prefix = f"{key[2]}-"
-            for each in [
-                one for one in self.objects if one[0] == "Pod" and one[1] == key[1] and one[2].startswith(prefix)
-            ]:
-                del self.objects[each]
-
-
-def _local(text: str, folders: dict[str, str]) -> str:
-    """A path of the pod as a path of this machine; a program's text stays."""
-    for mount, folder in folders.items():
-        if text == mount or text.startswith(f"{mount}/"):
-            return folder + text[len(mount) :]
-    return text
-
-
-def _relay(pipe: Any, channel: int, stream: ServerSocket, limit: int | None) -> bool:
-    """Send what a pipe has. Returns: False: `limit` bytes were sent before its end."""
-    sent = 0
-    while data := pipe.read1(1 << 16):
-        if limit is not None and sent + len(data) > limit:
-            stream.send(bytes([channel]) + data[: limit - sent])
-            return False
-        stream.send(bytes([channel]) + data)
-        sent += len(data)
-    return True
-
-
-def _answers(target: socket.socket, stream: ServerSocket) -> None:
-    try:
-        while data := target.recv(1 << 16):
-            stream.send(b"\0" + data)
-        stream.send(b"\x03\xe8", CLOSE)
-    except OSError:
-        return

@@ -103,7 +103,7 @@ def test_a_namespace_that_enforces_what_pods_break(deploy: Deploy, cluster: Fake
 
 
 def test_a_quota_that_pods_exceed(deploy: Deploy, cluster: FakeCluster, tmp_path: Path) -> None:
-    cluster.refuse("create pods", "exceeded quota: gpus, requested: requests.nvidia.com/gpu=8, limited: 4")
+    cluster.refuse("create pods", message="exceeded quota: gpus, requested: requests.nvidia.com/gpu=8, limited: 4")
     done = new(deploy, tmp_path)
     assert done.code == 2, done.text
     assert "exceeded quota: gpus" in done.text

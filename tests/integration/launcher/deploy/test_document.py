@@ -16,10 +16,6 @@ from tests.manifests.kustomize import kubectl
 
 pytestmark = pytest.mark.integration
 COMMAND_S = 60.0
-WITHOUT_VALIDATION = """#!/bin/sh
-[ "$1" = apply ] && set -- "$@" --validate=false
-exec KUBECTL "$@"
-"""
 
 
 @pytest.mark.runs("tandem deploy")
@@ -27,16 +23,12 @@ exec KUBECTL "$@"
 def test_the_page_from_a_runs_yaml_to_its_end(tmp_path: Path) -> None:
     kubectl()
     write_run(tmp_path)
-    paths = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    paths = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     with FakeCluster("default") as cluster:
         environ = {**os.environ, "PATH": paths, "KUBECONFIG": str(cluster.write_kubeconfig(tmp_path / "kubeconfig"))}
         for name in ("gpu-a", "gpu-b", "gpu-c"):
             cluster.node(name, 8, "nvidia.com/gpu:NoSchedule")
         cluster.node("cpu", 0)
-        # The fake has no OpenAPI documents, by which kubectl validates before it applies.
-        (tmp_path / "bin").mkdir()
-        (tmp_path / "bin" / "kubectl").write_text(WITHOUT_VALIDATION.replace("KUBECTL", kubectl()))
-        (tmp_path / "bin" / "kubectl").chmod(0o755)
         (tmp_path / "volume" / "math" / "hf").mkdir(parents=True)
         for folder in (tmp_path / "volume", tmp_path / "volume" / "math"):
             (folder / "hf").mkdir(exist_ok=True)

@@ -113,7 +113,7 @@ def test_the_job_downloads_with_the_token_of_a_secret(
     apply_file(Path("fetch-tiny.yaml"))
     assert cluster.names("Job") == ["fetch-tiny"]
     template = job["spec"]["template"]
-    cluster.answer("create", "Pod", ("Pod", "team", ""), "pods", {"dryRun": "All"}, pod_with(template))
+    cluster.make_pod("team", "fetch-tiny-x7k2p", template)  # which the namespace admits
     models = tmp_path / "volume"
     refused = run_as_pod(job, models, HF_TOKEN="wrong")
     assert refused.returncode != 0
@@ -170,15 +170,6 @@ def test_the_job_copies_from_s3_compatible_storage(
     assert (missing.returncode, "s3://lab/models/large" in missing.stderr) == (2, True)
     half = run_as_pod(job, models, AWS_ACCESS_KEY_ID=KEY)
     assert (half.returncode, "one is set without the other" in half.stderr) == (2, True)
-
-
-def pod_with(template: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": "trial", **template["metadata"]},
-        "spec": template["spec"],
-    }
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from launcher.deploy.live.kinds import KINDS
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_api.coordinator.v1 import coordinator_pb2_grpc as pb_grpc
 from tests.fakes.cluster.fake_cluster import FakeCluster
-from tests.fakes.fake_kube_store import Object
+from tests.fakes.cluster.store import Object
 from tests.integration.launcher.deploy.conftest import ANSWERS, Deploy, write_run
 from tests.manifests.kustomize import build, component_of, kubectl, pod_template, workloads
 
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.integration
 
 
 def apply(folder: Path) -> None:
-    """`kubectl apply -k`, of what is not there yet."""
-    _kubectl("apply", "--validate=false", "-k", str(folder))
+    """`kubectl apply -k`."""
+    _kubectl("apply", "-k", str(folder))
 
 
 def apply_file(file: Path) -> None:
-    """`kubectl apply -f`, of what is not there yet."""
-    _kubectl("apply", "--validate=false", "-f", str(file))
+    """`kubectl apply -f`."""
+    _kubectl("apply", "-f", str(file))
 
 
 def _kubectl(*arguments: str) -> None:

@@ -1,4 +1,4 @@
-"""The objects of the fake API server, the history that watches replay, and its refusals. Thread-safe."""
+"""The objects of the fake cluster, the history that watches replay, and its refusals. Thread-safe."""
 
 import copy
 import threading
@@ -10,26 +10,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 Object = dict[str, Any]
-# plural, namespace, name
+# kind, namespace ("": the cluster's), name
 Key = tuple[str, str, str]
-KINDS = {
-    "namespaces": ("v1", "Namespace"),
-    "configmaps": ("v1", "ConfigMap"),
-    "secrets": ("v1", "Secret"),
-    "services": ("v1", "Service"),
-    "serviceaccounts": ("v1", "ServiceAccount"),
-    "persistentvolumeclaims": ("v1", "PersistentVolumeClaim"),
-    "roles": ("rbac.authorization.k8s.io/v1", "Role"),
-    "rolebindings": ("rbac.authorization.k8s.io/v1", "RoleBinding"),
-    "networkpolicies": ("networking.k8s.io/v1", "NetworkPolicy"),
-    "jobs": ("batch/v1", "Job"),
-    "pods": ("v1", "Pod"),
-    "events": ("v1", "Event"),
-    "poddisruptionbudgets": ("policy/v1", "PodDisruptionBudget"),
-    "statefulsets": ("apps/v1", "StatefulSet"),
-    "leaderworkersets": ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"),
-    "jobsets": ("jobset.x-k8s.io/v1alpha2", "JobSet"),
-}
 
 
 @dataclass(eq=False)
@@ -49,13 +31,18 @@ def refusal(code: int, reason: str, message: str, *, headers: dict[str, str] | N
     )
 
 
-def not_found(key: Key) -> Refusal:
-    return refusal(404, "NotFound", f'{key[0]} "{key[2]}" not found')
+def not_found(plural: str, name: str) -> Refusal:
+    return refusal(404, "NotFound", f'{plural} "{name}" not found')
 
 
-def changed(key: Key) -> Refusal:
+def changed(plural: str, name: str) -> Refusal:
     text = "the object has been modified; please apply your changes to the latest version and try again"
-    return refusal(409, "Conflict", f'Operation cannot be fulfilled on {key[0]} "{key[2]}": {text}')
+    return refusal(409, "Conflict", f'Operation cannot be fulfilled on {plural} "{name}": {text}')
+
+
+def key_of(obj: Object) -> Key:
+    metadata = obj["metadata"]
+    return str(obj["kind"]), str(metadata.get("namespace", "")), str(metadata["name"])
 
 
 class Store:
@@ -63,7 +50,7 @@ class Store:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self._objects: dict[Key, Object] = {}
+        self.objects: dict[Key, Object] = {}
         self._history: list[tuple[int, str, Key, Object]] = []
         self.version = 100
         # Watches from an older version have expired.
@@ -71,41 +58,28 @@ class Store:
         # Changes when open watches are to end.
         self._generation = 0
 
-    def has(self, key: Key) -> bool:
-        return key in self._objects
-
-    def get(self, key: Key) -> Object:
-        """A copy. Raises: Refusal: 404."""
-        with self.changed:
-            if key not in self._objects:
-                raise not_found(key)
-            return copy.deepcopy(self._objects[key])
-
-    def list(self, plural: str, namespace: str = "") -> tuple[list[Object], int]:
+    def list(self, kind: str, namespace: str = "") -> tuple[list[Object], int]:
         """Objects of a kind, "" for those of all namespaces, and the version of the answer."""
         with self.changed:
-            found = [o for k, o in self._objects.items() if k[0] == plural and namespace in ("", k[1])]
+            found = [each for key, each in sorted(self.objects.items()) if key[0] == kind and namespace in ("", key[1])]
             return copy.deepcopy(found), self.version
 
-    def put(self, key: Key, new: Object, *, expect: str | None = None) -> Object:
-        """Create or replace. expect: the version that the change was made to. Raises: Refusal: 409."""
+    def put(self, new: Object) -> Object:
+        """Create or replace. Returns: a copy."""
         with self.changed:
-            old = self._objects.get(key, {}).get("metadata", {})
-            if expect and old and old["resourceVersion"] != expect:
-                raise changed(key)
+            key = key_of(new)
+            old = self.objects.get(key, {}).get("metadata", {})
             self.version += 1
-            api_version, kind = KINDS[key[0]]
             metadata = {"uid": str(uuid.uuid4()), "creationTimestamp": now(), **new["metadata"]}
             metadata |= {name: old[name] for name in ("uid", "creationTimestamp") if name in old}
             metadata |= {"resourceVersion": str(self.version)}
-            self._objects[key] = {**copy.deepcopy(new), "apiVersion": api_version, "kind": kind, "metadata": metadata}
-            return self._note("MODIFIED" if old else "ADDED", key, self._objects[key])
+            self.objects[key] = {**copy.deepcopy(new), "metadata": copy.deepcopy(metadata)}
+            return self._note("MODIFIED" if old else "ADDED", key, self.objects[key])
 
     def delete(self, key: Key) -> None:
-        """Raises: Refusal: 404."""
+        """Raises: KeyError."""
         with self.changed:
-            gone = self.get(key)
-            del self._objects[key]
+            gone = self.objects.pop(key)
             self.version += 1
             gone["metadata"]["resourceVersion"] = str(self.version)
             self._note("DELETED", key, gone)
@@ -124,7 +98,7 @@ class Store:
             self._generation += 1
             self.changed.notify_all()
 
-    def watch(self, plural: str, namespace: str, after: int, timeout_s: float) -> Iterator[tuple[str, Object]]:
+    def watch(self, kind: str, namespace: str, after: int, timeout_s: float) -> Iterator[tuple[str, Object]]:
         """Changes after a version, until the time is over. Raises: Refusal: 410."""
         deadline_s = time.monotonic() + timeout_s
         generation = self._generation
@@ -141,7 +115,7 @@ class Store:
                     continue
             for version, change, key, obj in found:
                 after = version
-                if key[:2] == (plural, namespace):
+                if key[0] == kind and namespace in ("", key[1]):
                     yield change, obj
 
     def _note(self, change: str, key: Key, obj: Object) -> Object:
