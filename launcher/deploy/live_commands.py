@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -16,34 +15,11 @@ from launcher.deploy.live.diff import changes, left_over, not_compared
 from launcher.deploy.live.logs import show_logs
 from launcher.deploy.live.run import LiveRun, find_run
 from launcher.deploy.live.status import describe_run, is_over
-from launcher.deploy.results.fetch import chosen, fetch, list_files
-from launcher.deploy.results.helper_pod import helper_pod
 from launcher.view.logs.show import WantedLines, time_of
-from servicekit.errors import ConfigError, NotReady
+from servicekit.errors import ConfigError
 from servicekit.life.exit_codes import EXIT_FAILED, EXIT_OK
 
-_CHECKPOINTS = "checkpoints"
 _STYLES = {"+": "green", "-": "red", "@": "cyan"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResultsRequest:
-    """What `tandem deploy results` copies.
-
-    Attributes:
-        only: files and folders below the run's; empty: all.
-        checkpoints: copy them too.
-        claim, run_dir, image: where the run's Job is deleted, which would say it; "": as the Job says.
-    """
-
-    run: str
-    out: Path
-    only: Sequence[str]
-    checkpoints: bool
-    claim: str
-    run_dir: str
-    image: str
-    timeout_s: float
 
 
 def diff_command(folder: Path, where: Where) -> int:
@@ -100,11 +76,6 @@ def delete_command(run: str, where: Where, *, claims: bool, timeout_s: float, co
     return guarded(delete)
 
 
-def results_command(request: ResultsRequest, where: Where) -> int:
-    """Run `tandem deploy results`."""
-    return guarded(lambda console: _results(console, request, where))
-
-
 def _found(run: str, where: Where) -> tuple[OperatorApi, LiveRun]:
     """Connect, and find a run. Raises: ConfigError."""
     api = where.api()
@@ -150,30 +121,4 @@ def _diff(console: Console, folder: Path, where: Where) -> int:
         console.print(Text(f"  kubectl delete --namespace {api.namespace} --cascade=foreground {' '.join(workloads)}"))
         console.print(Text(f"  kubectl apply -k {folder}"))
     console.print(Text(", ".join(f"{number} {what}" for what, number in counts.items()), style="bold"))
-    return EXIT_OK
-
-
-def _results(console: Console, request: ResultsRequest, where: Where) -> int:
-    api = where.api()
-    live = LiveRun(run=request.run, namespace=api.namespace)
-    try:
-        live = find_run(api, request.run, searched=not where.namespace)
-    except ConfigError:
-        if not (request.claim and request.image):  # else: the run is deleted, its claim is not
-            raise
-    container = live.container() or {}
-    image = request.image or str(container.get("image", ""))
-    if not image:
-        raise ConfigError(
-            f"the Job of run {request.run} is deleted, so that its image is unknown: give --image and --run-claim"
-        )
-    claim, root = request.claim or live.claim(), request.run_dir or live.run_dir()
-    skipped = [] if request.checkpoints else [_CHECKPOINTS]
-    with helper_pod(api, request.run, image, claim, read_only=True, timeout_s=request.timeout_s) as pod:
-        files = list(chosen(list_files(api, pod, root, skipped), request.only))
-        if not files:
-            raise NotReady(f"claim {claim} has no {', '.join(request.only) or 'files'} in {root} yet")
-        done = fetch(api, pod, root, files, request.out, lambda line: console.print(Text(line)))
-    text = f"{request.out}: {done.files} files, {done.size:,} bytes, digests compared; {done.kept} were there already"
-    console.print(Text(text, style="bold"))
     return EXIT_OK

@@ -56,7 +56,7 @@ def test_the_page_from_a_runs_yaml_to_its_end(tmp_path: Path) -> None:
             if line.endswith("kubectl apply -k math"):
                 for pod in pods_of(cluster, tmp_path / "math").values():
                     cluster.logs[pod] = ["a line"]
-        assert cluster.names("Job") == ["fetch-qwen2-5-7b", "fetch-rows"]
+        assert cluster.names("Job") == ["fetch-qwen2-5-7b", "fetch-rows", "results-math"]
         assert cluster.names("StatefulSet") == cluster.names("Pod") == []
         assert {"run", "models"} <= set(cluster.names("PersistentVolumeClaim"))
         assert (tmp_path / "math-results" / "hf" / "config.json").read_text() == "{}"
