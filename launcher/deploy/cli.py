@@ -292,6 +292,12 @@ def delete(
     claims: Annotated[
         bool, typer.Option("--claims", help="Also the claims that are labelled as the run's, with what is on them.")
     ] = False,
+    files: Annotated[
+        bool, typer.Option("--files", help="Also the run's folder on its claim: results, checkpoints, all of it.")
+    ] = False,
+    run_claim: options.DeletedRunsClaim = "",
+    run_dir: options.DeletedRunsFolder = "",
+    image: options.DeletedRunsImage = "",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     timeout_s: Annotated[float, typer.Option(min=1.0, max=7200.0, help="Until its pods have ended.")] = 300.0,
     namespace: _Namespace = None,
@@ -300,18 +306,27 @@ def delete(
 ) -> None:
     """Delete the objects of a run, found by their label; its files, claims and the namespace stay.
 
+    With --files a pod that mounts the claim removes the run's folder, when the run's pods have ended: only if run.json
+    in it says that it is this run's. Of a run whose objects are deleted give --run-claim and --image.
+
     \b
     Examples:
         tandem deploy delete math
         tandem deploy delete math --yes -n team
+        tandem deploy delete math --files
     """
     from launcher.deploy.live_commands import delete_command
+    from launcher.deploy.results.commands import Source
 
     if not yes and not sys.stdin.isatty():
         raise typer.BadParameter("give --yes: there is no terminal to ask on")
+    if not files and (run_claim or run_dir or image):
+        raise typer.BadParameter("--run-claim, --run-dir and --image are of --files")
     where = _where(namespace, kubeconfig, context)
     confirm: Callable[[str], bool] = (lambda _: True) if yes else typer.confirm
-    raise typer.Exit(delete_command(run, where, claims=claims, timeout_s=timeout_s, confirm=confirm))
+    source = Source(claim=run_claim, run_dir=run_dir, image=image) if files else None
+    code = delete_command(run, where, claims=claims, files=source, timeout_s=timeout_s, confirm=confirm)
+    raise typer.Exit(code)
 
 
 def _where(namespace: str | None, kubeconfig: Path | None, context: str, *, offline: bool = False) -> "Where":

@@ -15,6 +15,8 @@ from launcher.deploy.live.diff import changes, left_over, not_compared
 from launcher.deploy.live.logs import show_logs
 from launcher.deploy.live.run import LiveRun, find_run
 from launcher.deploy.live.status import describe_run, is_over
+from launcher.deploy.results.commands import Source, find_files
+from launcher.deploy.results.removal import check_removable, remove_files
 from launcher.view.logs.show import WantedLines, time_of
 from servicekit.errors import ConfigError
 from servicekit.life.exit_codes import EXIT_FAILED, EXIT_OK
@@ -57,13 +59,26 @@ def logs_command(
     return guarded(show)
 
 
-def delete_command(run: str, where: Where, *, claims: bool, timeout_s: float, confirm: Callable[[str], bool]) -> int:
-    """Run `tandem deploy delete`. confirm: asks before anything is deleted."""
+def delete_command(
+    run: str, where: Where, *, claims: bool, files: Source | None, timeout_s: float, confirm: Callable[[str], bool]
+) -> int:
+    """Run `tandem deploy delete`.
+
+    Args:
+        files: delete the run's folder too, once its pods are gone; None: it stays.
+        confirm: asks before anything is deleted.
+    """
 
     def delete(console: Console) -> int:
-        api, live = _found(run, where)
+        if files is None:
+            api, live = _found(run, where)
+            source = None
+        else:
+            api, live, source = find_files(run, files, where)
+            check_removable(api, run, source)
         count = sum(len(objects) for objects in live.objects.values())
         lost = " and its claims with what is on them" if claims else ""
+        lost += "" if source is None else f" and its folder {source.run_dir} on claim {source.claim}"
         if not confirm(
             f"delete {count} objects of run {run} in namespace {live.namespace} (context {api.context}){lost}?"
         ):
@@ -71,6 +86,8 @@ def delete_command(run: str, where: Where, *, claims: bool, timeout_s: float, co
         errors = delete_run(api, live, lambda line: console.print(Text(line)), claims=claims, timeout_s=timeout_s)
         for error in errors:
             console.print(Text(str(error), style="bold red"))
+        if source is not None and not errors:
+            remove_files(api, run, source, lambda line: console.print(Text(line)), timeout_s=timeout_s)
         return EXIT_FAILED if errors else EXIT_OK
 
     return guarded(delete)

@@ -91,8 +91,6 @@ def find_files(run: str, source: Source, where: Where) -> tuple[OperatorApi, Liv
 
 
 def _results(console: Console, request: ResultsRequest, where: Where) -> int:
-    if request.to is not None:
-        s3_place(request.to.place)
     api, _, source = find_files(request.run, request.source, where)
     if request.to is not None:
         job = upload_job(request, request.to, api.namespace, source)

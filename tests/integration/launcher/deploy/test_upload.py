@@ -122,19 +122,21 @@ def test_what_is_in_the_way_is_said_before(
     assert (done.code, "Secret s3 in namespace team has no secret-key" in done.text) == (2, True)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--to", "lab/runs"], "'lab/runs' is no place in S3"),
-        (["--to", "s3://L/runs"], "'s3://L/runs' is no place in S3"),
-        (["--to", "s3://lab", "--endpoint", "minio:9000"], "--endpoint 'minio:9000' is not an address"),
-        (["--endpoint", "https://minio.example.com"], "are of --to"),
-    ],
-)
-def test_what_cannot_be_a_place_is_named(deploy: Deploy, volume: Path, arguments: list[str], text: str) -> None:
-    done = deploy("results", "math", *arguments)
-    assert (done.code, text in done.text) == (2, True), done.text
+PLACES = {
+    ("--to", "lab/runs"): "'lab/runs' is no place in S3",
+    ("--to", "s3://L/runs"): "'s3://L/runs' is no place in S3",
+    ("--to", "s3://lab", "--endpoint", "minio:9000"): "--endpoint 'minio:9000' is not an address",
+    ("--endpoint", "https://minio.example.com"): "are of --to",
+}
+
+
+def test_what_cannot_be_a_place_is_named(deploy: Deploy, volume: Path) -> None:
+    for arguments, text in PLACES.items():
+        done = deploy("results", "math", *arguments)
+        assert (done.code, text in done.text) == (2, True), done.text
     assert not Path("results-math.yaml").exists()
+    done = deploy("results", "none", *TO)
+    assert (done.code, "no run none in namespace team" in done.text) == (2, True)
 
 
 # ---- the program, in this process ----
