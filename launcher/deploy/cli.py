@@ -270,7 +270,7 @@ def results(
         tandem deploy results math --to s3://lab/runs/math --endpoint https://minio.example.com --secret s3
         tandem deploy results math --run-claim run --image registry.example.com/tandem/coordinator:0.1.0
     """
-    from launcher.deploy.results.commands import Destination, ResultsRequest, Source, results_command
+    from launcher.deploy.results.commands import Destination, ResultsRequest, RunFiles, results_command
 
     if not to and (endpoint or region or secret):
         raise typer.BadParameter("--endpoint, --region and --secret are of --to s3://BUCKET/PREFIX")
@@ -279,7 +279,7 @@ def results(
         out=out or (Path(f"results-{run}.yaml") if to else Path("runs") / run),
         only=only or [],
         checkpoints=checkpoints,
-        source=Source(claim=run_claim, run_dir=run_dir, image=image),
+        source=RunFiles(claim=run_claim, run_dir=run_dir, image=image),
         to=Destination(place=to, endpoint=endpoint, region=region, secret=secret) if to else None,
         timeout_s=timeout_s,
     )
@@ -316,7 +316,7 @@ def delete(
         tandem deploy delete math --files
     """
     from launcher.deploy.live_commands import delete_command
-    from launcher.deploy.results.commands import Source
+    from launcher.deploy.results.commands import RunFiles
 
     if not yes and not sys.stdin.isatty():
         raise typer.BadParameter("give --yes: there is no terminal to ask on")
@@ -324,7 +324,7 @@ def delete(
         raise typer.BadParameter("--run-claim, --run-dir and --image are of --files")
     where = _where(namespace, kubeconfig, context)
     confirm: Callable[[str], bool] = (lambda _: True) if yes else typer.confirm
-    source = Source(claim=run_claim, run_dir=run_dir, image=image) if files else None
+    source = RunFiles(claim=run_claim, run_dir=run_dir, image=image) if files else None
     code = delete_command(run, where, claims=claims, files=source, timeout_s=timeout_s, confirm=confirm)
     raise typer.Exit(code)
 

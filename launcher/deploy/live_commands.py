@@ -15,7 +15,7 @@ from launcher.deploy.live.diff import changes, left_over, not_compared
 from launcher.deploy.live.logs import show_logs
 from launcher.deploy.live.run import LiveRun, find_run
 from launcher.deploy.live.status import describe_run, is_over
-from launcher.deploy.results.commands import Source, find_files
+from launcher.deploy.results.commands import RunFiles, find_files
 from launcher.deploy.results.removal import check_removable, remove_files
 from launcher.view.logs.show import WantedLines, time_of
 from servicekit.errors import ConfigError
@@ -60,7 +60,7 @@ def logs_command(
 
 
 def delete_command(
-    run: str, where: Where, *, claims: bool, files: Source | None, timeout_s: float, confirm: Callable[[str], bool]
+    run: str, where: Where, *, claims: bool, files: RunFiles | None, timeout_s: float, confirm: Callable[[str], bool]
 ) -> int:
     """Run `tandem deploy delete`.
 

@@ -7,7 +7,8 @@ storage puts together at the end; what was begun and not ended is aborted. Reque
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,7 @@ from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from servicekit.errors import ConfigError, TandemError, Unavailable
+from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
 
 CONNECT_S, TRIES = 10.0, 5
 # Of one request, which carries a part at most: 140 kB/s. Tries together end after RETRY_S.
@@ -165,6 +167,22 @@ class Bucket:
         kind = ConfigError if code in _REFUSALS or _REFUSED.search(text) else Unavailable
         why = ": ".join(filter(None, said.groups())) if said else text.partition("\n")[0].strip()
         return kind(f"{self.place(key)}: {why}")
+
+
+def run_program(program: Callable[[], str]) -> int:
+    """Run what a Job's container does, and print what it returns.
+
+    Returns: the exit code; the last line of an error names what was refused.
+    """
+    try:
+        print(program())
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_BAD_CONFIG
+    except (TandemError, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_FAILED
+    return EXIT_OK
 
 
 def part_bytes(size: int) -> int:

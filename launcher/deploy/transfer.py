@@ -18,7 +18,7 @@ _LONGEST_NAME = 50
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transfer:
+class FileJob:
     """A Job that moves files.
 
     Attributes:
@@ -41,8 +41,8 @@ class Transfer:
     read_only: bool = False
     near: Mapping[str, str] = field(default_factory=dict)
 
-    def job(self) -> dict[str, Any]:
-        """Make the manifest. An attempt that fails is repeated, but not after a wrong address, key or path."""
+    def manifest(self) -> dict[str, Any]:
+        """Return the object. An attempt that fails is repeated, but not after a wrong address, key or path."""
         # Not the label of a run's pods: their policies would close the way out.
         labels = {"app.kubernetes.io/name": f"tandem-{self.what}", "app.kubernetes.io/component": self.what}
         amounts = {"cpu": "2", "memory": "4Gi"}

@@ -9,7 +9,16 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.deploy.transfer import S3, Transfer, check_endpoint, job_name, of_secret, s3_place, s3_variables, values
+from launcher.deploy.transfer import (
+    S3,
+    FileJob,
+    check_endpoint,
+    job_name,
+    of_secret,
+    s3_place,
+    s3_variables,
+    values,
+)
 from servicekit.errors import ConfigError
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -58,7 +67,7 @@ class FetchRequest:
 def fetch_job(request: FetchRequest) -> dict[str, Any]:
     """Make the manifest of the Job. Raises: ConfigError: the request is not one of a repository."""
     _check(request)
-    return Transfer(
+    return FileJob(
         what="fetch",
         name=request.name,
         namespace=request.namespace,
@@ -70,7 +79,7 @@ def fetch_job(request: FetchRequest) -> dict[str, Any]:
         claim=request.claim,
         volume="models",
         mount=_MODELS,
-    ).job()
+    ).manifest()
 
 
 def _command(request: FetchRequest) -> list[str]:

@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from launcher.deploy.s3 import Bucket, Stored, split_place
-from servicekit.errors import ConfigError, DigestMismatch, TandemError
-from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
+from launcher.deploy.s3 import Bucket, Stored, run_program, split_place
+from servicekit.errors import ConfigError, DigestMismatch
+from servicekit.life.exit_codes import EXIT_BAD_CONFIG
 
 _MD5 = re.compile(r"[0-9a-f]{32}")
 
@@ -70,21 +70,13 @@ def _fetch_one(bucket: Bucket, stored: Stored, place: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the copy. Returns: the exit code; the last line of an error names what was refused."""
+    """Run the copy. Returns: the exit code."""
     if len(arguments) != 2:
         sys.stderr.write("usage: python -m launcher.deploy.models.s3 BUCKET/PREFIX FOLDER\n")
         return EXIT_BAD_CONFIG
-    name, prefix = split_place(arguments[0])
-    try:
-        copied = fetch(Bucket(name, os.environ), prefix, Path(arguments[1]))
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return EXIT_BAD_CONFIG
-    except (TandemError, OSError) as error:
-        sys.stderr.write(f"{error}\n")
-        return EXIT_FAILED
-    print(f"{copied} files copied")
-    return EXIT_OK
+    place, folder = arguments
+    name, prefix = split_place(place)
+    return run_program(lambda: f"{fetch(Bucket(name, os.environ), prefix, Path(folder))} files copied")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from launcher.deploy.live.run import JOB, RUN_ROOT, LiveRun, find_run
 from launcher.deploy.results.fetch import chosen, fetch, list_files
 from launcher.deploy.results.helper_pod import helper_pod
 from launcher.deploy.results.selection import skipped_folders
-from launcher.deploy.transfer import SECRET_KEYS, Transfer, job_name, s3_place, s3_variables
+from launcher.deploy.transfer import SECRET_KEYS, FileJob, job_name, s3_place, s3_variables
 from servicekit.errors import ConfigError, NotReady, PermissionDenied
 from servicekit.life.exit_codes import EXIT_OK
 
@@ -24,7 +24,7 @@ SECRET = BY_NAME["", "Secret"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class RunFiles:
     """Where a run's files are, as far as the command line says it; "": as the run's Job says.
 
     Attributes:
@@ -63,7 +63,7 @@ class ResultsRequest:
     out: Path
     only: Sequence[str]
     checkpoints: bool
-    source: Source
+    source: RunFiles
     to: Destination | None
     timeout_s: float
 
@@ -73,7 +73,7 @@ def results_command(request: ResultsRequest, where: Where) -> int:
     return guarded(lambda console: _results(console, request, where))
 
 
-def find_files(run: str, source: Source, where: Where) -> tuple[OperatorApi, LiveRun, Source]:
+def find_files(run: str, source: RunFiles, where: Where) -> tuple[OperatorApi, LiveRun, RunFiles]:
     """Find where a run's files are. Raises: ConfigError: there is no such run, and the command line does not say it."""
     api = where.api()
     live = LiveRun(run=run, namespace=api.namespace)
@@ -87,7 +87,11 @@ def find_files(run: str, source: Source, where: Where) -> tuple[OperatorApi, Liv
         raise ConfigError(
             f"the Job of run {run} is deleted, so that its image is unknown: give --image and --run-claim"
         )
-    return api, live, Source(claim=source.claim or live.claim(), run_dir=source.run_dir or live.run_dir(), image=image)
+    return (
+        api,
+        live,
+        RunFiles(claim=source.claim or live.claim(), run_dir=source.run_dir or live.run_dir(), image=image),
+    )
 
 
 def _results(console: Console, request: ResultsRequest, where: Where) -> int:
@@ -124,11 +128,11 @@ def _before_applying(api: OperatorApi, job: dict[str, Any], secret: str) -> Iter
         raise ConfigError(f"Secret {secret} in namespace {api.namespace} has no {', '.join(lacking)}")
 
 
-def upload_job(request: ResultsRequest, to: Destination, namespace: str, source: Source) -> dict[str, Any]:
+def upload_job(request: ResultsRequest, to: Destination, namespace: str, source: RunFiles) -> dict[str, Any]:
     """Make the manifest of the Job that copies to S3. Raises: ConfigError: no such place or address."""
     command = ["python", "-m", "launcher.deploy.results.upload", request.run, source.run_dir, s3_place(to.place)]
     command += ["--checkpoints"] if request.checkpoints else []
-    return Transfer(
+    return FileJob(
         what="results",
         name=job_name("results", request.run),
         namespace=namespace,
@@ -140,4 +144,4 @@ def upload_job(request: ResultsRequest, to: Destination, namespace: str, source:
         mount=RUN_ROOT,
         read_only=True,
         near={RUN_LABEL: request.run},
-    ).job()
+    ).manifest()

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from launcher.deploy.live.api import OperatorApi, names, of_run
 from launcher.deploy.live.run import JOB, POD, RUN_ROOT
 from launcher.deploy.live.streams import STDOUT, run_in_pod
-from launcher.deploy.results.commands import Source
+from launcher.deploy.results.commands import RunFiles
 from launcher.deploy.results.helper_pod import CONTAINER, helper_pod
 from launcher.deploy.transfer import job_name
 from servicekit.errors import ConfigError, NotReady, Unavailable
@@ -18,7 +18,7 @@ _REFUSED = "refused: "
 TRIES = 3
 
 
-def check_removable(api: OperatorApi, run: str, source: Source) -> None:
+def check_removable(api: OperatorApi, run: str, source: RunFiles) -> None:
     """Check what can be seen before a pod has the claim.
 
     Raises: ConfigError: the folder is not one below the claim; NotReady: a Job still copies from it.
@@ -35,7 +35,7 @@ def check_removable(api: OperatorApi, run: str, source: Source) -> None:
         )
 
 
-def remove_files(api: OperatorApi, run: str, source: Source, say: Callable[[str], None], *, timeout_s: float) -> None:
+def remove_files(api: OperatorApi, run: str, source: RunFiles, say: Callable[[str], None], *, timeout_s: float) -> None:
     """Remove the folder; one that is gone is fine.
 
     Args:

@@ -21,9 +21,8 @@ from typing import Any
 
 from launcher.deploy.results.remote import walk
 from launcher.deploy.results.selection import is_chosen, skipped_folders
-from launcher.deploy.s3 import Bucket, part_bytes, split_place
-from servicekit.errors import ConfigError, DigestMismatch, TandemError
-from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
+from launcher.deploy.s3 import Bucket, part_bytes, run_program, split_place
+from servicekit.errors import ConfigError, DigestMismatch
 from tandem_files.run_folder import read_identity
 
 MANIFEST = "tandem-results.json"
@@ -195,7 +194,7 @@ def _selected(root: Path, run: str, only: Sequence[str], *, checkpoints: bool) -
 
 
 def main(arguments: list[str]) -> int:
-    """Run the copy. Returns: the exit code; the last line of an error names what was refused."""
+    """Run the copy. Returns: the exit code."""
     parser = argparse.ArgumentParser(prog="python -m launcher.deploy.results.upload")
     parser.add_argument("run", metavar="RUN")
     parser.add_argument("folder", metavar="FOLDER", type=Path)
@@ -203,20 +202,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--checkpoints", action="store_true")
     parser.add_argument("--only", metavar="PATH", action="append", default=[])
     given = parser.parse_args(arguments)
-    name, prefix = split_place(given.place)
-    try:
+
+    def copy() -> str:
+        name, prefix = split_place(given.place)
         names = _selected(given.folder, given.run, given.only, checkpoints=given.checkpoints)
         bucket = Bucket(name, os.environ)
         done = upload(bucket, prefix, given.folder, given.run, names)
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return EXIT_BAD_CONFIG
-    except (TandemError, OSError) as error:
-        sys.stderr.write(f"{error}\n")
-        return EXIT_FAILED
-    print(f"{done.files} files, {done.size:,} bytes copied and compared; {done.kept} were there already")
-    print(f"{bucket.place(_key(prefix, MANIFEST))} has their SHA-256")
-    return EXIT_OK
+        copied = f"{done.files} files, {done.size:,} bytes copied and compared; {done.kept} were there already"
+        return f"{copied}\n{bucket.place(_key(prefix, MANIFEST))} has their SHA-256"
+
+    return run_program(copy)
 
 
 if __name__ == "__main__":
