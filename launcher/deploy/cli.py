@@ -125,8 +125,8 @@ def fetch(
     to: Annotated[str, typer.Option("--to", metavar="FOLDER", help="Below /models; default: the last name.")] = "",
     dataset: Annotated[bool, typer.Option("--dataset", help="The repository is a data set.")] = False,
     revision: Annotated[str, typer.Option("--revision", metavar="REV", help="Branch, tag or commit.")] = "main",
-    endpoint: Annotated[str, typer.Option("--endpoint", metavar="URL", help="Of a mirror, or of the storage.")] = "",
-    region: Annotated[str, typer.Option("--region", metavar="NAME", help="Of S3.")] = "",
+    endpoint: options.Endpoint = "",
+    region: options.Region = "",
     secret: Annotated[
         str,
         typer.Option("--secret", metavar="NAME", help="With the key `token`; for S3 `access-key`, `secret-key`."),
@@ -232,16 +232,25 @@ def logs(
 @deploy.command()
 def results(
     run: _Run,
-    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="DIR", help="Default: runs/RUN.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", metavar="DIR", help="Default: runs/RUN. With --to the Job's file: results-RUN.yaml."
+        ),
+    ] = None,
     only: Annotated[
         list[str] | None,
         typer.Option("--only", metavar="PATH", help="A file or folder of the run's, e.g. hf; repeat for more."),
     ] = None,
     checkpoints: Annotated[bool, typer.Option("--checkpoints", help="The checkpoints too.")] = False,
-    run_claim: Annotated[str, typer.Option("--run-claim", metavar="NAME", help="Of a run whose Job is deleted.")] = "",
-    run_dir: Annotated[str, typer.Option("--run-dir", metavar="DIR", help="The same: its folder in pods.")] = "",
-    image: Annotated[str, typer.Option("--image", metavar="IMAGE", help="The same: image of the coordinator.")] = "",
+    run_claim: options.DeletedRunsClaim = "",
+    run_dir: options.DeletedRunsFolder = "",
+    image: options.DeletedRunsImage = "",
     timeout_s: Annotated[float, typer.Option(min=1.0, max=7200.0, help="Until the pod that reads runs.")] = 600.0,
+    to: options.To = "",
+    endpoint: options.Endpoint = "",
+    region: options.Region = "",
+    secret: options.S3Secret = "",
     namespace: _Namespace = None,
     kubeconfig: _Kubeconfig = None,
     context: _Context = "",
@@ -251,22 +260,27 @@ def results(
     A pod that mounts the claim, read only, sends them through the API server; it is deleted at the end. Every file is
     compared by digest; what broke off continues where it ended, also when the command is repeated.
 
+    With --to a Job is written, as by `fetch`, that copies them into S3-compatible storage; nothing is applied. Every
+    file is compared with what the storage has, and listed in tandem-results.json there, at the end, with its SHA-256.
+
     \b
     Examples:
         tandem deploy results math --out math-results
         tandem deploy results math --only hf --only summary.json
+        tandem deploy results math --to s3://lab/runs/math --endpoint https://minio.example.com --secret s3
         tandem deploy results math --run-claim run --image registry.example.com/tandem/coordinator:0.1.0
     """
-    from launcher.deploy.live_commands import ResultsRequest, results_command
+    from launcher.deploy.results.commands import Destination, ResultsRequest, RunFiles, results_command
 
+    if not to and (endpoint or region or secret):
+        raise typer.BadParameter("--endpoint, --region and --secret are of --to s3://BUCKET/PREFIX")
     request = ResultsRequest(
         run=run,
-        out=out or Path("runs") / run,
+        out=out or (Path(f"results-{run}.yaml") if to else Path("runs") / run),
         only=only or [],
         checkpoints=checkpoints,
-        claim=run_claim,
-        run_dir=run_dir,
-        image=image,
+        source=RunFiles(claim=run_claim, run_dir=run_dir, image=image),
+        to=Destination(place=to, endpoint=endpoint, region=region, secret=secret) if to else None,
         timeout_s=timeout_s,
     )
     raise typer.Exit(results_command(request, _where(namespace, kubeconfig, context)))
@@ -278,6 +292,12 @@ def delete(
     claims: Annotated[
         bool, typer.Option("--claims", help="Also the claims that are labelled as the run's, with what is on them.")
     ] = False,
+    files: Annotated[
+        bool, typer.Option("--files", help="Also the run's folder on its claim: results, checkpoints, all of it.")
+    ] = False,
+    run_claim: options.DeletedRunsClaim = "",
+    run_dir: options.DeletedRunsFolder = "",
+    image: options.DeletedRunsImage = "",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     timeout_s: Annotated[float, typer.Option(min=1.0, max=7200.0, help="Until its pods have ended.")] = 300.0,
     namespace: _Namespace = None,
@@ -286,18 +306,27 @@ def delete(
 ) -> None:
     """Delete the objects of a run, found by their label; its files, claims and the namespace stay.
 
+    With --files a pod that mounts the claim removes the run's folder, when the run's pods have ended: only if run.json
+    in it says that it is this run's. Of a run whose objects are deleted give --run-claim and --image.
+
     \b
     Examples:
         tandem deploy delete math
         tandem deploy delete math --yes -n team
+        tandem deploy delete math --files
     """
     from launcher.deploy.live_commands import delete_command
+    from launcher.deploy.results.commands import RunFiles
 
     if not yes and not sys.stdin.isatty():
         raise typer.BadParameter("give --yes: there is no terminal to ask on")
+    if not files and (run_claim or run_dir or image):
+        raise typer.BadParameter("--run-claim, --run-dir and --image are of --files")
     where = _where(namespace, kubeconfig, context)
     confirm: Callable[[str], bool] = (lambda _: True) if yes else typer.confirm
-    raise typer.Exit(delete_command(run, where, claims=claims, timeout_s=timeout_s, confirm=confirm))
+    source = RunFiles(claim=run_claim, run_dir=run_dir, image=image) if files else None
+    code = delete_command(run, where, claims=claims, files=source, timeout_s=timeout_s, confirm=confirm)
+    raise typer.Exit(code)
 
 
 def _where(namespace: str | None, kubeconfig: Path | None, context: str, *, offline: bool = False) -> "Where":

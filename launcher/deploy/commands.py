@@ -86,14 +86,20 @@ def fetch_command(request: FetchRequest, out: Path) -> int:
     def write(console: Console) -> int:
         if without_registry(request.image):
             raise ConfigError(f"--image {request.image}: begins with no registry; give it as nodes pull it")
-        out.write_text(yaml.safe_dump(fetch_job(request), sort_keys=False), encoding="utf-8")
-        console.print(Text(f"{out}: {request.source} to /models/{request.folder} of claim {request.claim}"))
-        console.print(Text(f"  kubectl apply -f {out}"))
-        wait = f"kubectl wait --namespace {request.namespace} --for=condition=complete --timeout=4h"
-        console.print(Text(f"  {wait} job/{request.name}"))
+        what = f"{request.source} to /models/{request.folder} of claim {request.claim}"
+        write_job(console, out, fetch_job(request), what)
         return EXIT_OK
 
     return guarded(write)
+
+
+def write_job(console: Console, out: Path, job: Manifest, what: str) -> None:
+    """Write the manifest of a Job that moves files, and say what it does and how it is run. Raises: OSError."""
+    name, namespace = job["metadata"]["name"], job["metadata"]["namespace"]
+    out.write_text(yaml.safe_dump(job, sort_keys=False), encoding="utf-8")
+    console.print(Text(f"{out}: {what}"))
+    console.print(Text(f"  kubectl apply -f {out}"))
+    console.print(Text(f"  kubectl wait --namespace {namespace} --for=condition=complete --timeout=4h job/{name}"))
 
 
 def overlay_of(folder: Path) -> tuple[Answers, RunConfig, list[Manifest]]:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -16,34 +15,13 @@ from launcher.deploy.live.diff import changes, left_over, not_compared
 from launcher.deploy.live.logs import show_logs
 from launcher.deploy.live.run import LiveRun, find_run
 from launcher.deploy.live.status import describe_run, is_over
-from launcher.deploy.results.fetch import chosen, fetch, list_files
-from launcher.deploy.results.helper_pod import helper_pod
+from launcher.deploy.results.commands import RunFiles, find_files
+from launcher.deploy.results.removal import check_removable, remove_files
 from launcher.view.logs.show import WantedLines, time_of
-from servicekit.errors import ConfigError, NotReady
+from servicekit.errors import ConfigError
 from servicekit.life.exit_codes import EXIT_FAILED, EXIT_OK
 
-_CHECKPOINTS = "checkpoints"
 _STYLES = {"+": "green", "-": "red", "@": "cyan"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResultsRequest:
-    """What `tandem deploy results` copies.
-
-    Attributes:
-        only: files and folders below the run's; empty: all.
-        checkpoints: copy them too.
-        claim, run_dir, image: where the run's Job is deleted, which would say it; "": as the Job says.
-    """
-
-    run: str
-    out: Path
-    only: Sequence[str]
-    checkpoints: bool
-    claim: str
-    run_dir: str
-    image: str
-    timeout_s: float
 
 
 def diff_command(folder: Path, where: Where) -> int:
@@ -81,13 +59,26 @@ def logs_command(
     return guarded(show)
 
 
-def delete_command(run: str, where: Where, *, claims: bool, timeout_s: float, confirm: Callable[[str], bool]) -> int:
-    """Run `tandem deploy delete`. confirm: asks before anything is deleted."""
+def delete_command(
+    run: str, where: Where, *, claims: bool, files: RunFiles | None, timeout_s: float, confirm: Callable[[str], bool]
+) -> int:
+    """Run `tandem deploy delete`.
+
+    Args:
+        files: delete the run's folder too, once its pods are gone; None: it stays.
+        confirm: asks before anything is deleted.
+    """
 
     def delete(console: Console) -> int:
-        api, live = _found(run, where)
+        if files is None:
+            api, live = _found(run, where)
+            source = None
+        else:
+            api, live, source = find_files(run, files, where)
+            check_removable(api, run, source)
         count = sum(len(objects) for objects in live.objects.values())
         lost = " and its claims with what is on them" if claims else ""
+        lost += "" if source is None else f" and its folder {source.run_dir} on claim {source.claim}"
         if not confirm(
             f"delete {count} objects of run {run} in namespace {live.namespace} (context {api.context}){lost}?"
         ):
@@ -95,14 +86,11 @@ def delete_command(run: str, where: Where, *, claims: bool, timeout_s: float, co
         errors = delete_run(api, live, lambda line: console.print(Text(line)), claims=claims, timeout_s=timeout_s)
         for error in errors:
             console.print(Text(str(error), style="bold red"))
+        if source is not None and not errors:
+            remove_files(api, run, source, lambda line: console.print(Text(line)), timeout_s=timeout_s)
         return EXIT_FAILED if errors else EXIT_OK
 
     return guarded(delete)
-
-
-def results_command(request: ResultsRequest, where: Where) -> int:
-    """Run `tandem deploy results`."""
-    return guarded(lambda console: _results(console, request, where))
 
 
 def _found(run: str, where: Where) -> tuple[OperatorApi, LiveRun]:
@@ -150,30 +138,4 @@ def _diff(console: Console, folder: Path, where: Where) -> int:
         console.print(Text(f"  kubectl delete --namespace {api.namespace} --cascade=foreground {' '.join(workloads)}"))
         console.print(Text(f"  kubectl apply -k {folder}"))
     console.print(Text(", ".join(f"{number} {what}" for what, number in counts.items()), style="bold"))
-    return EXIT_OK
-
-
-def _results(console: Console, request: ResultsRequest, where: Where) -> int:
-    api = where.api()
-    live = LiveRun(run=request.run, namespace=api.namespace)
-    try:
-        live = find_run(api, request.run, searched=not where.namespace)
-    except ConfigError:
-        if not (request.claim and request.image):  # else: the run is deleted, its claim is not
-            raise
-    container = live.container() or {}
-    image = request.image or str(container.get("image", ""))
-    if not image:
-        raise ConfigError(
-            f"the Job of run {request.run} is deleted, so that its image is unknown: give --image and --run-claim"
-        )
-    claim, root = request.claim or live.claim(), request.run_dir or live.run_dir()
-    skipped = [] if request.checkpoints else [_CHECKPOINTS]
-    with helper_pod(api, request.run, image, claim, read_only=True, timeout_s=request.timeout_s) as pod:
-        files = list(chosen(list_files(api, pod, root, skipped), request.only))
-        if not files:
-            raise NotReady(f"claim {claim} has no {', '.join(request.only) or 'files'} in {root} yet")
-        done = fetch(api, pod, root, files, request.out, lambda line: console.print(Text(line)))
-    text = f"{request.out}: {done.files} files, {done.size:,} bytes, digests compared; {done.kept} were there already"
-    console.print(Text(text, style="bold"))
     return EXIT_OK

@@ -1,4 +1,4 @@
-"""The options of `tandem deploy new`, and what is asked for where they are missing."""
+"""The options of `tandem deploy`, and what `new` asks for where they are missing."""
 
 import sys
 from collections.abc import Sequence
@@ -54,6 +54,17 @@ Images = Annotated[
 Manifests = Annotated[
     Path | None, typer.Option("--manifests", metavar="DIR", help="deploy/ of a checkout; default: this Tandem's.")
 ]
+Endpoint = Annotated[str, typer.Option("--endpoint", metavar="URL", help="Of a mirror, or of the storage.")]
+Region = Annotated[str, typer.Option("--region", metavar="NAME", help="Of S3.")]
+To = Annotated[
+    str, typer.Option("--to", metavar="s3://BUCKET/PREFIX", help="Write a Job that copies them there instead.")
+]
+S3Secret = Annotated[
+    str, typer.Option("--secret", metavar="NAME", help="Of the storage: with the keys `access-key`, `secret-key`.")
+]
+DeletedRunsClaim = Annotated[str, typer.Option("--run-claim", metavar="NAME", help="Of a run whose Job is deleted.")]
+DeletedRunsFolder = Annotated[str, typer.Option("--run-dir", metavar="DIR", help="The same: its folder in pods.")]
+DeletedRunsImage = Annotated[str, typer.Option("--image", metavar="IMAGE", help="The same: image of the coordinator.")]
 Force = Annotated[bool, typer.Option("--force", help="Write an overlay again, over an earlier one.")]
 
 

@@ -1,5 +1,6 @@
 """What a pod needs to be admitted where PodSecurity `restricted` is enforced; the user is that of our images."""
 
+from collections.abc import Mapping
 from typing import Any
 
 _USER = 10001
@@ -24,3 +25,11 @@ CONTAINER: dict[str, Any] = {
         "capabilities": {"drop": ["ALL"]},
     },
 }
+
+
+def near(labels: Mapping[str, str]) -> dict[str, Any]:
+    """Return an affinity: rather on the node of pods with these labels."""
+    term = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": dict(labels)}}
+    return {
+        "podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": term}]}
+    }

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from launcher.deploy.live.api import OperatorApi
 from launcher.deploy.live.streams import STDERR, STDOUT, run_in_pod
 from launcher.deploy.results.helper_pod import CONTAINER
+from launcher.deploy.results.selection import is_chosen
 from servicekit.errors import ConfigError, DigestMismatch, Unavailable
 from tandem_files.atomic import write_json_atomic
 
@@ -149,6 +150,4 @@ def _read_record(target: Path) -> dict[str, dict[str, object]]:
 
 def chosen(files: Sequence[RemoteFile], only: Sequence[str]) -> Iterator[RemoteFile]:
     """Select the files that are, or are below, what is named; all, if nothing is."""
-    for file in files:
-        if not only or any(PurePosixPath(file.path).is_relative_to(name) for name in only):
-            yield file
+    return (file for file in files if is_chosen(file.path, only))

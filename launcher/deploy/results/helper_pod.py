@@ -40,7 +40,6 @@ def _pod(name: str, run: str, image: str, claim: str, *, read_only: bool) -> Obj
     """Make a pod as restricted as a run's, near the run's pods: a claim may be of one node."""
     labels = {NAME_LABEL: NAME, COMPONENT_LABEL: "operator", RUN_LABEL: run}
     amounts = {"cpu": "500m", "memory": "512Mi"}
-    near = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {RUN_LABEL: run}}}
     container = restricted.CONTAINER | {
         "name": CONTAINER,
         "image": image,
@@ -51,11 +50,7 @@ def _pod(name: str, run: str, image: str, claim: str, *, read_only: bool) -> Obj
     spec = restricted.POD | {
         "terminationGracePeriodSeconds": 1,
         "activeDeadlineSeconds": _LIVES_S,
-        "affinity": {
-            "podAffinity": {
-                "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": near}]
-            }
-        },
+        "affinity": restricted.near({RUN_LABEL: run}),
         "containers": [container],
         "volumes": [{"name": "run", "persistentVolumeClaim": {"claimName": claim, "readOnly": read_only}}],
     }

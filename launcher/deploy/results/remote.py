@@ -7,19 +7,26 @@ send FILE OFFSET        its bytes from OFFSET on; on stderr, at the end, the SHA
 import hashlib
 import json
 import sys
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 
-def list_files(folder: Path, root: Path, skipped: list[str]) -> None:
-    """Print the files below a folder, but hidden ones, links, and those of folders that are skipped."""
+def walk(folder: Path, root: Path, skipped: Collection[str]) -> Iterator[str]:
+    """Yield the paths, below root, of the files in a folder: no hidden ones, no links, not what is skipped."""
     for path in sorted(folder.iterdir()):
         name = str(path.relative_to(root))
         if path.name[0] == "." or path.is_symlink() or name in skipped:
             continue
         if path.is_dir():
-            list_files(path, root, skipped)
+            yield from walk(path, root, skipped)
         elif path.is_file():
-            print(json.dumps({"path": name, "size": path.stat().st_size}), flush=True)
+            yield name
+
+
+def list_files(root: Path, skipped: Collection[str]) -> None:
+    """Print the files below a folder."""
+    for name in walk(root, root, skipped):
+        print(json.dumps({"path": name, "size": (root / name).stat().st_size}), flush=True)
 
 
 def send(path: Path, offset: int) -> None:
@@ -41,6 +48,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "send":
         send(where, int(sys.argv[3]))
     elif where.is_dir():
-        list_files(where, where, sys.argv[3:])
+        list_files(where, sys.argv[3:])
     else:
         sys.exit(f"no folder {where}")

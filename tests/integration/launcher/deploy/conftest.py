@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from launcher.cli import app
 from tests.fakes.cluster.fake_cluster import FakeCluster
+from tests.fakes.s3_server import S3Server, s3_server
 from tests.manifests.kustomize import kubectl
 
 RUN: dict[str, dict[str, Any]] = {
@@ -48,6 +49,13 @@ def cluster(tmp_path: Path) -> Iterator[FakeCluster]:
         head = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "redis-auth", "namespace": "team"}}
         fake.put({**head, "data": {"url": "eA==", "password": "eA==", "users.acl": "eA=="}})
         yield fake
+
+
+@pytest.fixture
+def storage() -> Iterator[S3Server]:
+    """S3-compatible storage, empty."""
+    with s3_server() as server:
+        yield server
 
 
 @pytest.fixture

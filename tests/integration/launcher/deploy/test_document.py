@@ -33,6 +33,7 @@ def test_the_page_from_a_runs_yaml_to_its_end(tmp_path: Path) -> None:
         for folder in (tmp_path / "volume", tmp_path / "volume" / "math"):
             (folder / "hf").mkdir(exist_ok=True)
             (folder / "hf" / "config.json").write_text("{}")
+        (tmp_path / "volume" / "math" / "run.json").write_text('{"run_id": "math", "launch_id": ""}')
         cluster.claims = {"run": tmp_path / "volume"}
         for line in lines_in(REPO / "docs" / "deploy-command.md"):
             done = subprocess.run(
@@ -48,7 +49,9 @@ def test_the_page_from_a_runs_yaml_to_its_end(tmp_path: Path) -> None:
             if line.endswith("kubectl apply -k math"):
                 for pod in pods_of(cluster, tmp_path / "math").values():
                     cluster.logs[pod] = ["a line"]
-        assert cluster.names("Job") == ["fetch-qwen2-5-7b", "fetch-rows"]
+        assert cluster.names("Job") == ["fetch-qwen2-5-7b", "fetch-rows", "results-math"]
         assert cluster.names("StatefulSet") == cluster.names("Pod") == []
         assert {"run", "models"} <= set(cluster.names("PersistentVolumeClaim"))
+        assert not (tmp_path / "volume" / "math").exists()
+        assert (tmp_path / "volume" / "hf" / "config.json").read_text() == "{}"
         assert (tmp_path / "math-results" / "hf" / "config.json").read_text() == "{}"

@@ -4,30 +4,24 @@ import hashlib
 import json
 import os
 import re
-import shutil
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 
 from tests.fakes.cluster.fake_cluster import FakeCluster
-from tests.house.repository import REPO
+from tests.fakes.s3_server import S3Server
 from tests.integration.launcher.deploy.conftest import Deploy
+from tests.integration.launcher.deploy.jobs import admit, run_as_pod
 from tests.integration.launcher.deploy.test_live import apply_file
-from tests.kit.waiting import until
 
 pytestmark = pytest.mark.integration
 FILES = {"config.json": b'{"model_type": "qwen2"}', "model.safetensors": os.urandom(300_000)}
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-KEY = "key"
 IMAGE = "registry.example.com/lab/tandem/trainer:0.1.0"
 
 
@@ -84,22 +78,6 @@ def endpoint() -> Iterator[str]:
     thread.join()
 
 
-def run_as_pod(job: dict[str, Any], models: Path, **secrets: str) -> "subprocess.CompletedProcess[str]":
-    """Run the Job's command on this machine, with its variables and where the claim is."""
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    program, *arguments = container["command"]
-    environ = {each["name"]: each.get("value", secrets.get(each["name"], "")) for each in container["env"]}
-    local = [text.replace("/models", str(models)) if text.startswith("/models/") else text for text in arguments]
-    environ |= {
-        "PYTHONPATH": str(REPO),
-        "HF_HOME": str(models.parent / "hf"),
-        "PATH": os.environ["PATH"],
-        "HOME": str(models.parent),
-    }
-    command = [str(Path(sys.executable).parent / program), *local]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=False)
-
-
 def test_the_job_downloads_with_the_token_of_a_secret(
     deploy: Deploy, cluster: FakeCluster, tmp_path: Path, endpoint: str
 ) -> None:
@@ -112,64 +90,64 @@ def test_the_job_downloads_with_the_token_of_a_secret(
     job = yaml.safe_load(Path("fetch-tiny.yaml").read_text())
     apply_file(Path("fetch-tiny.yaml"))
     assert cluster.names("Job") == ["fetch-tiny"]
-    template = job["spec"]["template"]
-    cluster.make_pod("team", "fetch-tiny-x7k2p", template)  # which the namespace admits
+    admit(cluster, job)
     models = tmp_path / "volume"
-    refused = run_as_pod(job, models, HF_TOKEN="wrong")
+    refused = run_as_pod(job, {"/models": models}, HF_TOKEN="wrong")
     assert refused.returncode != 0
-    fetched = run_as_pod(job, models, HF_TOKEN=_Endpoint.token)
+    fetched = run_as_pod(job, {"/models": models}, HF_TOKEN=_Endpoint.token)
     assert fetched.returncode == 0, fetched.stderr
     assert {name: (models / "tiny" / name).read_bytes() for name in FILES} == FILES
 
 
 @pytest.fixture
-def storage(tmp_path: Path) -> Iterator[str]:
-    """Address of an S3-compatible server (moto's) with FILES in lab/models/tiny."""
-    program = shutil.which("moto_server")
-    if program is None:
-        pytest.skip("NO S3 SERVER: the download was not run; install moto[server] (PyPI)")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    server = subprocess.Popen([program, "-H", "127.0.0.1", "-p", str(port)], stderr=subprocess.DEVNULL)
-    address = f"127.0.0.1:{port}"
-    try:
-        until(lambda: _listens(port) or server.poll() is not None, 60.0, "moto_server listening")
-        httpx.put(f"http://{address}/lab").raise_for_status()
-        for name, body in FILES.items():  # in one request each: this server cannot complete pyarrow's uploads in parts
-            httpx.put(f"http://{address}/lab/models/tiny/{name}", content=body).raise_for_status()
-        yield f"http://{address}"
-    finally:
-        server.terminate()
-        server.wait(30)
+def stored(storage: S3Server) -> S3Server:
+    """Storage with FILES in lab/models/tiny."""
+    storage.make_bucket("lab")
+    for name, body in FILES.items():
+        storage.put(f"lab/models/tiny/{name}", body)
+    return storage
 
 
-def _listens(port: int) -> bool:
-    with socket.socket() as trial:
-        return trial.connect_ex(("127.0.0.1", port)) == 0
-
-
-def test_the_job_copies_from_s3_compatible_storage(
-    deploy: Deploy, cluster: FakeCluster, tmp_path: Path, storage: str
-) -> None:
+def job_of(deploy: Deploy, stored: S3Server) -> dict[str, Any]:
+    """The Job that copies them, as the API server has taken it."""
     image = "registry.example.com/lab/tandem/coordinator:0.1.0"
-    more = ["--endpoint", storage, "--region", "us-east-1", "--secret", "s3"]
+    more = ["--endpoint", stored.address, "--region", "us-east-1", "--secret", "s3"]
     done = deploy("fetch", "s3://lab/models/tiny", "-n", "team", "--image", image, *more)
     assert done.code == 0, done.text
     apply_file(Path("fetch-tiny.yaml"))
-    job = yaml.safe_load(Path("fetch-tiny.yaml").read_text())
-    models = tmp_path / "volume"
-    keys = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": KEY}
-    fetched = run_as_pod(job, models, **keys)
+    job: dict[str, Any] = yaml.safe_load(Path("fetch-tiny.yaml").read_text())
+    return job
+
+
+def test_the_job_copies_from_s3_compatible_storage(
+    deploy: Deploy, cluster: FakeCluster, tmp_path: Path, stored: S3Server
+) -> None:
+    job, models = job_of(deploy, stored), tmp_path / "volume"
+    key, secret = stored.require_signatures()
+    keys = {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret}
+    fetched = run_as_pod(job, {"/models": models}, **keys)
     assert fetched.returncode == 0, fetched.stderr
     assert {name: (models / "tiny" / name).read_bytes() for name in FILES} == FILES
     (models / "tiny" / "config.json").unlink()
-    again = run_as_pod(job, models, **keys)
+    again = run_as_pod(job, {"/models": models}, **keys)
     assert "1 files copied" in again.stdout
+    wrong = run_as_pod(job, {"/models": models}, **keys | {"AWS_SECRET_ACCESS_KEY": "wrong"})
+    assert (wrong.returncode, "SignatureDoesNotMatch" in wrong.stderr) == (2, True)
     job["spec"]["template"]["spec"]["containers"][0]["command"][3] = "lab/models/large"
-    missing = run_as_pod(job, models, **keys)
+    missing = run_as_pod(job, {"/models": models}, **keys)
     assert (missing.returncode, "s3://lab/models/large" in missing.stderr) == (2, True)
-    half = run_as_pod(job, models, AWS_ACCESS_KEY_ID=KEY)
+    half = run_as_pod(job, {"/models": models}, AWS_ACCESS_KEY_ID=key)
     assert (half.returncode, "one is set without the other" in half.stderr) == (2, True)
+
+
+def test_empty_objects_that_stand_for_folders_are_no_files(deploy: Deploy, tmp_path: Path, stored: S3Server) -> None:
+    """As consoles of storages make them."""
+    for name in ("", "sub/"):
+        stored.put(f"lab/models/tiny/{name}", b"")
+    stored.put("lab/models/tiny/sub/empty.txt", b"")
+    fetched = run_as_pod(job_of(deploy, stored), {"/models": tmp_path / "volume"})
+    assert fetched.returncode == 0, fetched.stderr
+    assert (tmp_path / "volume/tiny/sub/empty.txt").read_bytes() == b""
 
 
 @pytest.mark.parametrize(
