@@ -203,7 +203,7 @@ class ServiceEnvironment(ServerEnvironment):
     @classmethod
     def _can_be_reached(cls, given: str, info: ValidationInfo) -> str:
         hosts = given or str(info.data.get("bind_host", LOOPBACK))  # a bind_host that is not there is refused already
-        host = reached_at([check_host(each.strip()) for each in hosts.split(",")])
+        host = reached_at([check_host(name.strip()) for name in hosts.split(",")])
         if host in WILDCARDS:
             raise ValueError(
                 f"{host} is an address to listen on (TANDEM_BIND_HOST), not to connect to: set "
