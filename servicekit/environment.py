@@ -2,11 +2,22 @@
 
 import os
 from collections.abc import Mapping
+from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
+from servicekit.addresses import (
+    ANY,
+    LOOPBACK,
+    WILDCARDS,
+    any_host,
+    check_host,
+    join_address,
+    reached_at,
+    split_address,
+)
 from servicekit.errors import ConfigError
 from servicekit.redis.client import TLS_OPTIONS, check_scheme, with_tls_files
 from servicekit.security.certificates import CA, CERT, KEY, TlsFiles
@@ -14,8 +25,6 @@ from servicekit.security.run_token import VARIABLE
 from servicekit.security.tls import Identity
 
 Port = Annotated[int, Field(ge=0, le=65535)]
-# Any address of this machine: valid to listen on, not to connect to.
-WILDCARDS = ("0.0.0.0", "::", "[::]")
 # Fields of TANDEM_REDIS_CA, _CERT and _KEY.
 _REDIS_FILES = ("redis_ca", "redis_cert", "redis_key")
 
@@ -39,7 +48,8 @@ class ServerEnvironment(BaseModel):
         "127.0.0.1",
         alias="TANDEM_BIND_HOST",
         min_length=1,
-        description="Address to listen on; the default is reachable only from this machine. A pod: 0.0.0.0.",
+        description="Address to listen on; the default is reachable only from this machine. `*`, as in a pod: every "
+        "address of this machine, of IPv4 and IPv6.",
     )
     grpc_port: Port = Field(0, alias="TANDEM_GRPC_PORT", description="Port of the service; 0: a free one, announced.")
     health_port: Port | None = Field(
@@ -53,6 +63,14 @@ class ServerEnvironment(BaseModel):
     tls_key: str = Field("", alias=KEY, description="PEM file: the key of TANDEM_TLS_CERT.")
     tls_ca: str = Field("", alias=CA, description="PEM file: the trusted authorities.")
 
+    @field_validator("bind_host")
+    @classmethod
+    def _can_listen(cls, given: str) -> str:
+        host = any_host() if given == ANY else check_host(given)
+        if host == "::" and any_host() != "::":
+            raise ValueError(f"this machine has no IPv6; {ANY} is every address that it has")
+        return host
+
     @field_validator("health_port", mode="before")
     @classmethod
     def _empty_is_none(cls, given: object) -> object:
@@ -61,12 +79,12 @@ class ServerEnvironment(BaseModel):
     @property
     def bind(self) -> str:
         """Address for GrpcServer(bind=...)."""
-        return f"{self.bind_host}:{self.grpc_port}"
+        return join_address(self.bind_host, self.grpc_port)
 
     @property
     def health_bind(self) -> str | None:
         """Address for GrpcServer(health_bind=...)."""
-        return None if self.health_port is None else f"{self.bind_host}:{self.health_port}"
+        return None if self.health_port is None else join_address(self.bind_host, self.health_port)
 
     def identity(self, role: str) -> Identity | None:
         """Make this process's identity for mutual TLS; None: no TLS. Raises: ConfigError: the files are invalid."""
@@ -123,7 +141,7 @@ class ServiceEnvironment(ServerEnvironment):
         validate_default=True,
         description=(
             "Address at which others reach this process, for its record and for weight syncs; of several, with commas, "
-            "the first IPv4 address. Unset: TANDEM_BIND_HOST. A pod: status.podIPs."
+            "the first IPv4 address, else the first of IPv6. Unset: TANDEM_BIND_HOST. A pod: status.podIPs."
         ),
     )
     metrics_port: Port = Field(
@@ -184,25 +202,20 @@ class ServiceEnvironment(ServerEnvironment):
     @field_validator("advertise_host")
     @classmethod
     def _can_be_reached(cls, given: str, info: ValidationInfo) -> str:
-        host = given or str(info.data.get("bind_host", ""))
-        if "," in host:
-            # Of a pod with two addresses the first may be the IPv6 one.
-            found = [address.strip() for address in host.split(",") if ":" not in address]
-            host = found[0] if found else host
+        hosts = given or str(info.data.get("bind_host", LOOPBACK))  # a bind_host that is not there is refused already
+        host = reached_at([check_host(name.strip()) for name in hosts.split(",")])
         if host in WILDCARDS:
             raise ValueError(
                 f"{host} is an address to listen on (TANDEM_BIND_HOST), not to connect to: set "
                 "TANDEM_ADVERTISE_HOST to the address of this process, in a pod to status.podIPs"
             )
-        if ":" in host:
-            raise ValueError(
-                f"{host!r} is not a host name or an IPv4 address (gloo and SGLang know no others); the port is added"
-            )
+        if ":" in host and IPv6Address(host).is_link_local:
+            raise ValueError(f"{host} is of one link (fe80::/10); give another address of this machine")
         return host
 
     def advertised(self, bound: str | int) -> str:
         """Return the address `host:port` at which others reach a bound address or port of this process."""
-        return f"{self.advertise_host}:{str(bound).rpartition(':')[2]}"
+        return join_address(self.advertise_host, bound if isinstance(bound, int) else split_address(bound)[1])
 
 
 def _problem(error: dict[str, object], given: Mapping[str, str]) -> str:

@@ -2,10 +2,12 @@
 
 import threading
 from ipaddress import ip_address
-from socketserver import TCPServer, ThreadingMixIn
+from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from wsgiref.types import WSGIApplication
+
+from servicekit.addresses import listen
 
 # A client that is silent for longer loses its connection.
 CLIENT_S = 10.0
@@ -29,9 +31,10 @@ class HttpServer(ThreadingMixIn, WSGIServer):
         self.set_app(application)
 
     def server_bind(self) -> None:
-        """Bind as WSGIServer does, but without a query to the name server, which may be unreachable."""
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        """Bind in either family, and without WSGIServer's query to the name server, which may be unreachable."""
+        self.socket.close()
+        self.socket = listen(str(self.server_address[0]), int(self.server_address[1]))
+        self.server_name, self.server_port = self.socket.getsockname()[:2]
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:

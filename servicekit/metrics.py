@@ -15,6 +15,7 @@ from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 import prometheus_client
 
+from servicekit.addresses import join_address
 from servicekit.errors import ConfigError
 from servicekit.http_server import HttpServer
 
@@ -136,8 +137,9 @@ def serve_metrics(host: str, port: int = 0, scrapes: Scrapes | None = None) -> i
     try:
         server = HttpServer(host, port, application if scrapes is None else scrapes.watched(application))
     except OSError as error:
+        where = join_address(host, port)
         raise ConfigError(
-            f"cannot serve metrics on {host}:{port} ({error}); set TANDEM_METRICS_PORT to a free port or to 0"
+            f"cannot serve metrics on {where} ({error}); set TANDEM_METRICS_PORT to a free port or to 0"
         ) from error
     server.start("metrics")
     return server.server_port

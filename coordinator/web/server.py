@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 from wsgiref.types import StartResponse, WSGIEnvironment
 
+from servicekit.addresses import join_address
 from servicekit.errors import ConfigError, TandemError, Unavailable
 from servicekit.http_server import HttpServer, is_own_name
 from servicekit.logs import get_logger
@@ -118,7 +119,8 @@ class PageServer:
         try:
             self._server = HttpServer(host, port, Page(answers, host, key))
         except OSError as error:
-            raise ConfigError(f"cannot serve the web page on {host}:{port} ({error}); {advice}") from error
+            where = join_address(host, port)
+            raise ConfigError(f"cannot serve the web page on {where} ({error}); {advice}") from error
         self.port = self._server.server_port
         self._server.start("web page")
 

@@ -41,11 +41,13 @@ PACKED = (
     "urllib3",
     "websocket",
 )
-# The asyncio half of the Kubernetes client needs aiohttp, which the image does without. Of pyarrow: RPCs, headers,
-# and two more copies of a library that the wheel has under three names.
+# The asyncio half of the Kubernetes client needs aiohttp, which the image does without. Of pyarrow: RPCs, S3
+# (obstore's is used), query plans, headers, and two more copies of a library that the wheel has under three names.
 UNUSED = (
     "kubernetes/aio",
     "pyarrow/*flight*",
+    "pyarrow/*s3*",
+    "pyarrow/_substrait*",
     "pyarrow/include",
     "pyarrow/src",
     "pyarrow/libarrow_python.so",

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from rollout_service.hosts.host_ranks import HostRanks
-from rollout_service.sglang_engine.interfaces import interface_of, resolve
 from rollout_service.sglang_engine.kernels import FLOAT32_ATTENTION, MOE_RUNNER
 from rollout_service.sglang_engine.processes import SERVICE_PID, ignore_launch_failure
+from servicekit.addresses import split_address
 from tandem_config.schema import RunConfig
 from weightsync.model.spec import ModelSpec
+from weightsync.transfer.communicators.interfaces import GLOO_INTERFACE, address_of, interface_of
 
 # Below this length a prefix cache does not pay: maintaining its tree costs more than computing prompts again (with
 # 6-token prompts it is 30 % of the whole generation), and SGLang shares no prefix below 32 tokens within a batch.
@@ -120,16 +121,16 @@ def engine_environment(
 
 def _hosts_environment(share: HostRanks, host: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Make the variables for a rendezvous at the leader's store, which ranks join as under torchrun."""
-    address = resolve(host)
-    store_host, _, store_port = share.store.rpartition(":")
+    address = address_of(host)
+    store_host, store_port = split_address(share.store)
     return {
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
         "MASTER_ADDR": store_host,
-        "MASTER_PORT": store_port,
+        "MASTER_PORT": str(store_port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",  # or a worker's Engine() would wait for its ranks' end
         "SGLANG_HOST_IP": address,
-        "GLOO_SOCKET_IFNAME": environ.get("GLOO_SOCKET_IFNAME") or interface_of(address),
+        GLOO_INTERFACE: environ.get(GLOO_INTERFACE) or interface_of(address),
     }
 
 

@@ -69,9 +69,7 @@ def _connect(url: str, decode_responses: bool) -> redis.Redis:
         )
         client.ping()
     except ValueError as error:
-        raise ConfigError(
-            f"Redis URL {shown} is malformed: {error}; expected redis://[user:password@]host:port"
-        ) from None
+        raise _malformed(shown, error) from None
     except redis.RedisError as error:
         kind = Unavailable if _is_transient(error) else ConfigError
         raise kind(f"Redis at {shown} {_explain(error, has_password=has_password)}") from error
@@ -130,12 +128,22 @@ def redact(url: str) -> str:
 
 def check_scheme(url: str) -> None:
     """Raise ConfigError unless it is a redis://, rediss:// or unix:// URL."""
-    scheme = urlsplit(url).scheme
+    try:
+        scheme = urlsplit(url).scheme
+    except ValueError as error:  # brackets that do not match
+        raise _malformed(redact(url), error) from None
     if scheme not in SCHEMES:
         raise ConfigError(
             f"Redis URL {redact(url)!r} has the scheme {scheme!r}; "
             "expected redis://host:port, rediss://host:port or unix:///path.sock"
         )
+
+
+def _malformed(shown: str, error: ValueError) -> ConfigError:
+    return ConfigError(
+        f"Redis URL {shown} is malformed: {error}; expected redis://user:password@host:port, an IPv6 host in brackets: "
+        "redis://[fd00::5]:6379"
+    )
 
 
 def _check_files(url: str) -> None:

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import redis
 
+from servicekit.addresses import split_address
 from servicekit.errors import (
     Aborted,
     AlreadyExists,
@@ -88,9 +89,8 @@ return nil
 
 def _refuses(address: str) -> bool:
     """Whether the host answers that nothing listens at host:port."""
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+        socket.create_connection(split_address(address), timeout=_CONNECT_TIMEOUT_S).close()
     except ConnectionRefusedError:
         return True
     except (OSError, ValueError):

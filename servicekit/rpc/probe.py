@@ -1,7 +1,8 @@
 """`python -m servicekit.rpc.probe readiness`: checks the health of this container's service; exits 0 if it serves.
 
 For health checks that are commands, as Docker's; Kubernetes checks over gRPC itself. Uses the plain health port
-(TANDEM_HEALTH_PORT) if it is set, else the service's own (TANDEM_GRPC_PORT), on the loopback address.
+(TANDEM_HEALTH_PORT) if it is set, else the service's own (TANDEM_GRPC_PORT), on the loopback address; or on the address
+of TANDEM_BIND_HOST, if the service listens on that alone.
 """
 
 import os
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from servicekit.addresses import ANY, LOOPBACK, WILDCARDS, join_address
 from servicekit.rpc.health import LIVENESS, READINESS, SERVING
 
 TIMEOUT_S = 3.0
@@ -27,13 +29,18 @@ def probe(what: str, environ: Mapping[str, str], timeout_s: float = TIMEOUT_S) -
     port = environ.get("TANDEM_HEALTH_PORT") or environ.get("TANDEM_GRPC_PORT")
     if what not in (READINESS, LIVENESS) or not port:
         return _USAGE
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+    with grpc.insecure_channel(join_address(_host(environ), port)) as channel:
         request = health_pb2.HealthCheckRequest(service=what)
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
         except grpc.RpcError as error:
             return f"port {port} does not answer: {error.code().name}"
     return "" if answer.status == SERVING else f"port {port}: {what} is not SERVING"
+
+
+def _host(environ: Mapping[str, str]) -> str:
+    bound = environ.get("TANDEM_BIND_HOST", "").strip("[]")
+    return LOOPBACK if bound in ("", ANY, *WILDCARDS) else bound
 
 
 def main() -> int:

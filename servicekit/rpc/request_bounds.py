@@ -9,6 +9,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from servicekit.addresses import split_address
 from servicekit.rpc.bounds import Bound, Choice, Flag, Items, Number, Rules, SubMessage, Table, Text, check_message
 
 # Of all ranks of a round: the largest runs that are known have a tenth.
@@ -152,7 +153,7 @@ BOUNDS: Table = {
         "nodes": _SIZE,
         "tensor_parallel": _SIZE,
         "host": _SIZE,
-        "store_address": Text(longest=300, pattern=r"[A-Za-z0-9._-]+:\d{1,5}"),
+        "store_address": Text(longest=300, pattern=r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}"),
     },
     "tandem_api.rollout.v1.BeatRequest": {"leader_id": _ID},
     "tandem_api.rollout.v1.LoadPublishedShardsRequest": {"leader_id": _ID, "published": SubMessage(required=True)},
@@ -201,7 +202,18 @@ def _possible_ranks(round_: Any) -> str:
     return f"it has replica {name} {count} times" if count > 1 else ""
 
 
-RULES: Rules = {"tandem_api.weights.v1.Round": _possible_ranks}
+def _possible_store(join: Any) -> str:
+    try:
+        split_address(join.store_address)
+    except ValueError as error:
+        return f"store_address: {error}"
+    return ""
+
+
+RULES: Rules = {
+    "tandem_api.weights.v1.Round": _possible_ranks,
+    "tandem_api.rollout.v1.JoinRequest": _possible_store,
+}
 
 
 def check_request(request: object) -> None:

@@ -11,6 +11,7 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from servicekit.addresses import join_address, split_address
 from servicekit.errors import ConfigError
 from servicekit.logs import get_logger
 from servicekit.rpc.boundary import RpcBoundary
@@ -119,15 +120,22 @@ def bind_address(server: Any, bind: str, credentials: grpc.ServerCredentials | N
     """
     if bind.startswith(_UNIX):
         _check_socket_is_free(Path(bind.removeprefix(_UNIX)))
-    elif ":" not in bind:
-        raise ConfigError(f"bind address {bind!r} has no port; write {bind}:0 for a free one")
+    else:
+        host = _host_of(bind)
     try:
         port = server.add_insecure_port(bind) if credentials is None else server.add_secure_port(bind, credentials)
     except RuntimeError as error:
         raise _bind_error(bind) from error
     if port == 0:
         raise _bind_error(bind)
-    return bind if bind.startswith(_UNIX) else f"{bind.rpartition(':')[0]}:{port}"
+    return bind if bind.startswith(_UNIX) else join_address(host, port)
+
+
+def _host_of(bind: str) -> str:
+    try:
+        return split_address(bind)[0]
+    except ValueError as error:
+        raise ConfigError(f"bind address: {error}; port 0 is a free one") from None
 
 
 def _bind_error(bind: str) -> ConfigError:

@@ -13,6 +13,7 @@ from google.protobuf.message_factory import GetMessageClass
 from servicekit.errors import InvalidRequest
 from servicekit.rpc.bounds import Bound, Choice, Flag, Items, Number, SubMessage, Text, check_message
 from servicekit.rpc.request_bounds import BOUNDS, BUCKET_BYTES, MAX_RANKS, RULES, TIMEOUT_S, check_request
+from tandem_api.rollout.v1 import worker_pb2
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import SyncSection
 from tests.house.repository import REPO
@@ -158,3 +159,16 @@ def limits(name: str) -> tuple[float, float]:
 
 def _marks(part: Any) -> list[Any]:
     return [mark for info in getattr(part, "__metadata__", ()) for mark in getattr(info, "metadata", [])]
+
+
+@pytest.mark.parametrize("store", ["10.0.0.7:29500", "rollout-0.rollout.ns.svc:1", "[fd00::5]:29500"])
+def test_a_store_may_be_at_an_address_of_either_family(store: str) -> None:
+    check_request(worker_pb2.JoinRequest(leader_id="a", replica="rollout-0", store_address=store))
+
+
+@pytest.mark.parametrize(
+    "store", ["", "fd00::5:29500", "[fd00::5::6]:29500", "[10.0.0.7]:29500", "h:65536", "[fd00::5]"]
+)
+def test_a_store_that_is_nowhere_is_refused(store: str) -> None:
+    with pytest.raises(InvalidRequest, match="store_address"):
+        check_request(worker_pb2.JoinRequest(leader_id="a", replica="rollout-0", store_address=store))

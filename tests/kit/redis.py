@@ -16,11 +16,23 @@ _SERVERS = ("redis-server", "valkey-server")
 
 
 class RedisProcess:
-    """A redis-server on a Unix socket in its own folder, for a `with` block; starts in about 15 ms."""
+    """A redis-server on a Unix socket in its own folder, for a `with` block; starts in about 15 ms.
 
-    def __init__(self, password: str = "", *, binary: Path | None = None, append_only: bool = False) -> None:
+    Args:
+        tcp: an address on which to listen as well, host and port.
+    """
+
+    def __init__(
+        self,
+        password: str = "",
+        *,
+        binary: Path | None = None,
+        append_only: bool = False,
+        tcp: tuple[str, int] | None = None,
+    ) -> None:
         self._binary = binary if binary is not None else _find_redis_server()
         self._append_only = append_only
+        self._tcp = tcp
         # Not tmp_path: a socket's path may have at most 107 bytes.
         self._folder = Path(tempfile.mkdtemp(prefix="redis-"))
         self._socket = self._folder / "s"
@@ -40,7 +52,9 @@ class RedisProcess:
 
     def start(self) -> None:
         """Start the server and wait until it answers."""
-        command = [str(self._binary), "--port", "0", "--unixsocket", str(self._socket), "--save", ""]
+        host, port = self._tcp if self._tcp is not None else ("127.0.0.1", 0)
+        command = [str(self._binary), "--bind", host, "--port", str(port)]
+        command += ["--unixsocket", str(self._socket), "--save", ""]
         # With it, acknowledged writes survive a crash; without it, the server starts empty again.
         command += ["--appendonly", "yes" if self._append_only else "no", "--appendfsync", "always"]
         command += ["--dir", str(self._folder), "--logfile", str(self._folder / "log")]

@@ -42,6 +42,11 @@ def at(address: str) -> dict[str, str]:
     return {"TANDEM_BIND_HOST": address, "TANDEM_ADVERTISE_HOST": address}
 
 
+def in_a_pod_at(address: str) -> dict[str, str]:
+    """Return the environment of a process as a pod with this address has it: it listens on all of its addresses."""
+    return {"TANDEM_BIND_HOST": "*", "TANDEM_ADVERTISE_HOST": address}
+
+
 class Replica:
     """One replica of a run: a process of `services` that the caller has started."""
 
@@ -52,9 +57,9 @@ class Replica:
         self.process: subprocess.Popen[bytes] = services.processes[name]
         self.log = services.log(name)
 
-    def start_worker(self, host: int, address: str, within: Sequence[str] = ()) -> "Replica":
-        """Start a further host of the engine, at another address of this machine; `within`: see Services.start()."""
-        name, variables = f"{self.name}-host-{host}", at(address) | {"TANDEM_HOST_INDEX": str(host)}
+    def start_worker(self, host: int, where: Mapping[str, str], within: Sequence[str] = ()) -> "Replica":
+        """Start a further host of the engine; `where`: at() of another address; `within`: see Services.start()."""
+        name, variables = f"{self.name}-host-{host}", {**where, "TANDEM_HOST_INDEX": str(host)}
         self.services.start(name, ["rollout_service", "--name", self.name], self.config, variables, within)
         return Replica(self.services, name, self.config)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from reward_service.serve import DRAIN_S
+from servicekit.addresses import any_host, join_address
 from servicekit.environment import ServerEnvironment
 from servicekit.tracing import ENDPOINT
 from tests.house.repository import REPO
@@ -249,7 +250,7 @@ def test_a_reward_server_is_found_where_its_readme_says(tmp_path: Path) -> None:
     environ = {name: each["value"] for name, each in environment(container).items()}
     assert str(port["port"]) == address[1]
     assert (ports[port["targetPort"]], ports["health"]) == (environ["TANDEM_GRPC_PORT"], environ["TANDEM_HEALTH_PORT"])
-    assert ServerEnvironment.from_env(environ).bind == f"0.0.0.0:{address[1]}"
+    assert ServerEnvironment.from_env(environ).bind == join_address(any_host(), address[1])
     assert template["spec"]["terminationGracePeriodSeconds"] > DRAIN_S
     program = container["command"][1].removeprefix("/opt/tandem/")
     assert (REPO / program).is_file()

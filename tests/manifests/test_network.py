@@ -1,11 +1,23 @@
 """Default deny, and the documented flows: every port is in a policy, every policy's port is somebody's."""
 
 import re
+from ipaddress import ip_network
 
 import pytest
 
+from servicekit.addresses import any_host
+from servicekit.environment import ServiceEnvironment
 from tests.house.repository import REPO
-from tests.manifests.kustomize import OVERLAYS, VARIANTS, Manifest, component_of, kinds, overlay, pod_templates
+from tests.manifests.kustomize import (
+    OVERLAYS,
+    VARIANTS,
+    Manifest,
+    component_of,
+    environment,
+    kinds,
+    overlay,
+    pod_templates,
+)
 
 # The node itself probes, and is let through; no policy can name it.
 FROM_THE_NODE = {"health"}
@@ -110,6 +122,45 @@ def test_beyond_the_namespace_there_is_dns_and_the_api(manifests: tuple[Manifest
     assert outward.pop("tracing", OTLP) == OTLP
     assert outward == {"dns": DNS, "coordinator": KUBERNETES_API}
     assert redis == EXTERNAL_REDIS
+
+
+@pytest.mark.parametrize(
+    ("pod_ips", "address"),
+    [
+        ("10.0.0.7", "10.0.0.7"),
+        ("fd00::5,10.0.0.7", "10.0.0.7"),
+        ("10.0.0.7,fd00::5", "10.0.0.7"),
+        ("fd00::5", "[fd00::5]"),
+    ],
+)
+def test_pods_of_every_family_of_addresses_are_reached(
+    manifests: tuple[Manifest, ...], pod_ips: str, address: str
+) -> None:
+    """The kubelet's own probes come to the first of a pod's addresses, whichever of them the services name."""
+    seen = set()
+    for template in pod_templates(manifests).values():
+        (container,) = template["spec"]["containers"]
+        variables = environment(container)
+        if "TANDEM_ADVERTISE_HOST" in variables:
+            seen.add(component_of(template))
+            assert variables["TANDEM_ADVERTISE_HOST"]["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIPs"}}
+            given = {"REDIS_URL": "redis://redis:6379", "TANDEM_RUN_ID": "demo", "TANDEM_RUN_DIR": "/tmp"}
+            given["TANDEM_BIND_HOST"] = str(variables["TANDEM_BIND_HOST"]["value"])
+            read = ServiceEnvironment.from_env({**given, "TANDEM_ADVERTISE_HOST": pod_ips})
+            assert read.advertised(50051) == f"{address}:50051"
+            assert read.bind_host == any_host()
+    assert seen >= {"coordinator", "trainer", "rollout"}
+
+
+def test_services_and_policies_are_of_no_one_family(manifests: tuple[Manifest, ...]) -> None:
+    """A Service gets the cluster's first family; a policy that names addresses beyond a node names those of both."""
+    for service in kinds(manifests, "Service"):
+        assert not {"ipFamilies", "ipFamilyPolicy"} & set(service["spec"]), service["metadata"]["name"]
+    for policy in kinds(manifests, "NetworkPolicy"):
+        for rule in policy["spec"].get("egress", []):
+            blocks = [ip_network(peer["ipBlock"]["cidr"]) for peer in rule.get("to", []) if "ipBlock" in peer]
+            beyond = {block.version for block in blocks if not block.is_link_local}
+            assert beyond in (set(), {4, 6}), policy["metadata"]["name"]
 
 
 def test_the_document_lists_the_flows() -> None:

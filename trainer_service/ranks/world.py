@@ -4,23 +4,24 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from servicekit.addresses import join_address
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, DeadlineExceeded
 from servicekit.logs import get_logger
 from servicekit.redis.registry import Registry
+from weightsync.transfer.communicators.interfaces import GLOO_INTERFACE, address_of, interface_of
 from weightsync.transfer.communicators.tcp_store import bound_store
 
 STORE_KEY = "trainer/store"
 CONNECT_TIMEOUT_S = 3.0
 RETRY_S = 0.2
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 log = get_logger(__name__)
 
@@ -45,7 +46,7 @@ class Place:
             raise ConfigError(f"RANK {rank} is not below WORLD_SIZE {world_size}")
         master = None
         if "MASTER_ADDR" in environ:
-            master = (environ["MASTER_ADDR"], _number(environ, "MASTER_PORT", 0))
+            master = (environ["MASTER_ADDR"].strip("[]"), _number(environ, "MASTER_PORT", 0))
             if master[1] == 0:
                 raise ConfigError("MASTER_ADDR is set and MASTER_PORT is not; set both or neither")
         return cls(rank=rank, world_size=world_size, local_rank=_number(environ, "LOCAL_RANK", rank), master=master)
@@ -88,9 +89,8 @@ def _torchrun_store(place: Place, timeout_s: float) -> dist.TCPStore:
             return bound_store(address, timeout_s, port=port, world_size=place.world_size)[0]
         timeout = timedelta(seconds=timeout_s)
         return dist.TCPStore(address, port, place.world_size, False, timeout, wait_for_workers=False)
-    return _retry(
-        lambda _: _try_store(place, address, port, timeout_s), timeout_s, f"rank {place.rank}: {address}:{port}"
-    )
+    where = f"rank {place.rank}: {join_address(address, port)}"
+    return _retry(lambda _: _try_store(place, address, port, timeout_s), timeout_s, where)
 
 
 def _publish_store(
@@ -150,14 +150,24 @@ def _try_store(
     return store
 
 
+def choose_interface(host: str, environ: MutableMapping[str, str]) -> None:
+    """Have gloo listen on the interface of `host`, unless one is given: else it would take what this machine's name is.
+
+    Raises: ConfigError: this machine has no such address.
+    """
+    if not environ.get(GLOO_INTERFACE):
+        environ[GLOO_INTERFACE] = interface_of(address_of(host))
+
+
 def connect(place: Place, store: dist.TCPStore, device: torch.device, host: str, timeout_s: float) -> dist.ProcessGroup:
     """Initialise torch.distributed (NCCL with CUDA, else gloo).
 
+    Args:
+        host: address at which the other ranks reach this one.
     Returns: a gloo group of all ranks for commands; it shares no stream and no tag with the engine's groups.
+    Raises: ConfigError: this host has no such address.
     """
-    if host in LOOPBACK:
-        # without it gloo listens on the address that the host's name resolves to
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    choose_interface(host, os.environ)
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -6,10 +6,11 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, JsonValue, ValidationInfo, field_validator
 
+from servicekit.addresses import split_address
 from tandem_config.sections.base import PositiveFloat, PositiveInt, about
 from tandem_config.sections.rewards.base import FailureSection, Timeout, compiled, wrong
 
-_ADDRESS = re.compile(r"unix:/.+|[^\s:/]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
+_SOCKET = re.compile(r"unix:/.+")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 # Fields of a request that have a setting of their own, or that the answer's reader cannot do without.
 _OWN_FIELDS = ("messages", "model", "temperature", "max_tokens", "stream", "n")
@@ -81,8 +82,12 @@ class RemoteReward(ServerSection):
     @field_validator("address")
     @classmethod
     def _is_an_address(cls, address: str) -> str:
-        if not _ADDRESS.fullmatch(address):
-            raise wrong("is no address", "host:port without a scheme, e.g. reward-server:50051, or unix:/path.sock")
+        if not _SOCKET.fullmatch(address):
+            try:
+                split_address(address)
+            except ValueError:
+                advice = "host:port without a scheme, e.g. reward-server:50051 or [fd00::5]:50051, or unix:/path.sock"
+                raise wrong("is no address", advice) from None
         return address
 
 

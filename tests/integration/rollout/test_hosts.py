@@ -12,7 +12,7 @@ from servicekit.redis.registry import Registry
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.kit.models import logprobs, make_model
-from tests.kit.replicas import Replica, Trainer, lone_replica
+from tests.kit.replicas import Replica, Trainer, at, lone_replica
 from tests.kit.round import CALL_S
 from tests.kit.waiting import until
 
@@ -48,7 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def start_pair(folder: Path, model: Path, redis_url: str) -> Pair:
     leader = lone_replica(folder, model, redis_url, tensor_parallel=2, nodes=2)
-    worker = leader.start_worker(1, "127.0.0.2")
+    worker = leader.start_worker(1, at("127.0.0.2"))
     try:
         leader.wait_up()
         return Pair(leader, worker, Trainer(leader))

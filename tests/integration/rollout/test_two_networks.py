@@ -1,10 +1,10 @@
 """An engine over two hosts that share neither loopback nor network: namespaces keep leader and worker apart.
 
-As a module, this is what happens inside of the leader's network. Arguments: folder, Redis, namespace of the worker.
+Once with IPv4, once with IPv6 alone, as pods of a cluster without IPv4 have it: 127.0.0.1 is on loopback only.
+As a module, this is what happens inside of the leader's network. Arguments: folder, Redis, namespace of the worker,
+family.
 """
 
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,52 +13,31 @@ from pathlib import Path
 import grpc
 import pytest
 
+from servicekit.addresses import join_address
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.kit.models import logprobs, make_model
-from tests.kit.replicas import Replica, Trainer, at, lone_replica
+from tests.kit.replicas import Replica, Trainer, in_a_pod_at, lone_replica
+from tests.networks import ENDS, WORKER_LINK, needs_ipv6, needs_namespaces, two_networks
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
-    pytest.mark.skipif(shutil.which("ip") is None, reason="network namespaces need the command ip (iproute2)"),
-]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600), *needs_namespaces]
 
-LEADER, WORKER = "10.77.0.1", "10.77.0.2"
-WORKER_LINK = "worker-end"
 PROMPT = [7, 8, 9, 10] * 4
 OWN_SHM = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh")
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+@pytest.fixture(params=["ipv4", pytest.param("ipv6", marks=needs_ipv6)])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture
-def namespaces() -> Iterator[tuple[str, str]]:
-    """Two network namespaces with a link between them and none to this machine's own network."""
-    names = (f"tandem-{os.getpid()}-a", f"tandem-{os.getpid()}-b")
-    try:
-        ip("netns", "add", names[0])
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"network namespaces are not allowed here: {error.stderr.decode()}")
-    try:
-        ip("netns", "add", names[1])
-        ends = ("leader-end", WORKER_LINK)
-        ip("link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1], "netns", names[1])
-        for name, end, address in zip(names, ends, (LEADER, WORKER), strict=True):
-            ip("-n", name, "address", "add", f"{address}/24", "dev", end)
-            ip("-n", name, "link", "set", end, "up")
-            ip("-n", name, "link", "set", "lo", "up")
+def namespaces(family: str) -> Iterator[tuple[str, str]]:
+    with two_networks(family) as names:
         yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True, timeout=20)
 
 
 def test_ranks_on_another_network_are_synced_by_messages_and_a_cut_ends_both(
-    tmp_path: Path, namespaces: tuple[str, str], redis_server: str
+    tmp_path: Path, namespaces: tuple[str, str], family: str, redis_server: str
 ) -> None:
     story = [
         sys.executable,
@@ -67,6 +46,7 @@ def test_ranks_on_another_network_are_synced_by_messages_and_a_cut_ends_both(
         str(tmp_path),
         redis_server,
         namespaces[1],
+        family,
     ]
     told = subprocess.run(
         ["ip", "netns", "exec", namespaces[0], *story], capture_output=True, text=True, timeout=500, check=False
@@ -74,17 +54,18 @@ def test_ranks_on_another_network_are_synced_by_messages_and_a_cut_ends_both(
     assert told.returncode == 0, told.stderr[-5000:]
 
 
-def main(folder: Path, redis_url: str, namespace: str) -> None:
+def main(folder: Path, redis_url: str, namespace: str, family: str) -> None:
     """Raises: AssertionError: what was not as it should be."""
+    here, there = ENDS[family]
     model = make_model(folder / "m")
-    leader = lone_replica(folder, model, redis_url, at(LEADER), tensor_parallel=2, nodes=2)
-    worker = leader.start_worker(1, WORKER, ["ip", "netns", "exec", namespace, *OWN_SHM])
+    leader = lone_replica(folder, model, redis_url, in_a_pod_at(here), tensor_parallel=2, nodes=2)
+    worker = leader.start_worker(1, in_a_pod_at(there), ["ip", "netns", "exec", namespace, *OWN_SHM])
     try:
-        trainer = Trainer(leader.wait_up(), LEADER)
+        trainer = Trainer(leader.wait_up(), here)
         sync(leader, trainer, model)
         trainer.close()
         subprocess.run(["ip", "-n", namespace, "link", "set", WORKER_LINK, "down"], check=True, timeout=20)
-        both_end(leader, worker)
+        both_end(leader, worker, there)
     finally:
         leader.close()
 
@@ -102,12 +83,13 @@ def sync(leader: Replica, trainer: Trainer, model: Path) -> None:
     assert ids == logprobs(model, PROMPT, ids, 1.0).argmax(-1).tolist(), ids
 
 
-def both_end(leader: Replica, worker: Replica) -> None:
+def both_end(leader: Replica, worker: Replica, there: str) -> None:
     """Nobody was killed: the link between them is cut."""
     assert (leader.process.wait(timeout=90), worker.process.wait(timeout=90)) == (1, 1)
-    assert f"host 1 of rollout-0 (rollout-0-host-1 at {WORKER}:" in leader.log.read_text(encoding="utf-8")
+    lost = f"host 1 of rollout-0 (rollout-0-host-1 at {join_address(there, '')}"
+    assert lost in leader.log.read_text(encoding="utf-8")
     assert "the leader of rollout-0 is lost: no beat for 15 s" in worker.log.read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4])

@@ -1,15 +1,14 @@
 """Which part of an engine a host runs, which interface its ranks use."""
 
-import socket
 from dataclasses import dataclass
 
 import pytest
 
 from rollout_service.hosts.host_ranks import HOST_INDEX, HostRanks, process_name
 from rollout_service.local_hosts import host_environments
-from rollout_service.sglang_engine.interfaces import interface_of, resolve
 from servicekit.errors import ConfigError
 from tandem_config.schema import RunConfig
+from weightsync.transfer.communicators.interfaces import address_of, interface_of
 
 
 def config(nodes: int) -> RunConfig:
@@ -41,17 +40,19 @@ def test_the_leader_has_the_replicas_name() -> None:
 
 @dataclass(frozen=True)
 class Address:
-    family: socket.AddressFamily
     address: str
 
 
 INTERFACES = {
-    "lo": [Address(socket.AF_INET, "127.0.0.1")],
-    "eth0": [Address(socket.AF_INET6, "fe80::1"), Address(socket.AF_INET, "10.1.2.3")],
+    "lo": [Address("127.0.0.1")],
+    "eth0": [Address("fe80::1%eth0"), Address("10.1.2.3"), Address("02:fc:00:00:00:01"), Address("fd00::5")],
 }
 
 
-@pytest.mark.parametrize(("address", "name"), [("10.1.2.3", "eth0"), ("127.0.0.1", "lo"), ("127.0.0.2", "lo")])
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [("10.1.2.3", "eth0"), ("fd00::5", "eth0"), ("127.0.0.1", "lo"), ("127.0.0.2", "lo"), ("::1", "lo")],
+)
 def test_an_address_leads_to_its_interface(address: str, name: str) -> None:
     assert interface_of(address, INTERFACES) == name
 
@@ -59,8 +60,10 @@ def test_an_address_leads_to_its_interface(address: str, name: str) -> None:
 def test_an_address_of_another_machine_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"10\.1\.2\.4 \(TANDEM_ADVERTISE_HOST\)"):
         interface_of("10.1.2.4", INTERFACES)
+    with pytest.raises(ConfigError, match=r"fd00::6 \(TANDEM_ADVERTISE_HOST\)"):
+        interface_of("fd00::6", INTERFACES)
     with pytest.raises(ConfigError, match=r"TANDEM_ADVERTISE_HOST=no\.such\.host\.invalid"):
-        resolve("no.such.host.invalid")
+        address_of("no.such.host.invalid")
 
 
 def test_hosts_of_one_machine_divide_its_gpus() -> None:

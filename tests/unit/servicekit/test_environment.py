@@ -1,9 +1,13 @@
 """Where a service listens, and where it says that others reach it."""
 
+import re
+
 import pytest
 
+from servicekit.addresses import any_host, join_address
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError
+from tests.networks import needs_ipv6
 
 GOOD = {"REDIS_URL": "redis://127.0.0.1:6379", "TANDEM_RUN_ID": "demo-1", "TANDEM_RUN_DIR": "/tmp"}
 
@@ -21,6 +25,11 @@ def read(**variables: str) -> ServiceEnvironment:
         # status.podIPs of a cluster with two families, whichever comes first.
         ({"TANDEM_ADVERTISE_HOST": "fd00::5,10.0.0.7"}, "127.0.0.1:0", "10.0.0.7:4711"),
         ({"TANDEM_ADVERTISE_HOST": "10.0.0.7,fd00::5"}, "127.0.0.1:0", "10.0.0.7:4711"),
+        # Of one with IPv6 alone.
+        ({"TANDEM_ADVERTISE_HOST": "fd00::5"}, "127.0.0.1:0", "[fd00::5]:4711"),
+        ({"TANDEM_ADVERTISE_HOST": "FD00:0::5, fd00::6"}, "127.0.0.1:0", "[fd00::5]:4711"),
+        ({"TANDEM_BIND_HOST": "fd00::5"}, "[fd00::5]:0", "[fd00::5]:4711"),
+        ({"TANDEM_BIND_HOST": "[::1]"}, "[::1]:0", "[::1]:4711"),
         ({"TANDEM_ADVERTISE_HOST": "rollout-0.rollout.ns.svc"}, "127.0.0.1:0", "rollout-0.rollout.ns.svc:4711"),
         # As a manifest writes a variable that has no value.
         ({"TANDEM_ADVERTISE_HOST": ""}, "127.0.0.1:0", "127.0.0.1:4711"),
@@ -31,10 +40,25 @@ def test_the_advertised_host_is_the_bind_host_unless_given(
 ) -> None:
     environment = read(**variables)
     assert environment.bind == bind
-    assert environment.advertised("0.0.0.0:4711") == environment.advertised(4711) == advertised
+    for bound in ("0.0.0.0:4711", "[::]:4711", 4711):
+        assert environment.advertised(bound) == advertised
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_pod_listens_on_every_address_that_it_has() -> None:
+    environment = read(TANDEM_BIND_HOST="*", TANDEM_ADVERTISE_HOST="10.0.0.7", TANDEM_HEALTH_PORT="8081")
+    assert environment.bind_host == any_host()
+    assert environment.bind == join_address(any_host(), 0)
+    assert environment.health_bind == join_address(any_host(), 8081)
+
+
+def test_ipv6_that_the_kernel_does_not_have_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("servicekit.environment.any_host", lambda: "0.0.0.0")
+    with pytest.raises(ConfigError, match=r"TANDEM_BIND_HOST='::' is wrong.*no IPv6; \* is every address"):
+        read(TANDEM_BIND_HOST="::", TANDEM_ADVERTISE_HOST="10.0.0.7")
+    assert read(TANDEM_BIND_HOST="*", TANDEM_ADVERTISE_HOST="10.0.0.7").bind_host == "0.0.0.0"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", pytest.param("::", marks=needs_ipv6)])
 @pytest.mark.parametrize("name", ["TANDEM_BIND_HOST", "TANDEM_ADVERTISE_HOST"])
 def test_an_address_that_nobody_can_connect_to_is_refused_by_name(name: str, host: str) -> None:
     with pytest.raises(ConfigError, match="TANDEM_ADVERTISE_HOST") as caught:
@@ -43,14 +67,25 @@ def test_an_address_that_nobody_can_connect_to_is_refused_by_name(name: str, hos
     assert "status.podIP" in str(caught.value)
 
 
-def test_an_address_with_a_port_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"TANDEM_ADVERTISE_HOST='10\.0\.0\.7:80' is wrong.*the port is added"):
-        read(TANDEM_ADVERTISE_HOST="10.0.0.7:80")
+@pytest.mark.parametrize("name", ["TANDEM_BIND_HOST", "TANDEM_ADVERTISE_HOST"])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("10.0.0.7:80", "the port is added"),
+        ("[fd00::5]:80", "the port is added"),
+        ("fd00::5::6", "not a host name or an address"),
+        ("fe80::1%eth0", "has a scope"),
+        ("http://coordinator", "not a host name or an address"),
+    ],
+)
+def test_what_is_no_host_is_refused_by_name(name: str, given: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}={re.escape(repr(given))} is wrong.*{said}"):
+        read(**{name: given})
 
 
-@pytest.mark.parametrize("given", ["fd00::5", "fd00::5,fd00::6"])
-def test_a_pod_without_an_ipv4_address_is_refused_by_name(given: str) -> None:
-    with pytest.raises(ConfigError, match=f"TANDEM_ADVERTISE_HOST='{given}' is wrong.*IPv4"):
+@pytest.mark.parametrize("given", ["fe80::1", "fe80::1,fd00::5", "10.0.0.7,"])
+def test_an_address_that_no_other_machine_can_use_is_refused(given: str) -> None:
+    with pytest.raises(ConfigError, match=f"TANDEM_ADVERTISE_HOST='{given}' is wrong"):
         read(TANDEM_ADVERTISE_HOST=given)
 
 

@@ -6,9 +6,12 @@ from collections.abc import Callable
 import pytest
 from structlog.testing import capture_logs
 
+from servicekit.addresses import join_address
 from servicekit.errors import ConfigError, Unavailable
 from servicekit.redis.client import connect, redact, with_tls_files
+from tests.kit.processes import free_port
 from tests.kit.redis import RedisProcess
+from tests.networks import needs_ipv6
 
 
 def test_replies_are_text(redis_server: str) -> None:
@@ -20,6 +23,22 @@ def test_replies_are_text(redis_server: str) -> None:
 def test_a_server_that_is_not_there_is_unreachable_by_name() -> None:
     with pytest.raises(Unavailable, match=r"redis://ann:\*\*\*@127\.0\.0\.1:1/0 is unreachable.*REDIS_URL"):
         connect("redis://ann:secret@127.0.0.1:1/0")
+
+
+@needs_ipv6
+def test_a_server_is_reached_by_ipv6() -> None:
+    endpoint = ("::1", free_port())
+    with RedisProcess("pass", tcp=endpoint):
+        assert connect(f"redis://:pass@{join_address(*endpoint)}/0").ping()
+
+
+@pytest.mark.parametrize("host", ["fd00::5:6379", "::1:6379/0", "[fd00::5:6379"])
+def test_an_ipv6_host_without_its_brackets_is_malformed(host: str) -> None:
+    """Said without the password."""
+    with pytest.raises(
+        ConfigError, match=r"redis://ann:\*\*\*@.* is malformed: .*in brackets: redis://\[fd00::5\]:6379"
+    ):
+        connect(f"redis://ann:secret@{host}")
 
 
 def test_a_server_that_comes_late_is_waited_for_and_said_so_once(redis_process: Callable[..., RedisProcess]) -> None:

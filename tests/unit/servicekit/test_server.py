@@ -151,6 +151,7 @@ async def test_an_address_in_use_is_named(serve_echo: ServeEcho, tmp_path: Path,
     [
         ("192.0.2.1:0", "cannot listen on 192.0.2.1:0"),
         ("127.0.0.1", "'127.0.0.1' has no port"),
+        ("fd00::5:0", "'fd00::5:0' is no host:port"),
         ("unix:/nowhere/at/all.sock", "there is no folder /nowhere/at"),
     ],
 )

@@ -8,6 +8,7 @@ from concurrent.futures import Future, wait
 import torch
 import torch.distributed as dist
 
+from servicekit.addresses import join_address
 from servicekit.errors import Aborted, DeadlineExceeded, PeerLost
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
@@ -144,7 +145,7 @@ class CommunicatorCache:
         rendezvous = self._lease.rendezvous
         if self._lease.slot == trainer_slot(0):
             store, port = bound_store(self._host, round_.formation_timeout_s)
-            endpoint = f"{self._host}:{port} {round_.round_id}"
+            endpoint = f"{join_address(self._host, port)} {round_.round_id}"
             rendezvous.bind_endpoint(self._lease.slot, self._lease.worker_id, round_.epoch, endpoint)
             return store
         bound = rendezvous.wait_until(

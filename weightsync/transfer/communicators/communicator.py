@@ -20,6 +20,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from servicekit.addresses import split_address
 from servicekit.errors import DeadlineExceeded, PeerLost
 from weightsync.transfer.communicators.nccl import build_lanes
 
@@ -258,9 +259,9 @@ def _on_device(buffer: torch.Tensor) -> bool:
 
 def join_store(endpoint: str, timeout_s: float) -> dist.TCPStore:
     """Connect to a store at "host:port". Raises: PeerLost: it does not answer."""
-    host, _, port = endpoint.rpartition(":")
+    host, port = split_address(endpoint)
     try:
-        return dist.TCPStore(host, int(port), None, False, timedelta(seconds=timeout_s))
+        return dist.TCPStore(host, port, None, False, timedelta(seconds=timeout_s))
     except (RuntimeError, dist.DistNetworkError) as error:
         raise PeerLost(f"the TCP store at {endpoint} does not answer: {error}") from error
 

@@ -1,9 +1,10 @@
 """torch's TCP store, bound to one address: by default it listens on every address of the machine."""
 
-import socket
 from datetime import timedelta
 
 import torch.distributed as dist
+
+from servicekit.addresses import LOOPBACK, WILDCARDS, listen
 
 
 def bound_store(
@@ -12,16 +13,17 @@ def bound_store(
     """Serve a store on `host` alone, on a socket bound here: no other process can take its port in between.
 
     Args:
-        host: name or IPv4 address of this machine; the wildcard only if the process is configured so.
+        host: name or address of this machine; a wildcard only if the process is configured so.
         timeout_s: how long a read waits.
         port: 0 for one that the system chooses.
     Returns: the store, which is served for as long as it is referenced, and its port.
     Raises: OSError: the address is in use or not one of this machine.
     """
-    listener = socket.create_server((host, port))
+    listener = listen(host, port)
     bound: int = listener.getsockname()[1]
     store = dist.TCPStore(
-        host,
+        # Its own connection to itself: without IPv6 addresses on this machine, `::` can be listened on, not reached.
+        LOOPBACK if host in WILDCARDS else host,
         bound,
         world_size,
         True,
