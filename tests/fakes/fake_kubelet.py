@@ -134,11 +134,12 @@ class FakeKubelet:
         self._engine.run("stop", "--time", str(grace_s), self._container(name), timeout_s=grace_s + 60)
         return self.exit_code(name)
 
-    def logs(self, name: str) -> str:
-        """The end of a container's output."""
-        command = [self._engine.docker, "logs", "--tail", "30", self._container(name)]
+    def logs(self, name: str, *, whole: bool = False) -> str:
+        """A container's output, or the end of it."""
+        lines = [] if whole else ["--tail", "30"]
+        command = [self._engine.docker, "logs", *lines, self._container(name)]
         done = subprocess.run(command, env=self._engine.environ, capture_output=True, text=True, check=False)
-        return (done.stdout + done.stderr)[-4000:]
+        return (done.stdout + done.stderr) if whole else (done.stdout + done.stderr)[-4000:]
 
     def claim(self, name: str) -> Path:
         """The folder behind a PersistentVolumeClaim."""

@@ -24,7 +24,7 @@ from tests.monitoring.test_rules import ALL_RULES
 RUN_S = 900.0
 # Scrapes are 5 s apart, evaluations 15 s.
 SCRAPED_S = 120.0
-MAX_COORDINATOR_BYTES = 370_000_000
+MAX_COORDINATOR_BYTES = 400_000_000
 ENGINES = ("trainer", "rollout-0", "rollout-1")
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(2 * BUILD_S)]
