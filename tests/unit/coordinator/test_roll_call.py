@@ -52,7 +52,6 @@ def roll_call(
     trainer: Service, replicas: Sequence[Service], group: FakeGroup, ending: asyncio.Event, min_replicas: int = 1
 ) -> RollCall:
     sender: Any = trainer
-    times = dict.fromkeys(("probe_timeout_s", "slots_timeout_s", "timeout_s"), LONG_S)
     return RollCall(
         trainer=sender,
         fleet=StaticFleet(replicas),
@@ -60,7 +59,9 @@ def roll_call(
         min_replicas=min_replicas,
         ending=ending,
         agreement=Agreement(),
-        **times,
+        probe_timeout_s=LONG_S,
+        slots_timeout_s=LONG_S,
+        timeout_s=LONG_S,
     )
 
 
