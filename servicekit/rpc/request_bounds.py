@@ -154,6 +154,7 @@ BOUNDS: Table = {
         "tensor_parallel": _SIZE,
         "host": _SIZE,
         "store_address": Text(longest=300, pattern=r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}"),
+        "settings": Text(longest=4096),
     },
     "tandem_api.rollout.v1.BeatRequest": {"leader_id": _ID},
     "tandem_api.rollout.v1.LoadPublishedShardsRequest": {"leader_id": _ID, "published": SubMessage(required=True)},

@@ -110,6 +110,14 @@ def test_without_a_token_nothing_is_answered(api: FakeCluster, tmp_path: Path) -
     assert status_of(core.list_namespaced_pod, NAMESPACE) == 401
 
 
+def test_a_pods_client_writes_the_scheme_of_its_token_in_small_letters(api: FakeCluster) -> None:
+    """`load_incluster_config` does; refused, a coordinator in a container had run without the API."""
+    api.bind(role_rules())
+    configuration = client.Configuration(host=f"http://127.0.0.1:{api.port}")
+    configuration.api_key["authorization"] = f"bearer {TOKENS[COORDINATOR]}"
+    assert client.CoreV1Api(client.ApiClient(configuration)).list_namespaced_pod(NAMESPACE).items != []
+
+
 def test_an_operator_has_no_role_and_is_refused_what_anyone_is(api: FakeCluster, tmp_path: Path) -> None:
     of_operator = config.new_client_from_config(str(api.write_kubeconfig(tmp_path / "operator", NAMESPACE)))
     core, apps = client.CoreV1Api(of_operator), client.AppsV1Api(of_operator)

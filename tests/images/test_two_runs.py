@@ -109,7 +109,7 @@ def test_two_runs_in_a_namespace_end_by_themselves(team: Team) -> None:
     until(partial(is_over, team, "red"), RUN_S, interval_s=LOOK_S)
     assert kubelet.exit_code("red-coordinator") == 0, kubelet.logs("red-coordinator")
     # It has given back what was its own; the other's are what they were.
-    assert replicas(team, "red") == {"trainer": 0, "rollout": 0}
+    assert replicas(team, "red") == {"trainer": 0, "rollout": 0}, kubelet.logs("red-coordinator")
     assert replicas(team, "blue") == {"trainer": 1, "rollout": 2}
     assert kubelet.is_running("blue-coordinator"), "the longer run was over first: the test shows too little"
     for pod in ("rollout-1", "rollout-0", "trainer-0", "redis-0"):

@@ -60,7 +60,7 @@ def claims(answers: Answers, built: Iterable[Manifest]) -> list[Manifest]:
 
 def storage(answers: Answers, built: Iterable[Manifest]) -> list[Manifest]:
     """Make the patches of the storage class of the claims that are a run's own."""
-    own = [each for each in built if each["kind"] == "PersistentVolumeClaim" and not is_shared(each)]
+    own = [manifest for manifest in built if manifest["kind"] == "PersistentVolumeClaim" and not is_shared(manifest)]
     spec = {"storageClassName": answers.storage_class}
     return [_head(manifest) | {"spec": spec} for manifest in own] if answers.storage_class else []
 

@@ -47,7 +47,10 @@ class Handler(BaseHTTPRequestHandler):
         """Raises: Refusal: 401."""
         if self.headers.get("User-Agent", "").startswith("kubectl/"):
             return OPERATOR
-        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        # Pods' clients write the scheme in small letters, which counts as the same.
+        scheme, _, token = self.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            token = ""
         user = next((name for name, each in self.cluster.tokens.items() if each == token), None)
         if user is None:
             raise refusal(401, "Unauthorized", "Unauthorized")

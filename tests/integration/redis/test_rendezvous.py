@@ -138,8 +138,9 @@ def test_who_was_away_does_not_take_its_slot_from_a_newer_one(server: Callable[.
     assert group.snapshot().members == {"rollout-0/0": "newer"}
 
 
-def is_refused(lease: SlotLease) -> bool:
-    """Whether a check says that another has the slot; asked at once, since that may be over in a moment."""
+def is_refused(lease: SlotLease, group: Rendezvous) -> bool:
+    """Whether a rank finds that an intruder has its slot, which has it for a moment, from each call of this on."""
+    group.join("rollout-0/0", "intruder", 0.6)
     try:
         lease.check()
     except Evicted:
@@ -150,8 +151,7 @@ def is_refused(lease: SlotLease) -> bool:
 def test_a_rank_whose_slot_another_held_for_a_while_comes_back(group: Rendezvous) -> None:
     lease = SlotLease(group, "rollout-0/0", 0.3, '{"device": "cpu"}')
     lease.start()
-    group.join("rollout-0/0", "intruder", 0.6)
-    until(lambda: is_refused(lease))
+    until(lambda: is_refused(lease, group))
     until(lambda: not lease.evicted)
     assert group.snapshot().members == {"rollout-0/0": lease.worker_id}
     assert group.facts() == {"rollout-0/0": '{"device": "cpu"}'}
