@@ -79,7 +79,7 @@ class FakeKubelet:
             name = obj["metadata"]["name"]
             phase, ready = "Running", False
             if self.is_running(name):
-                ready = self.succeeds(name, "readinessProbe")
+                ready = self._answers(name, "readinessProbe")  # not if it ends meanwhile
             else:
                 phase = "Failed" if self.exit_code(name) else "Succeeded"
             conditions = [{"type": "Ready", "status": str(ready)}]
@@ -108,6 +108,9 @@ class FakeKubelet:
     def succeeds(self, name: str, probe: str) -> bool:
         """Asks once, as the kubelet does. Raises: AssertionError: the container has ended."""
         assert self.is_running(name), f"{name} has ended: {self.logs(name)}"
+        return self._answers(name, probe)
+
+    def _answers(self, name: str, probe: str) -> bool:
         pod = self.pods[name]
         how = pod.container[probe]
         if "exec" in how:
