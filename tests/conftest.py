@@ -20,7 +20,8 @@ SPREAD = ("tests/chaos/",)
 TOGETHER = ("tests/images/",)
 # The order of work: what takes a worker minutes begins first, what comes in small pieces fills the gaps at the end.
 FIRST = ("tests/images/", "tests/e2e/", "tests/integration/", "tests/contract/")
-LAST = ("tests/chaos/",)
+# And then what leaves process groups behind, whose threads slow down what measures time.
+LAST = ("tests/chaos/", "tests/unit/trainer/")
 
 
 class BySharedEngines(LoadScopeScheduling):
@@ -49,7 +50,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _turn(nodeid: str) -> int:
     if nodeid.startswith(FIRST):
         return next(turn for turn, folder in enumerate(FIRST) if nodeid.startswith(folder))
-    return len(FIRST) + 1 if nodeid.startswith(LAST) else len(FIRST)
+    last = next((turn for turn, folder in enumerate(LAST, start=1) if nodeid.startswith(folder)), 0)
+    return len(FIRST) + last
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:

@@ -264,14 +264,14 @@ async def test_replicas_that_are_all_preempted_are_waited_for_as_long_as_they_ar
     names = ("rollout-0", "rollout-1")
     times = {"formation_timeout_s": 1.0}
     async with pods(api, environment) as (_, rollouts):
-        coordinator = start(with_settings(kube_config, rollout={"rejoin_timeout_s": 1.0}, sync=times))
+        coordinator = start(with_settings(kube_config, rollout={"rejoin_timeout_s": 4.0}, sync=times))
         for name in names:
             await got_work(rollouts, name, starts=1)
         await iterated(environment, 2)
         for name in names:
             api.put(gated(name, "rollout", environment.run_id))
         with pytest.raises(subprocess.TimeoutExpired):  # it does not end
-            await asyncio.to_thread(coordinator.process.wait, 6.0)
+            await asyncio.to_thread(coordinator.process.wait, 9.0)
         said = await asyncio.to_thread(coordinator.status)
         queued = "pods of rollout are queued: held by the scheduling gate kueue.x-k8s.io/admission"
         assert ("trouble", f"{queued}: the run waits as long as they are queued") in said
