@@ -1,4 +1,4 @@
-# The coordinator: CPU only, no torch, 390 MB, of which pyarrow is 100. `make images` builds it; docs/docker.md says what can be set.
+# The coordinator: CPU only, no torch, less than 400 MB, a quarter of it pyarrow. `make images` builds it; docs/docker.md says what can be set.
 #
 # BASE: a Debian-like image with Python 3.11 and pip, pinned. TRACKERS=1 adds 130 MB for TensorBoard,
 # Weights & Biases and MLflow.
