@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from trainer_service.batch.packed import Packed
@@ -54,6 +55,8 @@ class Schedule:
 
     def __init__(self, chunks: list[DistributedDataParallel]) -> None:
         self._chunks = chunks
+        layers = [layer for chunk in chunks for layer in chunk.modules()]
+        self._dispatchers = [layer.token_dispatcher for layer in layers if isinstance(layer, MoELayer)]
         self._run = get_forward_backward_func()
 
     def measure(
@@ -75,6 +78,17 @@ class Schedule:
         Every data-parallel rank must call this, with at least one micro-batch.
         """
         self._through(batches, on_tokens, forward_only=False)
+        self._forget_graph()
+
+    def _forget_graph(self) -> None:
+        """Let go of the pass's autograd graph, which mcore's token dispatchers would keep until the next pass.
+
+        Python does not see that its nodes have hooks which refer to the model: a closed engine would never be freed.
+        """
+        for dispatcher in self._dispatchers:
+            for name, value in vars(dispatcher).items():
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    setattr(dispatcher, name, None)
 
     def _through(self, batches: Sequence[MicroBatchTensors], on_tokens: TokenFunction, *, forward_only: bool) -> None:
         if not batches:

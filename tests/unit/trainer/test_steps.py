@@ -176,10 +176,13 @@ def test_by_default_the_step_is_undone(make_engine: Make) -> None:
     assert same(state_of(engine), before)
 
 
-def test_a_closed_engine_leaves_no_threads(make_engine: Make) -> None:
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_closed_engine_leaves_no_threads(make_engine: Make, trained: bool) -> None:
     def threads() -> int:
-        make_engine()  # closes the one before
+        engine = make_engine()  # closes the one before
         gc.collect()
+        if trained:
+            engine.train_step(SAMPLES, NUM_UPDATES)
         return sum(1 for _ in Path("/proc/self/task").iterdir())
 
     first = threads()
