@@ -16,6 +16,7 @@ from tests.e2e.conftest import Tandem, pid_of, rows_of, run_arguments, summary_o
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(3000)]
 
 KILLS, ITERATIONS, SEED = 10, 40, 11
+MOST_BETWEEN = 2  # iterations
 VICTIMS = ("trainer_service", "rollout_service", "coordinator")
 CURVE = ("loss", "grad_norm", "reward_mean", "entropy", "response_length_mean")
 SETTINGS = {
@@ -38,19 +39,20 @@ def curves(folder: Path) -> dict[str, list[float]]:
 
 
 def kill(run: Tandem, folder: Path, chance: random.Random) -> str:
-    """Kill a service at a random moment after the next iteration; wait while it is being started again."""
-    done = len(rows_of(folder))
+    """Kill a service at a random moment of one of the next iterations; wait while it is being started again."""
+    begins = len(rows_of(folder)) + chance.randint(1, MOST_BETWEEN)
     deadline_s = time.monotonic() + 300
-    while len(rows_of(folder)) <= done and run.process.poll() is None and time.monotonic() < deadline_s:
+    while len(rows_of(folder)) < begins and run.process.poll() is None and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    time.sleep(chance.uniform(0.0, 3.0))
+    # not in seconds: a fast machine would be through with all iterations before the last kill
+    time.sleep(chance.random() * rows_of(folder)[-1]["iteration_s"])
     victim = chance.choice(VICTIMS)
     while run.process.poll() is None and time.monotonic() < deadline_s:
         with contextlib.suppress(AssertionError, ProcessLookupError):
             os.kill(pid_of(run, victim), signal.SIGKILL)
             return victim
         time.sleep(0.2)
-    raise AssertionError(f"no {victim} to kill after iteration {done}; output:\n" + run.output())
+    raise AssertionError(f"no {victim} to kill in iteration {begins + 1}; output:\n" + run.output())
 
 
 def test_ten_kills_do_not_bend_the_curve(tandem: Callable[..., Tandem], tmp_path: Path) -> None:
