@@ -110,9 +110,9 @@ class Tandem:
         return [process for process in psutil.process_iter() if is_ours(process)]
 
     def assert_nothing_left(self) -> None:
-        """Polls for 20 s: after SIGKILL of the launcher the guards need a moment."""
+        """Polls for twice the guards' grace period: a service that imports its engine notices SIGTERM after that."""
         with contextlib.suppress(AssertionError):
-            until(lambda: not self.processes(), 20.0, interval_s=0.05)
+            until(lambda: not self.processes(), 60.0, interval_s=0.05)
         assert not (survivors := self.processes()), f"still running: {survivors}"
 
 

@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
-from launcher.deploy.live.api import OperatorApi, names, of_run
-from launcher.deploy.live.run import JOB, POD, RUN_ROOT
+from launcher.deploy.live.api import OperatorApi
+from launcher.deploy.live.run import JOB, RUN_ROOT
 from launcher.deploy.live.streams import STDOUT, run_in_pod
 from launcher.deploy.results.commands import RunFiles
 from launcher.deploy.results.helper_pod import CONTAINER, helper_pod
@@ -36,15 +36,13 @@ def check_removable(api: OperatorApi, run: str, source: RunFiles) -> None:
 
 
 def remove_files(api: OperatorApi, run: str, source: RunFiles, say: Callable[[str], None], *, timeout_s: float) -> None:
-    """Remove the folder; one that is gone is fine.
+    """Remove the folder, whose run has no pods any more; one that is gone is fine.
 
     Args:
         timeout_s: until the pod runs.
-    Raises: NotReady: pods of the run are there, or the pod cannot start; ConfigError: it is not this run's folder;
-        DeadlineExceeded; Unavailable: it broke off, and can be repeated.
+    Raises: NotReady: the pod cannot start; ConfigError: it is not this run's folder; DeadlineExceeded; Unavailable: it
+        broke off, and can be repeated.
     """
-    if pods := api.find(POD, of_run(run)):
-        raise NotReady(f"pods of run {run} are still there, its files stay: {', '.join(names(pods))}")
     with helper_pod(api, run, source.image, source.claim, read_only=False, timeout_s=timeout_s) as pod:
         for left in reversed(range(TRIES)):
             try:

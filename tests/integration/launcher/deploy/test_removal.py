@@ -107,7 +107,7 @@ def test_a_place_that_is_no_runs_is_refused_before_anything_is_deleted(
     deploy: Deploy, cluster: FakeCluster, folder: Path
 ) -> None:
     before = dict(cluster.objects)
-    for place in ("", "/", "/../run", "/../../other", "/math/../other"):
+    for place in ("", "/", "/../run", "/../../other", "/math/../other", "s/math"):
         done = deploy(*DELETE, "--run-dir", f"/var/lib/tandem/run{place}")
         assert (done.code, "is not a folder of its own below" in done.text) == (2, True), done.text
     done = deploy("delete", "math", "--yes", "--run-dir", "/var/lib/tandem/run/math")  # without --files
