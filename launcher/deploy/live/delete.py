@@ -2,10 +2,10 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from launcher.deploy.live.api import OperatorApi, names, of_run
-from launcher.deploy.live.kinds import CLAIM, KINDS, MAKES_PODS
+from launcher.deploy.live.kinds import CLAIM, KINDS, MAKES_PODS, Kind
 from launcher.deploy.live.run import POD, LiveRun
 from servicekit.errors import DeadlineExceeded, PermissionDenied, TandemError
 
@@ -24,18 +24,19 @@ def delete_run(
     Raises: DeadlineExceeded: pods are still there after `timeout_s`; names them.
     """
     errors: list[TandemError] = []
-    for kind in KINDS:
-        if kind is POD or (kind is CLAIM and not claims):
-            continue
-        if kind not in MAKES_PODS and kind in run.objects:
-            _await_no_pods(api, run, timeout_s)
-        for name in names(run.objects.get(kind, [])):
-            try:
-                if api.delete(kind, name):
-                    say(f"{kind.name}/{name} deleted")
-            except PermissionDenied as error:
-                errors.append(error)
+
+    def delete(kinds: Iterable[Kind]) -> None:
+        for kind in kinds:
+            for name in names(run.objects.get(kind, [])):
+                try:
+                    if api.delete(kind, name):
+                        say(f"{kind.name}/{name} deleted")
+                except PermissionDenied as error:
+                    errors.append(error)
+
+    delete(kind for kind in MAKES_PODS if kind is not POD)
     _await_no_pods(api, run, timeout_s)
+    delete(kind for kind in KINDS if kind not in MAKES_PODS and (claims or kind is not CLAIM))
     kept = [] if claims else names(run.objects.get(CLAIM, []))
     if kept:
         say(f"kept: claim {', '.join(kept)} (--claims deletes what is on them too)")

@@ -304,9 +304,12 @@ def test_pods_that_do_not_end_are_named(deploy: Deploy, cluster: FakeCluster, ap
     names = pods_of(cluster, applied)
     pod = cluster.objects["Pod", "team", names["trainer"]]
     cluster.put({**pod, "metadata": {**pod["metadata"], "name": "stays"}})  # of no set that is deleted
+    needed = {kind: cluster.names(kind) for kind in ("ConfigMap", "Service", "ServiceAccount")}
     done = deploy("delete", "math", "--yes", "--timeout-s", "1")
     assert done.code == 1
     assert "stays" in done.text
+    assert cluster.names("StatefulSet") == []
+    assert {kind: cluster.names(kind) for kind in needed} == needed  # pods that end may still want them
 
 
 def test_without_a_cluster_the_context_is_named(
