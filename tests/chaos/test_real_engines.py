@@ -65,9 +65,10 @@ class HarmedRounds(RoundClient):
 
 
 class HarmingTrainer(Trainer):
-    """Does harm once a phase is under way everywhere: all participants are called at the same time.
+    """Does harm while a phase is under way everywhere: all participants are called at the same time.
 
-    In TRANSFER, once the first replica has got some of its bytes and still lacks others.
+    In TRANSFER, once the first replica has got some of its bytes and still lacks others; in other phases the one that
+    is to be killed is frozen before, since it could have done its part by then.
     """
 
     def __init__(self, address: str, fleet: "RealFleet", victim: str, phase: int, harm: signal.Signals) -> None:
@@ -80,8 +81,11 @@ class HarmingTrainer(Trainer):
         self.rounds = HarmedRounds(self, self.rounds)
 
     async def run_phase(self, rounds: RoundClient, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
+        strikes = phase == self._phase and not self.done
+        if strikes and phase != TRANSFER:
+            self._fleet.send_signal(self._victim, STOP)
         call = asyncio.create_task(rounds.run_phase(phase, round_))
-        if phase == self._phase and not self.done:
+        if strikes:
             self.done = True
             await asyncio.to_thread(self._strike)
         return await call

@@ -29,7 +29,8 @@ async def test_kl_is_taken_off_the_rewards_that_are_trained_on(
         length = row["response_length_mean"]
         assert row["kl_reference"] == pytest.approx(np.exp(-0.25) + 0.25 - 1, rel=1e-6)
         assert row["kl_reward"] == pytest.approx(1000 * length, rel=1e-6)
-        assert row["trainer_compute_s"] >= 0.9 * row["reference_s"] > 0
+        # the passes are of the trainer's seconds, beside those of its step
+        assert trainer.compute_s < row["trainer_compute_s"] <= trainer.compute_s + row["reference_s"]
         assert row["kl_loss"] is None
     for step in trainer.steps:
         groups = defaultdict(list)
