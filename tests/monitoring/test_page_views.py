@@ -107,7 +107,10 @@ def test_smoothing_keeps_the_raw_curve_beside_the_smooth_one(page: Browser, url:
 
 
 def test_samples_show_their_mask_their_versions_and_what_has_changed(page: Browser, url: str) -> None:
-    page.open(f"{url}#view=samples&key=secret&sort=best&compare=earlier", ready="document.querySelector('ins')")
+    # Groups are compared one by one, in the order in which their answers come.
+    compared = "[...document.querySelectorAll('.group header')].every(x => !x.textContent.includes('looking for'))"
+    ready = f"document.querySelector('ins') && {compared}"
+    page.open(f"{url}#view=samples&key=secret&sort=best&compare=earlier", ready=ready)
     assert page.eval("[...document.querySelectorAll('ins')].map(each => each.textContent).join(' ')").split() == [
         "right",
         "4",
