@@ -21,18 +21,18 @@ from tools.conditions import commit, cpu, now
 CONFIG = Path("examples/arithmetic/arithmetic.yaml")
 TRL_PYTHON = Path(".cache/bench-train-venv/bin/python")
 DEADLINE_S = 600
-# "default" is the demo as it is: TP2 and two replicas.
+# "default" is the demo as it is: TP2 and two replicas, and prompts that are computed once for several samples.
 WAYS: Mapping[str, Sequence[str]] = {
     "default": (),
+    "prompts not shared": ("trainer.share_prompts=false",),
     "dp2": ("trainer.tensor_parallel=1", "trainer.data_parallel=2"),
-    "tp1": ("trainer.tensor_parallel=1",),
-    "tp1, 1 replica": ("trainer.tensor_parallel=1", "rollout.replicas=1"),
-    "dp2, shared prompts": (
+    "dp2, whole prompts": (
         "trainer.tensor_parallel=1",
         "trainer.data_parallel=2",
-        "trainer.share_prompts=true",
         "grpo.updates_divide=prompts",
     ),
+    "tp1": ("trainer.tensor_parallel=1",),
+    "tp1, 1 replica": ("trainer.tensor_parallel=1", "rollout.replicas=1"),
 }
 PARTS = ("generate_s", "train_s", "sync_s", "overhead_s")
 # The first have engines that are not warm yet.

@@ -70,30 +70,29 @@ def _deal_groups(
 
 
 def cut(
-    shares: Sequence[IntArray], tokens: IntArray, *, max_tokens: int, pipeline_parallel: int, count_multiple: int = 1
+    shares: Sequence[IntArray], *, max_tokens: int, pipeline_parallel: int, count_multiple: int = 1
 ) -> list[list[IntArray]]:
     """Cut each data-parallel rank's groups of samples into micro-batches, equally many on all ranks.
 
     Args:
-        shares: indices of each rank's groups.
-        tokens: tokens of each group in a row; one that has more than max_tokens is alone.
+        shares: tokens of each rank's groups in a row; a group that has more than max_tokens is alone.
         max_tokens: most tokens of a micro-batch.
         count_multiple: the number of micro-batches is a multiple of this.
-    Returns: by rank and micro-batch, groups by falling length; some are empty where a rank has few.
+    Returns: by rank and micro-batch, numbers of the rank's groups by falling length; none where a rank has few.
     """
     if not any(share.size for share in shares):
         return [[] for _ in shares]
-    count = _fewest([tokens[share] for share in shares], max_tokens, pipeline_parallel)
+    count = _fewest(shares, max_tokens, pipeline_parallel)
     while True:
         count = -(-count // count_multiple) * count_multiple
-        cuts = [_spread(share, tokens[share], count, max_tokens) for share in shares]
+        cuts = [_spread(share, count, max_tokens) for share in shares]
         found = [parts for parts in cuts if parts is not None]
         if len(found) == len(cuts):
             return found
         count += max(1, int(count * _MORE))
 
 
-def _fewest(shares: Sequence[NDArray[np.int64]], max_tokens: int, pipeline_parallel: int) -> int:
+def _fewest(shares: Sequence[IntArray], max_tokens: int, pipeline_parallel: int) -> int:
     """Return how many micro-batches the largest share needs at least, or more so that every stage has work."""
     most = max(int(share.sum()) for share in shares)
     count = max(1, -(-most // max_tokens))
@@ -103,14 +102,17 @@ def _fewest(shares: Sequence[NDArray[np.int64]], max_tokens: int, pipeline_paral
     return max(count, min(wanted, most // MIN_TOKENS_TO_SPLIT))
 
 
-def _spread(share: IntArray, tokens: IntArray, count: int, max_tokens: int) -> list[IntArray] | None:
+def _spread(tokens: IntArray, count: int, max_tokens: int) -> list[IntArray] | None:
     """Spread groups evenly, longest first, over `count` micro-batches; None: they do not fit."""
+    order = np.argsort(-tokens, kind="stable")
+    if count == 1:
+        return [order] if order.size == 1 or tokens.sum() <= max_tokens else None
     loads = [(0, index) for index in range(count)]
     parts: list[list[int]] = [[] for _ in range(count)]
-    for position in np.argsort(-tokens, kind="stable").tolist():
+    for group, size in zip(order.tolist(), tokens[order].tolist(), strict=True):
         load, index = loads[0]
-        if load > 0 and load + tokens[position] > max_tokens:
+        if load > 0 and load + size > max_tokens:
             return None
-        parts[index].append(int(share[position]))
-        heapreplace(loads, (load + int(tokens[position]), index))
+        parts[index].append(group)
+        heapreplace(loads, (load + size, index))
     return [np.array(part, np.int64) for part in parts]

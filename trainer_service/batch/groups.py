@@ -6,26 +6,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer_service.batch.packed import inputs, rounded_up
-from trainer_service.batch.samples import IntArray, Samples, by_value, starts
+from trainer_service.batch.samples import IntArray, Samples, span_indices, starts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
     """Samples that go through the model together."""
 
-    members: list[IntArray]  # sample indices of each group
+    rows: IntArray  # sample indices, group after group
+    sizes: IntArray  # samples of each group
     tokens: IntArray  # of each group in a row
+
+    def take(self, groups: IntArray) -> IntArray:
+        """Return the sample indices of some groups, group after group."""
+        return self.rows[span_indices(starts(self.sizes)[groups], self.sizes[groups])]
 
 
 def singles(samples: Samples, rows: IntArray, multiple: int = 1) -> Groups:
     """Make each sample a group. multiple: its tokens are rounded up to this."""
-    return Groups(members=np.split(rows, rows.size) if rows.size else [], tokens=inputs(samples, rows, multiple))
+    return Groups(rows=rows, sizes=np.ones_like(rows), tokens=inputs(samples, rows, multiple))
 
 
 def by_prompt(
     samples: Samples, rows: IntArray, max_tokens: int, wanted_tokens: int | None = None, multiple: int = 1
 ) -> Groups:
     """Group samples of equal prompts; those that do not fit are further groups, each with a copy of the prompt.
+
+    Completions of a group are by falling length, so that those of like lengths are together.
 
     Args:
         max_tokens: of a group, unless it is a single sample.
@@ -34,9 +41,34 @@ def by_prompt(
         multiple: the tokens of each sequence are rounded up to this.
     """
     wanted = max_tokens if wanted_tokens is None else wanted_tokens
-    prompts = by_value(rows, samples.prompt_index[rows])
-    members = [part for prompt in prompts for part in _fill(samples, prompt, max_tokens, wanted, multiple)]
-    return Groups(members=members, tokens=np.array([row_tokens(samples, part, multiple) for part in members], np.int64))
+    rows = rows[np.lexsort((-_completions(samples, rows, multiple), samples.prompt_index[rows]))]
+    prompts, completions = rounded_up(samples.prompt_lengths[rows], multiple), _completions(samples, rows, multiple)
+    first = np.flatnonzero(np.diff(samples.prompt_index[rows], prepend=-1))
+    room = np.minimum(max_tokens - prompts[first], np.maximum(wanted - prompts[first], prompts[first]))
+    too_many = np.add.reduceat(completions, first) > room if first.size else first
+    bounds = np.append(first, rows.size)
+    further = [bounds[n] + _ends(completions[bounds[n] : bounds[n + 1]], room[n]) for n in np.flatnonzero(too_many)]
+    first = np.sort(np.concatenate([first, *further]))
+    sizes = np.diff(first, append=rows.size)
+    shared = prompts[first] + np.add.reduceat(completions, first) if first.size else first
+    tokens = np.where(sizes > 1, shared, inputs(samples, rows[first], multiple))
+    return Groups(rows=rows, sizes=sizes, tokens=tokens)
+
+
+def _completions(samples: Samples, rows: IntArray, multiple: int) -> IntArray:
+    """Return the tokens of each completion behind a prompt, [B]: without the last one, rounded up."""
+    return rounded_up(samples.completion_lengths[rows] - 1, multiple)
+
+
+def _ends(lengths: IntArray, room: int) -> IntArray:
+    """Cut completions of one prompt into parts that a micro-batch can hold. Returns: where all but the first begin."""
+    ends, held = [], 0
+    for place, length in enumerate(lengths.tolist()):
+        if place > 0 and held + length > room:
+            ends.append(place)
+            held = 0
+        held += length
+    return np.array(ends, np.int64)
 
 
 def row_tokens(samples: Samples, rows: IntArray, multiple: int = 1) -> int:
@@ -51,7 +83,7 @@ def row_tokens(samples: Samples, rows: IntArray, multiple: int = 1) -> int:
     )
     several = counts > 1
     prompts = rounded_up(samples.prompt_lengths[rows[lead[several]]], multiple)
-    completions = rounded_up(samples.completion_lengths[rows[several[group]]] - 1, multiple)
+    completions = _completions(samples, rows[several[group]], multiple)
     return int(prompts.sum() + completions.sum() + inputs(samples, rows[lead[~several]], multiple).sum())
 
 
@@ -59,21 +91,6 @@ def repeated(samples: Samples, rows: IntArray) -> IntArray:
     """Return the lengths of the prompts that other samples of a row have already."""
     _, first = np.unique(samples.prompt_index[rows], return_index=True)
     return np.delete(samples.prompt_lengths[rows], first)
-
-
-def _fill(samples: Samples, members: IntArray, max_tokens: int, wanted_tokens: int, multiple: int) -> list[IntArray]:
-    """Cut samples of one prompt into the parts that a micro-batch can hold; completions of like lengths together."""
-    prompt = int(rounded_up(samples.prompt_lengths[members[:1]], multiple)[0])
-    room = min(max_tokens - prompt, max(wanted_tokens - prompt, prompt))
-    lengths = rounded_up(samples.completion_lengths[members] - 1, multiple)
-    order = np.argsort(-lengths, kind="stable")
-    ends, held = [], 0
-    for place, length in enumerate(lengths[order].tolist()):
-        if place > 0 and held + length > room:
-            ends.append(place)
-            held = 0
-        held += length
-    return np.split(members[order], ends)
 
 
 def costs(samples: Samples, groups: list[IntArray], even_length: float) -> NDArray[np.float64]:

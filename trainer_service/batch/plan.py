@@ -174,18 +174,13 @@ def _cut(samples: Samples, chosen: BoolArray, owner: IntArray, ranks: RankShare)
     """Cut the chosen samples into micro-batches: equally many on all ranks, whose experts and gradients meet."""
     rows = np.flatnonzero(chosen)
     shares = [_groups(samples, rows[owner[rows] == rank], ranks) for rank in range(ranks.data_parallel)]
-    members = [group for share in shares for group in share.members]
-    tokens = np.concatenate([share.tokens for share in shares])
     parts = cut(
-        np.split(np.arange(tokens.size), np.cumsum([share.tokens.size for share in shares])[:-1]),
-        tokens,
+        [share.tokens for share in shares],
         max_tokens=ranks.max_tokens,
         pipeline_parallel=ranks.pipeline_parallel,
         count_multiple=ranks.count_multiple,
     )
-    of_ranks = [
-        [np.concatenate([members[group] for group in part] or [rows[:0]]) for part in of_rank] for of_rank in parts
-    ]
+    of_ranks = [[share.take(part) for part in of_rank] for share, of_rank in zip(shares, parts, strict=True)]
     stand_in = rows[[np.argmin(samples.lengths[rows])]] if rows.size else rows
     sizes = [_tokens(samples, part if part.size else stand_in, ranks) for of_rank in of_ranks for part in of_rank]
     spared = [repeated(samples, part) for of_rank in of_ranks for part in of_rank] if ranks.share_prompts else []

@@ -127,13 +127,15 @@ def test_groups_hold_every_sample_once_within_the_budget(
 ) -> None:
     samples = grouped(2, completions)
     found = by_prompt(samples, np.arange(len(samples)), max_tokens, wanted, multiple)
-    assert sorted(np.concatenate(found.members).tolist()) == list(range(len(samples)))
-    for members, tokens in zip(found.members, found.tokens.tolist(), strict=True):
+    assert sorted(found.rows.tolist()) == list(range(len(samples)))
+    assert int(found.sizes.sum()) == len(samples)
+    for number, tokens in enumerate(found.tokens.tolist()):
+        members = found.take(np.array([number]))
         assert len(set(samples.prompt_index[members].tolist())) == 1
         row = pack(samples, members, share_prompts=True, sequence_multiple=multiple)
         assert tokens == row.input_ids.size <= max_tokens
     if wanted is None and row_tokens(samples, np.arange(len(samples)), multiple) <= 2 * 48:
-        assert len(found.members) == 2 or max(found.tokens) > max_tokens // 2
+        assert found.sizes.size == 2 or max(found.tokens) > max_tokens // 2
 
 
 def test_a_wanted_size_divides_groups_but_not_into_copies_of_prompts() -> None:
