@@ -30,6 +30,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_on_ipv6_loopback_goes_to_its_end(tmp_path: Path) -> None:
     run_at("::1", at("::1"), tmp_path)
 

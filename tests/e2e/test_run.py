@@ -157,6 +157,7 @@ def test_a_run_survives_the_death_of_its_only_replica_and_of_its_coordinator(tan
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_two_runs_side_by_side_and_a_killed_launcher(tandem: Start, tmp_path: Path) -> None:
     """The second takes the next free name; killing its launcher ends its services and not the first run's."""
     first = tandem(*run_arguments())

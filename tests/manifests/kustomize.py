@@ -66,7 +66,7 @@ def build(folder: Path) -> tuple[Manifest, ...]:
     answer = subprocess.run([kubectl(), "kustomize", str(folder)], capture_output=True, text=True, timeout=_BUILD_S)
     assert answer.returncode == 0, answer.stderr[-3000:]
     assert "deprecated" not in answer.stderr, answer.stderr
-    return tuple(yaml.safe_load_all(answer.stdout))
+    return tuple(yaml.load_all(answer.stdout, Loader=yaml.CSafeLoader))
 
 
 def overlay(name: str) -> tuple[Manifest, ...]:

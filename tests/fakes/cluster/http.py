@@ -30,6 +30,8 @@ class Handler(BaseHTTPRequestHandler):
 
     cluster: "FakeCluster"
     protocol_version = "HTTP/1.1"
+    # An answer's head and its body are two packets: the second would wait 40 ms for the first one's delayed ACK.
+    disable_nagle_algorithm = True
     _VERBS: ClassVar = {"GET": "get", "POST": "create", "PATCH": "patch", "PUT": "update", "DELETE": "delete"}
 
     def do_GET(self) -> None:

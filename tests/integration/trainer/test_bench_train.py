@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 WAYS = ["ours_tp1", "ours_tp2", "padded", "floor"]
 
 
+@pytest.mark.slow
 def test_a_model_is_measured_compared_and_written(tmp_path: Path) -> None:
     ways = [*WAYS, "trl"] if TRL_PYTHON.exists() else WAYS  # TRL's environment is made by `make bench-train` only
     command = [sys.executable, "-W", "ignore", "-m", "tools.bench_train", "--shapes", "tiny", "--repetitions", "2"]

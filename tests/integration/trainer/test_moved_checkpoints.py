@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from tandem_config.schema import TrainerSection
 from tandem_files.model.safetensors_header import read_header
+from tests.integration.trainer.groups import Groups, parametrized
 from tests.integration.trainer.layouts import LAYOUTS
 from tests.integration.trainer.reference import TIMEOUT_S, launch
 from tests.kit.checkpoints import read_rank, unread
@@ -48,19 +49,21 @@ class Move:
 
 MOVES = [
     Move(kind="qwen3", source="tp2", target="tp1"),
-    Move(kind="qwen3", source="tp1", target="tp2-sequence"),
     Move(kind="qwen3", source="tp2", target="tp2-pp2"),
+    Move(kind="qwen2-tied", source="pp2-virtual", target="tp2"),
+    Move(kind="qwen3-moe", source="ep2", target="tp1"),
+    Move(kind="qwen3-moe", source="tp1", target="etp2"),
+    Move(kind="qwen3", source="dp2-zero", target="tp1"),
+    Move(kind="qwen3", source="dp2-zero", target="tp2", dtype="bfloat16"),
+]
+SLOW = [
+    Move(kind="qwen3", source="tp1", target="tp2-sequence"),
     Move(kind="qwen3", source="tp2-pp2", target="pp2-virtual"),
     Move(kind="qwen3", source="dp2", target="tp1"),
     Move(kind="qwen3", source="tp2", target="pp2", dtype="bfloat16"),
-    Move(kind="qwen2-tied", source="pp2-virtual", target="tp2"),
     Move(kind="qwen2-tied", source="tp1", target="tp2-pp2"),
-    Move(kind="qwen3-moe", source="ep2", target="tp1"),
-    Move(kind="qwen3-moe", source="tp1", target="etp2"),
     Move(kind="qwen3-moe", source="ep2", target="tp2-ep2"),
-    Move(kind="qwen3", source="dp2-zero", target="tp1"),
     Move(kind="qwen3", source="tp1", target="dp2-overlap"),
-    Move(kind="qwen3", source="dp2-zero", target="tp2", dtype="bfloat16"),
     Move(kind="qwen3", source="tp1", target="cp2-zero", dtype="bfloat16"),
     Move(kind="qwen3-moe", source="ep2-zero", target="tp1"),
     Move(kind="qwen2-tied", source="dp2-overlap", target="pp2-dp2-zero"),
@@ -90,21 +93,37 @@ def spoiled(checkpoint: Path, out: Path) -> Path:
     return out
 
 
+class Results:
+    """Checkpoints that were written and read: a group of moves, when one of them is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._groups = Groups(self._compute, MOVES, SLOW)
+
+    def of(self, move: Move) -> Path:
+        """The folder with models, and results by name of what was written and of what was moved."""
+        self._groups.need(move)
+        return self._folder
+
+    def _compute(self, group: list[Move]) -> None:
+        folder = self._folder
+        for kind in {move.kind for move in group}:
+            if not (folder / kind).exists():
+                save_model(kind, folder / kind)
+        writes = {move.written: move for move in group if not (folder / move.written).exists()}
+        run([case(folder, name, move, move.source, source=None) for name, move in writes.items()], folder)
+        moves = []
+        for move in group:
+            checkpoint = folder / move.written / "checkpoint"
+            foreign = spoiled(checkpoint, folder / f"{move.name}-spoiled")
+            more = {"source": str(checkpoint), "foreign": str(foreign)}
+            moves.append(case(folder, move.name, move, move.target, **more))
+        run(moves, folder)
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("moves")
-    for kind in {move.kind for move in MOVES}:
-        save_model(kind, folder / kind)
-    writes = {move.written: move for move in MOVES}
-    run([case(folder, name, move, move.source, source=None) for name, move in writes.items()], folder)
-    moves = []
-    for move in MOVES:
-        checkpoint = folder / move.written / "checkpoint"
-        foreign = spoiled(checkpoint, folder / f"{move.name}-spoiled")
-        more = {"source": str(checkpoint), "foreign": str(foreign)}
-        moves.append(case(folder, move.name, move, move.target, **more))
-    run(moves, folder)
-    return folder
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return Results(tmp_path_factory.mktemp("moves"))
 
 
 def everything(folder: Path, model: Path, dtype: torch.dtype) -> Tensors:
@@ -113,14 +132,15 @@ def everything(folder: Path, model: Path, dtype: torch.dtype) -> Tensors:
     return read_rank(folder, spec, Parallel(), 0, unread(spec, Parallel(), 0, dtype))
 
 
-every_move = pytest.mark.parametrize("move", MOVES, ids=lambda move: move.name)
+every_move = parametrized("move", MOVES, SLOW)
 
 
 @every_move
-def test_all_state_is_moved_bitwise(results: Path, move: Move) -> None:
-    model, dtype = results / move.kind, getattr(torch, move.dtype)
-    written = everything(results / move.written / "checkpoint", model, dtype)
-    moved = everything(results / move.name / "checkpoint", model, dtype)
+def test_all_state_is_moved_bitwise(results: Results, move: Move) -> None:
+    folder = results.of(move)
+    model, dtype = folder / move.kind, getattr(torch, move.dtype)
+    written = everything(folder / move.written / "checkpoint", model, dtype)
+    moved = everything(folder / move.name / "checkpoint", model, dtype)
     assert same(moved, written) == []
     assert {float(t) for name, t in written.items() if name.startswith("step/")} == {2.0}
     zero = [name for name, tensor in written.items() if not tensor.any()]
@@ -128,21 +148,22 @@ def test_all_state_is_moved_bitwise(results: Path, move: Move) -> None:
 
 
 @every_move
-def test_the_next_steps_equal_the_undisturbed_ones(results: Path, move: Move) -> None:
+def test_the_next_steps_equal_the_undisturbed_ones(results: Results, move: Move) -> None:
     """The moved trainer has also refused a damaged checkpoint, after its first step."""
-    got, expected = (json.loads((results / n / "report.json").read_text()) for n in (move.name, move.written))
+    folder = results.of(move)
+    got, expected = (json.loads((folder / n / "report.json").read_text()) for n in (move.name, move.written))
     tolerance, of_norm = (TOLERANCE, NORM_TOLERANCE) if move.dtype == "float32" else (0.1, 0.1)
     for mine, theirs in zip(got["steps"], expected["steps"], strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], abs=tolerance)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=of_norm)
-    after = [load_file(results / name / "after" / "model.safetensors") for name in (move.name, move.written)]
+    after = [load_file(folder / name / "after" / "model.safetensors") for name in (move.name, move.written)]
     largest = max(float((after[0][name] - after[1][name]).abs().max()) for name in after[1])
     assert largest <= (TOLERANCE if move.dtype == "float32" else 0.05)
 
 
 @every_move
-def test_a_damaged_checkpoint_is_refused_by_file(results: Path, move: Move) -> None:
-    refused = json.loads((results / move.name / "report.json").read_text())["refused"]
+def test_a_damaged_checkpoint_is_refused_by_file(results: Results, move: Move) -> None:
+    refused = json.loads((results.of(move) / move.name / "report.json").read_text())["refused"]
     assert refused.startswith("DamagedCheckpoint: checkpoint ")
     assert re.search(rf"\.safetensors has other bytes than were written, in {DAMAGED.pattern}: ", refused)
     assert refused.endswith("restore the file from a copy, or choose another checkpoint")

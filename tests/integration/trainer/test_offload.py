@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -12,6 +12,7 @@ from servicekit.rpc.channel import open_channel
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2
+from tests.integration.trainer.groups import Groups, parametrized
 from tests.integration.trainer.layouts import LAYOUTS
 from tests.integration.trainer.offload_worker import ALL
 from tests.integration.trainer.processes import TrainerProcesses, chunk, step_requests
@@ -21,7 +22,21 @@ from tests.kit.stores import same
 from weightsync.layouts.layout import Parallel
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(2 * TIMEOUT_S)]
-CASES = [(layout, dtype) for layout in ("tp2", "dp2", "pp2") for dtype in ("float32", "bfloat16")]
+
+
+class Case(NamedTuple):
+    """A layout, and the type of its parameters."""
+
+    layout: str
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.layout}-{self.dtype}"
+
+
+CASES = [Case("tp2", "float32"), Case("dp2", "bfloat16"), Case("pp2", "float32")]
+SLOW = [Case("tp2", "bfloat16"), Case("dp2", "float32"), Case("pp2", "bfloat16")]
 
 
 def report(folder: Path, rank: int) -> dict[str, Any]:
@@ -34,23 +49,39 @@ def run(folder: Path, size: int, cases: list[dict[str, Any]]) -> None:
     launch(size, folder, "tests.integration.trainer.offload_worker")
 
 
+class Results:
+    """What ranks report: a group of cases, when one of them is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        for name, seed in (("policy", 0), ("other", 1)):
+            save_model("qwen3", folder / name, seed=seed)
+        self._groups = Groups(self._compute, CASES, SLOW)
+
+    def of(self, case: Case) -> Path:
+        """The folder of a case's reports."""
+        self._groups.need(case)
+        return self._folder / case.name
+
+    def _compute(self, cases: list[Case]) -> None:
+        models = {"model": str(self._folder / "policy"), "reference": str(self._folder / "other")}
+        common = models | {"offload": ["nothing", "all"]}
+        run(
+            self._folder,
+            2,
+            [{"name": each.name, "layout": LAYOUTS[each.layout], "dtype": each.dtype} | common for each in cases],
+        )
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("offload")
-    for name, seed in (("policy", 0), ("other", 1)):
-        save_model("qwen3", folder / name, seed=seed)
-    models = {"model": str(folder / "policy"), "reference": str(folder / "other"), "offload": ["nothing", "all"]}
-    cases = [
-        {"name": f"{layout}-{dtype}", "layout": LAYOUTS[layout], "dtype": dtype} | models for layout, dtype in CASES
-    ]
-    run(folder, 2, cases)
-    return folder
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return Results(tmp_path_factory.mktemp("offload"))
 
 
-@pytest.mark.parametrize(("layout", "dtype"), CASES)
-def test_every_layout_computes_the_same_bits(results: Path, layout: str, dtype: str) -> None:
+@parametrized("case", CASES, SLOW)
+def test_every_layout_computes_the_same_bits(results: Results, case: Case) -> None:
     for rank in range(2):
-        without, offloaded = (report(results / f"{layout}-{dtype}" / way, rank) for way in ("nothing", "all"))
+        without, offloaded = (report(results.of(case) / way, rank) for way in ("nothing", "all"))
         assert offloaded["given"] == without["given"]
         assert offloaded["checksums"] == without["checksums"]
         assert offloaded["held"] == 0 < without["held"]

@@ -4,7 +4,7 @@ import json
 import re
 import tempfile
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tandem_config.schema import TrainerSection
+from tests.integration.trainer.groups import Groups, parametrized
 from tests.integration.trainer.layouts import LAYOUTS
 from tests.integration.trainer.optimizer_step import reference_step
 from tests.integration.trainer.reference import (
@@ -60,47 +61,52 @@ class Case:
         return TrainerSection.model_validate(LAYOUTS[self.layout]).world_size
 
 
-BASE = ("tp1", "tp2", "tp2-sequence", "pp2", "dp2", "tp2-pp2")
+# Every feature, and every way to divide a model, once; SLOW has the other pairs of them.
 EXACT = [
-    *(Case(kind="qwen3", layout=layout) for layout in BASE),
-    *(Case(kind="qwen2-tied", layout=layout) for layout in ("tp2", "pp2", "dp2")),
-    *(Case(kind="qwen2", layout=layout) for layout in ("tp2-pp2", "tp4", "pp2-first")),
-    *(Case(kind="llama", layout=layout) for layout in ("tp2", "pp2")),
-    *(Case(kind="qwen3", layout=layout, variant="skips") for layout in ("dp2", "tp2-pp2")),
-    Case(kind="qwen3", layout="dp2", variant="rollout"),
-    Case(kind="qwen2-tied", layout="tp1", variant="chunks"),
-    *(Case(kind="qwen3", layout=layout, variant="chunks") for layout in ("tp2-sequence", "cp2")),
-    *(Case(kind="qwen3", layout=layout, variant="gspo") for layout in ("tp2-pp2", "cp2")),
-    Case(kind="qwen3", layout="dp2", variant="cispo"),
-    Case(kind="qwen3", layout="tp1", variant="decoupled"),
-    *(Case(kind="qwen3", layout=layout, variant="kl") for layout in ("tp2-sequence", "cp2")),
+    *(Case(kind="qwen3", layout=layout) for layout in ("tp1", "tp2-sequence", "dp2", "tp2-pp2")),
+    Case(kind="qwen2-tied", layout="pp2"),
+    Case(kind="qwen2", layout="tp4"),
+    Case(kind="llama", layout="tp2"),
+    *(Case(kind="qwen3", layout="dp2", variant=variant) for variant in ("skips", "rollout", "cispo", "epochs")),
+    Case(kind="qwen3", layout="tp2-sequence", variant="chunks"),
+    Case(kind="qwen3", layout="cp2", variant="gspo"),
+    *(Case(kind="qwen3", layout="tp1", variant=variant) for variant in ("decoupled", "decay")),
     Case(kind="qwen2-tied", layout="pp2-virtual", variant="kl"),
-    *(Case(kind="qwen3", layout=layout, variant="epochs") for layout in ("dp2", "tp2-pp2")),
-    *(Case(kind="qwen3", layout=layout, variant="masked") for layout in ("dp2", "cp2", "tp2-pp2")),
-    *(Case(kind="qwen3", layout="cp2", variant=variant) for variant in ("masked-gspo", "masked-shared")),
-    *(Case(kind="qwen3", layout=layout, variant="shared") for layout in ("tp2-sequence", "dp2", "tp2-pp2")),
-    Case(kind="qwen2-tied", layout="pp2-virtual", variant="shared"),
-    *(Case(kind="qwen3", layout="cp2", variant=variant) for variant in ("shared-gspo", "shared-kl-epochs")),
-    Case(kind="qwen2-tied", layout="tp2-cp2", variant="shared-kl-epochs"),
-    Case(kind="qwen3", layout="tp1", variant="decay"),
-    Case(kind="qwen3", layout="tp2-pp2", variant="recompute"),
+    *(Case(kind="qwen3", layout="cp2", variant=variant) for variant in ("masked", "masked-shared")),
+    Case(kind="qwen3", layout="tp2-sequence", variant="shared"),
+    Case(kind="qwen3", layout="cp2", variant="shared-kl-epochs"),
     Case(kind="qwen3", layout="cp2", variant="recompute-parts"),
     Case(kind="qwen2-tied", layout="pp2-virtual", variant="recompute-one"),
-    *(Case(kind="qwen3", layout=layout) for layout in ("dp2-zero", "dp2-overlap", "cp2-zero")),
+    Case(kind="qwen3", layout="dp2-overlap"),
     Case(kind="qwen2-tied", layout="pp2-dp2-zero"),
-    Case(kind="qwen3-moe", layout="etp2-overlap"),
-    Case(kind="qwen3", layout="dp2-overlap", variant="epochs"),
-    Case(kind="qwen3-moe", layout="ep2", variant="recompute"),
-    *(Case(kind="qwen3-moe", layout=layout) for layout in ("tp1", "ep2", "ep2-pp2", "etp2")),
-    Case(kind="qwen3-moe-mixed", layout="ep2"),
-    Case(kind="qwen2-tied", layout="pp2-virtual"),
+    *(Case(kind="qwen3-moe", layout=layout) for layout in ("ep2", "ep2-pp2", "etp2-overlap", "cp2-ep2")),
     Case(kind="qwen2-5-layers", layout="pp2-embedding"),
-    Case(kind="qwen2-tied-6-layers", layout="pp2-virtual-both"),
-    *(Case(kind="qwen3", layout=layout) for layout in ("cp2", "cp2-pp2-virtual")),
-    Case(kind="qwen3-moe", layout="cp2-ep2"),
+    Case(kind="qwen3", layout="cp2-pp2-virtual"),
     Case(kind="qwen3-kv1", layout="tp2-sequence"),
 ]
 SLOW = [
+    *(Case(kind="qwen3", layout=layout) for layout in ("tp2", "pp2", "cp2", "dp2-zero", "cp2-zero")),
+    *(Case(kind="qwen2-tied", layout=layout) for layout in ("tp2", "dp2", "pp2-virtual")),
+    *(Case(kind="qwen2", layout=layout) for layout in ("tp2-pp2", "pp2-first")),
+    Case(kind="llama", layout="pp2"),
+    Case(kind="qwen3", layout="tp2-pp2", variant="skips"),
+    Case(kind="qwen2-tied", layout="tp1", variant="chunks"),
+    Case(kind="qwen3", layout="cp2", variant="chunks"),
+    Case(kind="qwen3", layout="tp2-pp2", variant="gspo"),
+    *(Case(kind="qwen3", layout=layout, variant="kl") for layout in ("tp2-sequence", "cp2")),
+    Case(kind="qwen3", layout="tp2-pp2", variant="epochs"),
+    *(Case(kind="qwen3", layout=layout, variant="masked") for layout in ("dp2", "tp2-pp2")),
+    Case(kind="qwen3", layout="cp2", variant="masked-gspo"),
+    *(Case(kind="qwen3", layout=layout, variant="shared") for layout in ("dp2", "tp2-pp2")),
+    Case(kind="qwen2-tied", layout="pp2-virtual", variant="shared"),
+    Case(kind="qwen3", layout="cp2", variant="shared-gspo"),
+    Case(kind="qwen2-tied", layout="tp2-cp2", variant="shared-kl-epochs"),
+    Case(kind="qwen3", layout="tp2-pp2", variant="recompute"),
+    Case(kind="qwen3", layout="dp2-overlap", variant="epochs"),
+    Case(kind="qwen3-moe", layout="ep2", variant="recompute"),
+    *(Case(kind="qwen3-moe", layout=layout) for layout in ("tp1", "etp2")),
+    Case(kind="qwen3-moe-mixed", layout="ep2"),
+    Case(kind="qwen2-tied-6-layers", layout="pp2-virtual-both"),
     *(Case(kind="qwen2-tied", layout=layout) for layout in ("tp1", "tp2-sequence", "tp2-pp2")),
     *(Case(kind="qwen2", layout=layout) for layout in ("tp1", "tp2", "tp2-sequence", "pp2", "dp2")),
     Case(kind="qwen3", layout="tp1", variant="skips"),
@@ -150,10 +156,13 @@ SLOW = [
 ]
 BFLOAT16 = [
     Case(kind="qwen3", layout="tp2", dtype="bfloat16"),
-    Case(kind="qwen2-tied", layout="pp2-virtual", dtype="bfloat16"),
     Case(kind="qwen3-moe", layout="ep2", dtype="bfloat16"),
+    Case(kind="qwen3", layout="dp2-overlap", dtype="bfloat16"),
+]
+SLOW_BFLOAT16 = [
+    Case(kind="qwen2-tied", layout="pp2-virtual", dtype="bfloat16"),
     Case(kind="qwen3", layout="tp2", variant="recompute", dtype="bfloat16"),
-    *(Case(kind="qwen3", layout=layout, dtype="bfloat16") for layout in ("dp2-zero", "dp2-overlap")),
+    Case(kind="qwen3", layout="dp2-zero", dtype="bfloat16"),
 ]
 
 
@@ -247,21 +256,22 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
-@dataclass
 class Results:
     """Everything that the reference and the engines compute: a group of cases, when one of them is asked for."""
 
-    folder: Path
-    references: dict[tuple[str, str], Reference] = field(default_factory=dict)
-    groups: list[list[Case]] = field(default_factory=lambda: [[*EXACT, *BFLOAT16], SLOW])
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.references: dict[tuple[str, str], Reference] = {}
+        self._groups = Groups(self._compute, [*EXACT, *BFLOAT16], [*SLOW, *SLOW_BFLOAT16])
 
     def of(self, case: Case) -> Path:
         """The folder of a case's results."""
-        for group in [group for group in self.groups if case in group]:
-            self.groups.remove(group)
-            self.references |= references(group, self.folder)
-            run(group, self.folder)
+        self._groups.need(case)
         return self.folder / case.name
+
+    def _compute(self, cases: list[Case]) -> None:
+        self.references |= references(cases, self.folder)
+        run(cases, self.folder)
 
     def reference(self, case: Case) -> Reference:
         self.of(case)
@@ -277,7 +287,7 @@ class Results:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return Results(folder=tmp_path_factory.mktemp("parity"))
+    return Results(tmp_path_factory.mktemp("parity"))
 
 
 def assert_bitwise(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
@@ -285,9 +295,8 @@ def assert_bitwise(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
-slow = [pytest.param(case, marks=pytest.mark.slow) for case in SLOW]
-every_case = pytest.mark.parametrize("case", [*EXACT, *slow], ids=lambda case: case.name)
-every_case_of_both_types = pytest.mark.parametrize("case", [*EXACT, *BFLOAT16, *slow], ids=lambda case: case.name)
+every_case = parametrized("case", EXACT, SLOW)
+every_case_of_both_types = parametrized("case", [*EXACT, *BFLOAT16], [*SLOW, *SLOW_BFLOAT16])
 
 
 @every_case_of_both_types
@@ -386,7 +395,7 @@ def test_overflow_in_the_second_update_changes_nothing(results: Results, case: C
     assert_bitwise(tensors(folder / "after"), tensors(folder / "after_not_finite"))
 
 
-@pytest.mark.parametrize("case", BFLOAT16, ids=lambda case: case.name)
+@parametrized("case", BFLOAT16, SLOW_BFLOAT16)
 def test_bfloat16_is_near_float32(results: Results, case: Case) -> None:
     got, expected = results.logprobs(case), results.reference(case)
     assert np.abs(got["logprobs"] - expected.logprobs).mean() < 0.1

@@ -51,7 +51,7 @@ def train(engine: MegatronEngine, monkeypatch: pytest.MonkeyPatch) -> Trained:
     return Trained(dict(metrics), weights, held[-1])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_recompute_holds_less_and_changes_no_bit(
     make_engine: Callable[..., MegatronEngine], monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
