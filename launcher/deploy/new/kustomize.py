@@ -15,7 +15,7 @@ Manifest = dict[str, Any]
 _BUILD_S = 60.0
 # kubectl 1.27: `labels` with includeTemplates.
 _OLDEST_KUSTOMIZE = (5, 0)
-# Ten times as fast, where PyYAML was built with libyaml: its wheels are.
+# 7 times as fast (7 ms of 57 for an overlay), where PyYAML was built with libyaml: its wheels are.
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 

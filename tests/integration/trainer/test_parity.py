@@ -61,7 +61,7 @@ class Case:
         return TrainerSection.model_validate(LAYOUTS[self.layout]).world_size
 
 
-# Every feature, and every way to divide a model, once; SLOW has the other pairs of them.
+# Most features and ways to divide a model, once; SLOW has the others, and the other pairs of them.
 EXACT = [
     *(Case(kind="qwen3", layout=layout) for layout in ("tp1", "tp2-sequence", "dp2", "tp2-pp2")),
     Case(kind="qwen2-tied", layout="pp2"),
