@@ -1,6 +1,7 @@
 """Checks what a replica streams and turns protobuf into the coordinator's own types."""
 
 from array import array
+from collections.abc import Sequence
 
 from coordinator.flow import Completion, Group, Prompt
 from servicekit.errors import Internal
@@ -30,28 +31,33 @@ def read_group(result: rollout_pb2.GroupResult, prompt: Prompt, num_completions:
 
 
 def _read(item: rollout_pb2.Completion, place: str, index: int) -> Completion:
-    token_ids, logprobs = array("I", item.token_ids), array("f", item.logprobs)
+    # A slice of a protobuf field is a list, from which an array is made twice as fast as from the field.
+    token_ids, logprobs, mask = array("I", item.token_ids[:]), array("f", item.logprobs[:]), item.loss_mask[:]
     spans = tuple([(span.end, span.policy_version) for span in item.version_spans])
-    if not token_ids or len(logprobs) != len(token_ids):
-        raise MalformedReply(f"{place}, completion {index} has {len(token_ids)} tokens and {len(logprobs)} log-probs")
-    if item.loss_mask and len(item.loss_mask) != len(token_ids):
-        raise MalformedReply(
-            f"{place}, completion {index} has {len(token_ids)} tokens and a loss mask of {len(item.loss_mask)}"
-        )
-    if item.loss_mask and not any(item.loss_mask):
-        raise MalformedReply(
-            f"{place}, completion {index}: its loss mask leaves none of its {len(token_ids)} tokens to the policy; "
-            "a completion needs one that the policy has sampled"
-        )
-    if item.finish_reason not in _KNOWN_REASONS:
+    num_tokens, reason = len(token_ids), item.finish_reason
+    if not num_tokens or len(logprobs) != num_tokens:
+        raise MalformedReply(f"{place}, completion {index} has {num_tokens} tokens and {len(logprobs)} log-probs")
+    if mask:
+        _check_mask(mask, num_tokens, f"{place}, completion {index}")
+    if reason not in _KNOWN_REASONS:
         raise MalformedReply(f"{place}, completion {index} has no finish reason")
-    if not spans or spans[-1][0] != len(token_ids):
-        raise MalformedReply(f"{place}, completion {index}: its version spans do not cover its {len(token_ids)} tokens")
+    if not spans or spans[-1][0] != num_tokens:
+        raise MalformedReply(f"{place}, completion {index}: its version spans do not cover its {num_tokens} tokens")
     return Completion(
         token_ids=token_ids,
         logprobs=logprobs,
-        truncated=item.finish_reason == rollout_pb2.FINISH_REASON_LENGTH,
-        oldest_version=min([version for _, version in spans]),
+        truncated=reason == rollout_pb2.FINISH_REASON_LENGTH,
+        oldest_version=spans[0][1] if len(spans) == 1 else min([version for _, version in spans]),
         version_spans=spans,
-        loss_mask=None if all(item.loss_mask) else array("B", item.loss_mask),
+        loss_mask=None if all(mask) else array("B", mask),
     )
+
+
+def _check_mask(mask: Sequence[int], num_tokens: int, place: str) -> None:
+    if len(mask) != num_tokens:
+        raise MalformedReply(f"{place} has {num_tokens} tokens and a loss mask of {len(mask)}")
+    if not any(mask):
+        raise MalformedReply(
+            f"{place}: its loss mask leaves none of its {num_tokens} tokens to the policy; "
+            "a completion needs one that the policy has sampled"
+        )
