@@ -94,7 +94,8 @@ class GrpoLoop:
                 learnt = self.learn(scored, divergence)
                 batch = self.make_batch(number, policy_version, generation, learnt)
             with watch.part("train"):
-                step = await self.train(batch)
+                async with Meanwhile(self.look_ahead):
+                    step = await self.train(batch)
             if meanwhile.has_work:
                 with watch.part("evaluate"):
                     await meanwhile.result()
@@ -200,6 +201,11 @@ class GrpoLoop:
     async def train(self, batch: TrainBatch | None) -> TrainResult | None:
         """Run one GRPO step; None without samples."""
         return None if batch is None else await self.trainer.train_step(batch)
+
+    async def look_ahead(self) -> None:
+        """Prepare, while the trainer works, what the steps after it need of others: participants, the next prompts."""
+        self.cursor.read_ahead(self.grpo.prompts_per_iteration)
+        await self.weights.look_ahead()
 
     async def publish(self, step: TrainResult | None) -> SyncResult | None:
         """Bring the new weights to the replicas.

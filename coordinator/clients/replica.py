@@ -2,6 +2,8 @@
 
 from collections.abc import AsyncGenerator
 
+import grpc
+
 from servicekit.errors import rpc_errors
 from servicekit.rpc.channel import open_channel
 from servicekit.security.tls import Identity
@@ -70,6 +72,11 @@ class Replica:
                 rollout_pb2.GetStatusRequest(), timeout=timeout_s
             )
             return status
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the channel's connection stands: that of a process that was killed does not."""
+        return self._channel.get_state() is grpc.ChannelConnectivity.READY
 
     async def close(self) -> None:
         """Close the channel; running calls are cancelled."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import numpy as np
 from numpy.typing import NDArray
 
@@ -175,6 +176,11 @@ class Trainer:
                 trainer_pb2.GetStatusRequest(), timeout=timeout_s
             )
             return status
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the channel's connection stands: that of a process that was killed does not."""
+        return self._channel.get_state() is grpc.ChannelConnectivity.READY
 
     async def close(self) -> None:
         """Close the channel; running calls are cancelled."""

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from coordinator.data.prompts import PromptSet
 from coordinator.flow import Prompt
+from servicekit.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +32,14 @@ class CursorState:
         return sum(source.num_prompts for source in self.sources)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Ahead:
+    """Prompts that were read and not taken yet, and the position before them."""
+
+    before: CursorState
+    prompts: list[Prompt]
+
+
 class DataCursor:
     """Iterates over a part's prompts without end, in a new order in each epoch of a source; its position can be saved.
 
@@ -45,12 +54,36 @@ class DataCursor:
             for place, source in enumerate(prompts.sources)
         ]
         self._weights = [source.weight for source in prompts.sources]
+        self._ahead: _Ahead | None = None
 
     def take(self, count: int) -> list[Prompt]:
         """Return the next `count` prompts; a source begins its next epoch when one ends.
 
         Raises: ConfigError: a data file has changed or is gone.
         """
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and len(ahead.prompts) == count:
+            return ahead.prompts
+        if ahead is not None:
+            self.restore(ahead.before)
+        return self._read(count)
+
+    def read_ahead(self, count: int) -> None:
+        """Read the prompts that the next `take` of `count` returns; until then, the position is that before them.
+
+        What cannot be read is left to that `take`, which says why.
+        """
+        if self._ahead is not None:
+            return
+        before = self.state()
+        try:
+            prompts = self._read(count)
+        except ConfigError:
+            self.restore(before)
+        else:
+            self._ahead = _Ahead(before=before, prompts=prompts)
+
+    def _read(self, count: int) -> list[Prompt]:
         turns: list[int] = []
         wanted: list[list[int]] = [[] for _ in self._orders]
         for _ in range(count):
@@ -62,6 +95,8 @@ class DataCursor:
 
     def state(self) -> CursorState:
         """Return the position, for `restore`."""
+        if self._ahead is not None:
+            return self._ahead.before
         return CursorState(sources=tuple(order.position() for order in self._orders))
 
     def restore(self, state: CursorState) -> None:
@@ -75,6 +110,7 @@ class DataCursor:
                 f"data.train has {_listed(own)} usable prompts, but the checkpoint was made with {_listed(saved)}: "
                 "resume with the same data, or start a new run"
             )
+        self._ahead = None
         for order, position in zip(self._orders, state.sources, strict=True):
             order.go_to(position)
 

@@ -186,6 +186,16 @@ class RollCall:
                 raise DeadlineExceeded(self._timeout_message(look, min(timeout_s, waited_s)))
             await asyncio.sleep(LOOK_INTERVAL_S)
 
+    async def look_once(self) -> Present | None:
+        """Look at the services without waiting for any; None: not all of them are present."""
+        look = await self._look()
+        try:
+            await self._refuse_other_settings(look)
+        except ConfigurationSkew:  # the next call says which
+            return None
+        present = await self._with_slots(look, 0.0)
+        return None if look.absent else present
+
     def _has_trainer(self, look: _Look) -> bool:
         return look.trainer is not None and self._trainer.name not in look.absent
 

@@ -17,12 +17,13 @@ from coordinator.fleet.base import Fleet
 from coordinator.flow import ReplicaOutcome, SyncResult
 from coordinator.lead import Lead
 from coordinator.sync.forecast import Forecast
+from coordinator.sync.look_ahead import LookAhead
 from coordinator.sync.publication import Publication
 from coordinator.sync.roll_call import Agreement, Present, RollCall, WeightGroup, parallel_sizes, seeded_version
 from coordinator.sync.sync_round import SyncRound
 from coordinator.watch import metrics
 from coordinator.watch.observed import Observed
-from servicekit.errors import Fenced, PeerLost, TandemError, Unavailable
+from servicekit.errors import Aborted, Fenced, PeerLost, TandemError, Unavailable
 from servicekit.logs import get_logger
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2
@@ -105,6 +106,11 @@ class WeightSync:
             ending=self._ending,
             is_queued=is_queued,
         )
+        self._ahead = LookAhead(self._roll_call, trainer, fleet)
+
+    async def look_ahead(self) -> None:
+        """Look at the services until cancelled, for the next publication: called while the trainer works."""
+        await self._ahead.run()
 
     async def publish(self, policy_version: int) -> SyncResult:
         """Make every replica that is present serve the trainer's weights as `policy_version`.
@@ -162,7 +168,7 @@ class WeightSync:
         Returns: None: no round was needed, or it failed while others serve.
         Raises: TandemError: it failed, and no replica serves.
         """
-        announced = await self._announced()
+        announced = self._ahead.replicas() or await self._announced()
         serving = self._fleet.serving()
         self._observed.fleet(announced, serving)
         if all(replica in serving for replica in announced) and serving:
@@ -257,10 +263,7 @@ class WeightSync:
         """
         begun_s = time.perf_counter()
         try:
-            present = await self._roll_call.call(work.policy_version, rejoin_timeout_s=work.rejoin_timeout_s)
-        except TandemError:
-            work.is_over = True
-            raise
+            present = await self._seen_ahead(work) or await self._call_roll(work)
         finally:
             waited_s = time.perf_counter() - begun_s
             metrics.SYNC_RENDEZVOUS_SECONDS.observe(waited_s)
@@ -268,6 +271,30 @@ class WeightSync:
         work.committed = [replica for replica in work.committed if replica in present.replicas]
         targets = {replica: status for replica, status in present.replicas.items() if replica not in work.committed}
         return Present(epoch=present.epoch, trainer=present.trainer, replicas=targets) if targets else None
+
+    async def _seen_ahead(self, work: Publication) -> Present | None:
+        """Return the participants that were seen while the trainer worked, if they are a group still; None: if not."""
+        present = None if work.committed or work.failures else self._ahead.participants(work.policy_version)
+        if present is None:
+            return None
+        try:
+            await asyncio.to_thread(self._lead.confirm, present.epoch)
+        except (Aborted, Unavailable) as error:
+            log.info("participants seen ahead are not confirmed", error=str(error))
+            self._ahead.forget()
+            return None
+        return present
+
+    async def _call_roll(self, work: Publication) -> Present:
+        """Wait until enough services are present. Raises: TandemError: too few were before the deadline."""
+        self._ahead.forget()
+        try:
+            present = await self._roll_call.call(work.policy_version, rejoin_timeout_s=work.rejoin_timeout_s)
+        except TandemError:
+            work.is_over = True
+            raise
+        await asyncio.to_thread(self._lead.confirm, present.epoch)
+        return present
 
     async def _round(self, work: Publication, present: Present) -> bool:
         """Run one round over `present`. Returns: whether all of them have committed.
@@ -277,7 +304,6 @@ class WeightSync:
         description = self._describe(work.policy_version, present)
         if self._forecast is not None:
             self._forecast.of(description)
-        await asyncio.to_thread(self._lead.confirm, present.epoch)
         work.rounds += 1
         work.epoch = present.epoch
         sync_round = SyncRound(
