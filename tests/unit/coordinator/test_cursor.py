@@ -9,6 +9,7 @@ import pytest
 
 from coordinator.data.cursor import CursorState, DataCursor, SourcePosition
 from coordinator.data.prompts import load_prompts
+from servicekit.errors import ConfigError
 from tandem_config.schema import DataSection
 from tandem_files.tokenizer import TextCodec
 from tests.kit.folders import write_data, write_small_model
@@ -88,3 +89,43 @@ def test_other_data_is_refused_on_restore(make: Make) -> None:
         make().restore(CursorState(sources=(SourcePosition(epoch=0, position=0, num_prompts=8),)))
     with pytest.raises(ValueError, match=r"data.train has 7 \+ 5 usable prompts, .* with 7:"):
         make(1, 1).restore(make().state())
+
+
+@pytest.mark.parametrize("weights", [(), (2, 1)])
+@pytest.mark.parametrize("before", [0, 5, 7])
+def test_what_is_read_ahead_is_taken_next_and_counts_when_it_is_taken(
+    make: Make, weights: tuple[float, ...], before: int
+) -> None:
+    plain, ahead = make(*weights, seed=5), make(*weights, seed=5)
+    for cursor in (plain, ahead):
+        cursor.take(before)
+    ahead.read_ahead(6)
+    ahead.read_ahead(6)
+    assert ahead.state() == plain.state()
+    resumed = make(*weights, seed=5)
+    resumed.restore(ahead.state())
+    assert taken(ahead, 6) == taken(plain, 6) == taken(resumed, 6)
+    assert ahead.state() == plain.state()
+    assert taken(ahead, 20) == taken(plain, 20)
+
+
+def test_a_take_of_another_number_and_a_restore_forget_what_was_read_ahead(make: Make) -> None:
+    plain, other, restored = make(), make(), make()
+    for cursor in (other, restored):
+        cursor.read_ahead(6)
+    start = make().state()
+    restored.restore(start)
+    assert taken(other, 4) + taken(other, 6) == taken(plain, 10) == taken(restored, 10)
+
+
+def test_a_row_that_cannot_be_read_ahead_is_an_error_when_it_is_taken(make: Make, tmp_path: Path) -> None:
+    cursor = make()
+    (tmp_path / "a.jsonl").unlink()
+    cursor.read_ahead(3)
+    assert cursor.state() == make_state(0)
+    with pytest.raises(ConfigError, match=r"a\.jsonl"):
+        cursor.take(3)
+
+
+def make_state(position: int) -> CursorState:
+    return CursorState(sources=(SourcePosition(epoch=0, position=position, num_prompts=SIZES["a"]),))
