@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from rollout_service.engine import Finish, FinishedGroup, RolloutEngine, SampledCompletion
+from rollout_service.engine import Finish, FinishedGroup, RolloutEngine
 from rollout_service.metrics import RolloutMetrics
 from rollout_service.sampling import read_request
 from rollout_service.weights.admission import Admission

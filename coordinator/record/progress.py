@@ -129,7 +129,8 @@ class Progress:
         """Add an iteration to the totals and counters."""
         totals, generation = self.state.totals, record.generation
         dropped, trained = int(row["dropped_groups"] or 0), int(row["trained_samples"] or 0)
-        totals.generated_tokens += generation.num_tokens
+        generated = int(row["generated_tokens"] or 0)
+        totals.generated_tokens += generated
         totals.trained_samples += trained
         totals.dropped_groups += dropped
         totals.dropped_samples += record.scored.num_missing
@@ -138,7 +139,7 @@ class Progress:
         difference = row["logprob_abs_diff_max"]
         if difference is not None:
             totals.logprob_abs_diff_max = max(difference, totals.logprob_abs_diff_max or 0.0)
-        metrics.GENERATED_TOKENS.inc(generation.num_tokens)
+        metrics.GENERATED_TOKENS.inc(generated)
         metrics.TRAINED_SAMPLES.inc(trained)
         metrics.DROPPED_GROUPS.inc(dropped)
         metrics.DROPPED_SAMPLES.inc(record.scored.num_missing)

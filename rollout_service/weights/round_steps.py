@@ -8,6 +8,7 @@ from rollout_service.engine import RolloutEngine
 from rollout_service.weights.pauses import Pauses
 from rollout_service.weights.ranks import Ranks
 from servicekit.errors import TandemError
+from servicekit.life.tasks import end_of
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.round import deadlines
@@ -23,12 +24,12 @@ class ReplicaRound(OpenRound):
 
     Attributes:
         touched: the parameters may differ from those that were served.
-        session: SGLang's update session is open.
+        opening: opens SGLang's update session; None: it is not open.
     """
 
     role: Role = Role.REPLICA
     touched: bool = False
-    session: bool = False
+    opening: "asyncio.Task[None] | None" = None
 
 
 class RoundSteps:
@@ -43,6 +44,7 @@ class RoundSteps:
         """Run PREPARE, PAUSE, TRANSFER or VERIFY. Raises: errors of the ranks."""
         if phase == PAUSE:
             await self._pause(current.message)
+            self._open(current)  # TRANSFER, which comes next, waits for the answer
             return self.empty_reports()
         if phase == TRANSFER and not current.staged:
             await self._touch(current)
@@ -80,8 +82,10 @@ class RoundSteps:
     async def give_up(self, current: ReplicaRound) -> list[pb.PhaseReport]:
         """Run ABORT: end the phase under way and close SGLang's session."""
         reports = await self.interrupt(current.message)
-        if current.session:
-            await self._engine.end_update()
+        if current.opening is not None:
+            await end_of(current.opening)
+            if not current.opening.cancelled() and current.opening.exception() is None:
+                await self._engine.end_update()
         return reports
 
     async def interrupt(self, round_: pb.Round) -> list[pb.PhaseReport]:
@@ -99,13 +103,19 @@ class RoundSteps:
     async def _pause(self, round_: pb.Round) -> None:
         await self._pauses.pause(round_.pause_mode, deadlines.drain_s(round_))
 
+    def _open(self, current: ReplicaRound) -> "asyncio.Task[None]":
+        """Begin to open SGLang's session, if it is not open yet."""
+        if current.opening is None:
+            current.opening = asyncio.create_task(self._engine.begin_update(), name=f"open-{current.message.round_id}")
+        return current.opening
+
     async def _touch(self, current: ReplicaRound) -> None:
-        await self._engine.begin_update()
-        current.touched = current.session = True
+        await asyncio.shield(self._open(current))
+        current.touched = True
 
     async def _end_session(self, current: ReplicaRound) -> None:
         await self._engine.end_update()
-        current.session = False
+        current.opening = None
 
 
 async def _all(*calls: Awaitable[object]) -> None:

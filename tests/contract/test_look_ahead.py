@@ -16,6 +16,7 @@ from tests.contract.test_coordinator_weights import sync_of
 from tests.fakes.fake_fleet import FakeFleet, StaticFleet, fake_fleet
 from tests.fakes.fake_sync import FakeGroup
 from tests.fakes.sole_lead import SoleLead
+from tests.kit.waiting import until
 
 pytestmark = pytest.mark.integration
 
@@ -50,9 +51,7 @@ async def seen_ahead(**options: Any) -> AsyncIterator[tuple[FakeFleet, CountingF
         await sync.publish(0)
         looking = asyncio.create_task(sync.look_ahead())
         before = members.looks
-        async with asyncio.timeout(10.0):
-            while sync._ahead.replicas() is None:
-                await asyncio.sleep(0.01)
+        await asyncio.to_thread(until, lambda: sync._ahead._seen)
         await cancel(looking)
         assert members.looks == before + 1
         fleet.trainer_service.policy_version = 1
@@ -71,9 +70,7 @@ async def test_a_round_and_the_next_generation_take_the_look_that_was_made_ahead
 
 async def _disconnected(fleet: FakeFleet, sync: WeightSync) -> None:
     await fleet.servers["rollout-1"].drain(0.0)
-    async with asyncio.timeout(10.0):
-        while fleet.replicas[1].is_connected:
-            await asyncio.sleep(0.01)
+    await asyncio.to_thread(until, lambda: not fleet.replicas[1].is_connected)
 
 
 async def _not_serving(fleet: FakeFleet, sync: WeightSync) -> None:
@@ -117,9 +114,7 @@ async def test_a_look_ahead_goes_on_while_a_service_is_lost() -> None:
     async with seen_ahead() as (fleet, _, _, sync):
         await fleet.servers["rollout-1"].drain(0.0)
         looking = asyncio.create_task(sync.look_ahead())
-        async with asyncio.timeout(10.0):
-            while sync._ahead._seen is not None:
-                await asyncio.sleep(0.01)
+        await asyncio.to_thread(until, lambda: sync._ahead._seen is None)
         assert not looking.done()
         looking.cancel()
         with suppress(asyncio.CancelledError):

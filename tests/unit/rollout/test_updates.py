@@ -94,6 +94,46 @@ async def test_the_replica_is_paused_from_pause_to_commit() -> None:
     assert rig.updates.policy_version == 2
 
 
+async def test_sglang_opens_its_session_between_pause_and_transfer() -> None:
+    rig, asked, answer = Rig(), asyncio.Event(), asyncio.Event()
+    await rig.seed()
+    rig.engine.calls.clear()
+
+    async def slow() -> None:
+        rig.engine.calls.append("begin_update")
+        asked.set()
+        await answer.wait()
+
+    rig.engine.begin_update = slow  # type: ignore[method-assign]
+    assert await asyncio.wait_for(rig.run(PREPARE, PAUSE, round_=a_round()), 10.0) == PAUSED
+    transfer = asyncio.create_task(rig.run(TRANSFER, round_=a_round()))
+    await asyncio.wait_for(asked.wait(), 10.0)
+    await asyncio.sleep(0.05)
+    assert rig.ranks.phases[-1] != "TRANSFER"  # no byte before the session is open
+    answer.set()
+    await transfer
+    assert (rig.ranks.phases[-1], rig.engine.calls) == ("TRANSFER", ["freeze", "begin_update"])
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_a_round_that_is_given_up_after_its_pause_leaves_no_session_open_and_the_old_version(
+    refuses: bool,
+) -> None:
+    rig = Rig()
+    await rig.seed()
+    rig.engine.calls.clear()
+
+    async def refuse() -> None:
+        raise RuntimeError("a session is open already")
+
+    if refuses:
+        rig.engine.begin_update = refuse  # type: ignore[method-assign]
+    assert await rig.run(PREPARE, PAUSE, ABORT, round_=a_round()) == SERVING
+    closed = [] if refuses else ["begin_update", "end_update"]
+    assert rig.engine.calls == ["freeze", *closed, "thaw"]
+    assert rig.updates.policy_version == 1
+
+
 async def test_the_pause_that_calls_feel_is_measured_from_gate_closed_to_gate_open() -> None:
     rig = Rig()
     await rig.seed()
