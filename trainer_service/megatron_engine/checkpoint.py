@@ -5,7 +5,7 @@ read. The reading trainer may have any other layout: a rank reads the blocks tha
 them (trainer_service/saved/states.py). All files are compared with their digests before any rank changes anything.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -54,7 +54,14 @@ from weightsync.model.spec import ModelSpec
 # As the longest deadline of FinishCheckpoint (protos/tandem_api/trainer/v1/trainer.proto).
 WRITE_TIMEOUT_S = 1800.0
 
+# Accepts what tensors of one number each, AdamW's step counts, would get.
+Accept = Callable[[Sequence[tuple[Tensor, float]]], None]
+
 log = get_logger(__name__)
+
+
+def any_numbers(numbers: Sequence[tuple[Tensor, float]]) -> None:
+    """Accept any numbers: where no optimizer reads them."""
 
 
 def _files(tensors: Mapping[str, Tensor], device: torch.device) -> list[SavedFile]:
@@ -147,12 +154,17 @@ class BackgroundSaver:
 def _write_and_publish(
     partial: Path, mine: Sequence[SavedFile], count: int, folder: Path, meta: Mapping[str, Any]
 ) -> int:
-    """On rank 0, in the thread: write its files, wait for those of the others, publish. Returns: bytes."""
+    """On rank 0, in the thread: write its files, wait for those of the others, publish.
+
+    Returns: bytes.
+    Raises: Internal: rank 0 could not write, which it says immediately; or another rank left a note that it could not.
+    """
     try:
-        write_files(partial, mine)
+        for file in mine:
+            write_file(partial, file)
         wait_for_files(partial, count, WRITE_TIMEOUT_S)
         return publish(partial, folder, meta)
-    except (OSError, Internal) as error:
+    except (OSError, SafetensorError, Internal) as error:
         raise Internal(f"cannot write checkpoint {folder}: {error}") from error
     finally:
         discard(partial)
@@ -174,24 +186,26 @@ class Reader:
     meta: Mapping[str, Any]
     device: torch.device
 
-    def check(self, folder: Path, tensors: Mapping[str, Held]) -> None:
+    def check(self, folder: Path, tensors: Mapping[str, Held], accept: Accept = any_numbers) -> None:
         """Check what load() checks before it changes anything; arguments and errors are those of load()."""
         with ExitStack() as stack:
-            self._find(folder, tensors, stack)
+            self._find(folder, tensors, accept, stack)
 
-    def load(self, folder: Path, tensors: Mapping[str, Held]) -> dict[str, Any]:
+    def load(self, folder: Path, tensors: Mapping[str, Held], accept: Accept = any_numbers) -> dict[str, Any]:
         """Fill this rank's tensors and random states; every rank must call this.
 
         The trainer that wrote the checkpoint may have had other parallel sizes. Random states are those of a rank of
         the same place: with other sizes they stay as they are.
 
+        Args:
+            accept: called with the numbers that tensors would get; raises ConfigError: the optimizer cannot hold them.
         Returns: the checkpoint's own meta.
         Raises, on every rank alike, with the first rank's finding and with nothing changed:
             ConfigError: another model or dtype, or a shard that lacks tensors; all that differs is named.
             DamagedCheckpoint: a file is not what was written.
         """
         with ExitStack() as stack:
-            states = self._find(folder, tensors, stack)
+            states = self._find(folder, tensors, accept, stack)
             states.fill()
         saved = read_meta(folder)
         if not has_optimizer(saved):
@@ -202,7 +216,7 @@ class Reader:
             log.info("checkpoint of another layout read", folder=str(folder), bytes=states.num_bytes())
         return saved
 
-    def _find(self, folder: Path, tensors: Mapping[str, Held], stack: ExitStack) -> SavedStates:
+    def _find(self, folder: Path, tensors: Mapping[str, Held], accept: Accept, stack: ExitStack) -> SavedStates:
         """Look for all that this rank reads; each file is compared with its digest by one rank."""
         damage = first_text("; ".join(_damages(folder, self.rank)), self.device)
         if damage:
@@ -216,6 +230,7 @@ class Reader:
             if different:
                 raise ConfigError(f"checkpoint {folder} is of another run than this: {'; '.join(different)}")
             states = SavedStates(SavedShards(folder, self.spec, stack), self.spec, self.layout, self.rank, tensors)
+            accept(states.numbers())
         except (TandemError, SafetensorError, OSError) as error:  # no other rank may wait for this one
             complaint = str(error)
         complaint = first_text(complaint, self.device)
