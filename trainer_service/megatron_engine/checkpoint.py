@@ -22,16 +22,17 @@ from torch import Tensor
 from servicekit.errors import ConfigError, Internal, TandemError
 from servicekit.logs import get_logger
 from tandem_files.checkpoints import DamagedCheckpoint
-from tandem_files.digests import MANIFEST, damages, read_manifest
+from tandem_files.digests import damages
 from tandem_files.room import check_room
 from trainer_service.engine import Saving
-from trainer_service.identity import differences
 from trainer_service.megatron_engine.agree import first_text, together
 from trainer_service.saved.files import (
     EXPERTS,
     experts_file,
+    fitting_meta,
     has_optimizer,
     parallel_of,
+    read_digests,
     read_meta,
     shard_file,
 )
@@ -225,10 +226,7 @@ class Reader:
             )
         states, complaint = None, ""
         try:
-            meta = read_meta(folder)
-            different = differences(meta, self.meta)
-            if different:
-                raise ConfigError(f"checkpoint {folder} is of another run than this: {'; '.join(different)}")
+            fitting_meta(folder, self.meta)
             states = SavedStates(SavedShards(folder, self.spec, stack), self.spec, self.layout, self.rank, tensors)
             accept(states.numbers())
         except (TandemError, SafetensorError, OSError) as error:  # no other rank may wait for this one
@@ -241,17 +239,9 @@ class Reader:
 
 def _damages(folder: Path, rank: int) -> list[str]:
     """Compare this rank's share of the files with their digests: each file is read by one rank."""
-    if not folder.is_dir():
-        return ["there is no such folder"]
-    try:
-        digests = read_manifest(folder)
-    except (OSError, ValueError) as error:
-        return [f"{MANIFEST} cannot be read ({error})"]
-    unknown = [path.name for path in sorted(folder.glob("*.safetensors")) if path.name not in digests]
+    digests, faults = read_digests(folder)
     mine = sorted(digests)[rank :: dist.get_world_size()]
-    return [f"{name} is not in {MANIFEST}" for name in unknown] + damages(
-        folder, {name: digests[name] for name in mine}
-    )
+    return faults + damages(folder, {name: digests[name] for name in mine})
 
 
 def _own_shard() -> str:

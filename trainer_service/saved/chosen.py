@@ -15,9 +15,9 @@ from tandem_files.checkpoints import (
     inspect,
     read_complete,
 )
-from tandem_files.digests import MANIFEST, damages, read_manifest
+from tandem_files.digests import damages
 from tandem_files.run_config import RESOLVED_CONFIG
-from trainer_service.saved.files import META, read_meta
+from trainer_service.saved.files import META, read_digests, read_meta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,8 @@ def _folder(folder: Path, run_dir: Path | None) -> Chosen:
         trainer, mark = folder / TRAINER_FOLDER, read_complete(folder)
         damage = inspect(folder, deep=True)
     elif (folder / META).is_file():
-        damage = _damage(folder)
+        digests, faults = read_digests(folder)
+        damage = "; ".join(faults + damages(folder, digests))
     else:
         raise ConfigError(
             f"{_why_not(folder)}: give a folder that `tandem import` has written, or a run's {FOLDER}/step-N"
@@ -87,14 +88,6 @@ def _folder(folder: Path, run_dir: Path | None) -> Chosen:
         run_dir=run_dir if run_dir is not None else run_above(folder),
         skipped=[],
     )
-
-
-def _damage(trainer: Path) -> str:
-    """Describe the damage of a trainer's part; "": it has none."""
-    try:
-        return "; ".join(damages(trainer, read_manifest(trainer)))
-    except (OSError, ValueError) as error:
-        return f"{MANIFEST} cannot be read ({error})"
 
 
 def _why_not(folder: Path) -> str:
