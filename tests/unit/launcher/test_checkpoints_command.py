@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from launcher.cli import app
-from tandem_files.checkpoints import BestCheckpoint, inspect, mark_best, mark_complete, step_folder
+from tandem_files.checkpoints import BestCheckpoint, inspect, mark_best, mark_complete, mark_latest, step_folder
 from tandem_files.digests import file_digest, write_manifest
 from tandem_files.model.safetensors_header import read_header
 from tests.kit.checkpoints import write_trainer_checkpoint
@@ -32,6 +32,7 @@ def run_dir(tmp_path: Path) -> Path:
         write_trainer_checkpoint(folder / "trainer", spec, parallel, full, step=3.0, exp_avg=full)
         mark_complete(folder, policy_version=iteration)
     step_folder(tmp_path, 12).mkdir()
+    mark_latest(tmp_path)
     mark_best(tmp_path, BestCheckpoint(iteration=4, policy_version=4, metric="hard/mean@8", value=0.5))
     return tmp_path
 
