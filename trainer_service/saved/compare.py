@@ -95,7 +95,7 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dtype != other.dtype:
         return False
     first, second = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
-    return torch.equal(first, second)
+    return bool(torch.equal(first, second))
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> tuple[float, bool]:
