@@ -331,9 +331,9 @@ def export(
         tandem export runs/my-run --out my-model --set model.path=/new/place/of/the/model
     """
     from launcher.export import export_command
-    from trainer_service.export import Source
+    from trainer_service.export import ExportSource
 
-    source = Source(run_dir=run_dir, checkpoint=checkpoint, config=config, overrides=overrides or [], dtype=dtype)
+    source = ExportSource(run_dir=run_dir, checkpoint=checkpoint, config=config, overrides=overrides or [], dtype=dtype)
     raise typer.Exit(export_command(source, out, test, form=form, tolerance=tolerance))
 
 

@@ -9,13 +9,13 @@ from launcher.view.run_view import make_console
 from servicekit.errors import ConfigError
 from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
 from tandem_config.problems import ConfigErrors
-from trainer_service.export import Form, Source, compare_export, export
+from trainer_service.export import ExportSource, Form, compare_export, export
 
 # What the coordinator's image lacks.
 _ELSEWHERE = "run this where Tandem is installed whole, or in the trainer's image: python -m trainer_service.export"
 
 
-def export_command(source: Source, out: Path | None, test: Path | None, *, form: Form, tolerance: float) -> int:
+def export_command(source: ExportSource, out: Path | None, test: Path | None, *, form: Form, tolerance: float) -> int:
     """Run `tandem export`; see trainer_service.export. Returns: the exit code."""
     console, complaints = make_console(), make_console(stderr=True)
 

@@ -21,7 +21,7 @@ from tandem_config.sections.run import ModelSection
 from tandem_files.exports import EXPORT, noted_template
 from tandem_files.run_config import RESOLVED_CONFIG
 from tandem_files.run_paths import FolderKind
-from trainer_service.saved.chosen import Chosen, find_checkpoint, run_above
+from trainer_service.saved.find import FoundCheckpoint, find_checkpoint, run_above
 from weightsync.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _GIB, _MIB = 2**30, 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class ExportSource:
     """What is exported: a checkpoint and its configuration, as the command line names them.
 
     Attributes:
@@ -63,14 +63,14 @@ class Source:
         config = _config_of(self) if self.config is None else self.config
         return load_config(config, self.overrides).model
 
-    def find(self, warn: Warn) -> Chosen:
+    def find(self, warn: Warn) -> FoundCheckpoint:
         """Find the checkpoint. Raises: ConfigError."""
         chosen = find_checkpoint(self.run_dir, self.checkpoint)
         for damage in chosen.skipped:
             warn(f"warning: {damage}")
         return chosen
 
-    def open(self, chosen: Chosen, model: ModelSection, stack: ExitStack) -> "SavedPolicy":
+    def open(self, chosen: FoundCheckpoint, model: ModelSection, stack: ExitStack) -> "SavedPolicy":
         """Open the weights, in the type asked for. Raises: ConfigError."""
         # Not above: torch takes seconds to import, and other mistakes are found without it.
         import torch
@@ -81,7 +81,7 @@ class Source:
         return SavedPolicy(chosen.folder, _spec_of(model), stack, dtype)
 
 
-def export(source: Source, out: Path, warn: Warn, *, form: Form = "hf") -> str:
+def export(source: ExportSource, out: Path, warn: Warn, *, form: Form = "hf") -> str:
     """Write a checkpoint as a Hugging Face folder, or for Megatron-LM.
 
     Args:
@@ -106,7 +106,7 @@ def export(source: Source, out: Path, warn: Warn, *, form: Form = "hf") -> str:
     return f"{chosen.title} is in {out} ({_size(written)} of weights)"
 
 
-def compare_export(source: Source, reference: Path, warn: Warn, *, tolerance: float = 0.0) -> tuple[bool, str]:
+def compare_export(source: ExportSource, reference: Path, warn: Warn, *, tolerance: float = 0.0) -> tuple[bool, str]:
     """Compare a checkpoint with a Hugging Face folder; nothing is written.
 
     Args:
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", "-c", type=Path, help="the run's configuration; default: the one in its folder")
     parser.add_argument("--set", "-s", action="append", default=[], metavar="KEY=VALUE", help="override one key")
     options = parser.parse_args(arguments)
-    source = Source(
+    source = ExportSource(
         run_dir=options.run_dir,
         checkpoint=options.checkpoint,
         config=options.config,
@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return EXIT_OK
 
 
-def _config_of(source: Source) -> Path:
+def _config_of(source: ExportSource) -> Path:
     """Return the configuration in the folder of a source's run. Raises: ConfigError: there is none."""
     run_dir = source.run_dir
     if run_dir is None:
@@ -200,7 +200,7 @@ def _check_out(out: Path, kind: FolderKind) -> None:
         raise ConfigError(f"--out {out} holds something else than {kind.name}: choose a new folder")
 
 
-def _write(source: Source, chosen: Chosen, model: ModelSection, out: Path) -> int:
+def _write(source: ExportSource, chosen: FoundCheckpoint, model: ModelSection, out: Path) -> int:
     """Write the folder. Returns: bytes of the weights. Raises: ConfigError; OSError: e.g. the disk is full."""
     # Not above: torch takes seconds to import, and other mistakes are found without it.
     from safetensors import SafetensorError

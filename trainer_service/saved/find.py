@@ -21,7 +21,7 @@ from trainer_service.saved.files import META, read_digests, read_meta
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
+class FoundCheckpoint:
     """A checkpoint whose files were compared with their digests.
 
     Attributes:
@@ -39,7 +39,7 @@ class Chosen:
     skipped: list[Damage]
 
 
-def find_checkpoint(run_dir: Path | None, which: str) -> Chosen:
+def find_checkpoint(run_dir: Path | None, which: str) -> FoundCheckpoint:
     """Find a checkpoint and read every file of it, to see that it is undamaged.
 
     Args:
@@ -51,7 +51,7 @@ def find_checkpoint(run_dir: Path | None, which: str) -> Chosen:
     if run_dir is None or (Path(which).is_dir() and which not in ("last", "best") and not which.isdecimal()):
         return _folder(Path(which), run_dir)
     sound = choose(run_dir, which)
-    return Chosen(
+    return FoundCheckpoint(
         folder=sound.folder / TRAINER_FOLDER,
         title=f"iteration {sound.iteration} of {run_dir}",
         iteration=sound.iteration,
@@ -66,7 +66,7 @@ def run_above(folder: Path) -> Path | None:
     return next((run_dir for run_dir in found if (run_dir / RESOLVED_CONFIG).is_file()), None)
 
 
-def _folder(folder: Path, run_dir: Path | None) -> Chosen:
+def _folder(folder: Path, run_dir: Path | None) -> FoundCheckpoint:
     trainer, mark = folder, dict[str, Any]()
     if (folder / COMPLETE).is_file():
         trainer, mark = folder / TRAINER_FOLDER, read_complete(folder)
@@ -81,7 +81,7 @@ def _folder(folder: Path, run_dir: Path | None) -> Chosen:
     if damage:
         raise DamagedCheckpoint(f"checkpoint {folder}: {damage}: restore the file from a copy, or choose another one")
     read_meta(trainer)
-    return Chosen(
+    return FoundCheckpoint(
         folder=trainer,
         title=f"checkpoint {folder}",
         iteration=mark.get("iteration"),
