@@ -1,5 +1,7 @@
 """`tandem checkpoints`: a run's checkpoints, what each holds, and whether its files are as they were written."""
 
+import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -58,7 +60,8 @@ def checkpoints_command(run_dir: Path, *, deep: bool) -> int:
         what = f"has no {FOLDER}/step-* yet" if run_dir.is_dir() else "no such folder"
         complaints.print(Text(f"{run_dir}: {what}: give the folder of a run", style="bold red"))
         return EXIT_BAD_CONFIG
-    rows = [_row(iteration, folder, deep=deep) for iteration, folder in found]
+    described = [_row(iteration, folder, deep=deep) for iteration, folder in found]
+    rows = [row for row in described if row is not None]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("iteration", "version", "size", "layout", "holds", "state"):
         table.add_column(name, justify="right" if name in ("iteration", "version", "size") else "left")
@@ -74,11 +77,19 @@ def checkpoints_command(run_dir: Path, *, deep: bool) -> int:
     return EXIT_FAILED if damaged else EXIT_OK
 
 
-def _row(iteration: int, folder: Path, *, deep: bool) -> _Row:
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    size = f"{sum(path.stat().st_size for path in files) / _MIB:.1f} MiB"
-    if not (folder / COMPLETE).is_file():
-        return _Row(iteration=iteration, size=size, state="unfinished")
+def _row(iteration: int, folder: Path, *, deep: bool) -> _Row | None:
+    """Describe a checkpoint; None: a run that continues beside this has removed it meanwhile."""
+    size = f"{_num_bytes(folder) / _MIB:.1f} MiB"
+    row = _Row(iteration=iteration, size=size, state="unfinished")
+    if (folder / COMPLETE).is_file():
+        row = _complete_row(iteration, folder, size, deep=deep)
+        # A run removes the mark first, then the files, which are damage only while the mark is there.
+        if row.damage and not (folder / COMPLETE).is_file():
+            row = _Row(iteration=iteration, size=size, state="unfinished")
+    return row if folder.is_dir() else None
+
+
+def _complete_row(iteration: int, folder: Path, size: str, *, deep: bool) -> _Row:
     damage = inspect(folder, deep=deep)
     state = "damaged" if damage else "undamaged" if deep else "complete"
     try:
@@ -89,6 +100,16 @@ def _row(iteration: int, folder: Path, *, deep: bool) -> _Row:
     except (ConfigError, OSError, ValueError) as error:
         return _Row(iteration=iteration, size=size, state="damaged", damage=damage or str(error))
     return _Row(iteration=iteration, version=version, size=size, layout=layout, holds=holds, state=state, damage=damage)
+
+
+def _num_bytes(folder: Path) -> int:
+    """Add up the files of a folder, without those that a run renames or removes meanwhile."""
+    total = 0
+    for parent, _, names in os.walk(folder):  # which passes over folders that are not there any more
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += (Path(parent) / name).stat().st_size
+    return total
 
 
 def _layout(parallel: Parallel) -> str:

@@ -284,7 +284,7 @@ def import_(
 
 @app.command()
 def export(
-    run_dir: Annotated[Path, typer.Argument(help="The run's folder; the run may be running, stopped or finished.")],
+    run_dir: Annotated[Path | None, typer.Argument(help="The run's folder; none: --checkpoint is a folder.")] = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Folder to write; an earlier export is replaced.")
     ] = None,
@@ -294,35 +294,47 @@ def export(
             "--test", metavar="DIR", help="Write nothing: compare names, shapes and numbers with this folder."
         ),
     ] = None,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, help="Of --test: how far apart numbers may be; the exit code is 1 beyond it.")
+    ] = 0.0,
     checkpoint: Annotated[
         str,
         typer.Option(
-            "--checkpoint", metavar="last|best|N", help="The newest checkpoint, the best one, or that of iteration N."
+            "--checkpoint",
+            metavar="last|best|N|DIR",
+            help="The newest checkpoint, the best one, that of iteration N, or a checkpoint's own folder.",
         ),
     ] = "last",
     form: Annotated[
         Literal["hf", "dist"],
         typer.Option("--format", help="hf: a Hugging Face folder. dist: megatron-core's dist_checkpointing."),
     ] = "hf",
+    dtype: Annotated[
+        Literal["same", "float32", "bfloat16", "float16"],
+        typer.Option(help="Type of the weights, rounded as torch does; same: the checkpoint's."),
+    ] = "same",
     config: Annotated[Path | None, _CONFIG] = None,
     overrides: _Set = None,
 ) -> None:
-    """Write a checkpoint of a run as an ordinary Hugging Face folder, with its tokenizer; trains and starts nothing.
+    """Write a checkpoint as an ordinary Hugging Face folder, with its tokenizer; trains and starts nothing.
 
     Its weights are those that the trainer would write into hf/ at that iteration, bit by bit. Needs memory for one file
-    of weights (5 GB), and no GPU.
+    of weights (5 GB), and no GPU. The run may be running, stopped or finished.
 
     \b
     Examples:
         tandem export runs/my-run --out my-model
-        tandem export runs/my-run --checkpoint 40 --out at-40
-        tandem export runs/my-run --test my-model
+        tandem export runs/my-run --checkpoint 40 --out at-40 --dtype bfloat16
+        tandem export --checkpoint tp8 -c my.yaml --out my-model
+        tandem export runs/my-run --test my-model --tolerance 1e-6
         tandem export runs/my-run --out for-megatron --format dist
         tandem export runs/my-run --out my-model --set model.path=/new/place/of/the/model
     """
     from launcher.export import export_command
+    from trainer_service.export import ExportSource
 
-    raise typer.Exit(export_command(run_dir, checkpoint, out, test, config, overrides or [], form=form))
+    source = ExportSource(run_dir=run_dir, checkpoint=checkpoint, config=config, overrides=overrides or [], dtype=dtype)
+    raise typer.Exit(export_command(source, out, test, form=form, tolerance=tolerance))
 
 
 @app.command()

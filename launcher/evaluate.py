@@ -51,7 +51,8 @@ class Asked:
         Args:
             columns: keys of the data's columns that were found.
         """
-        options = ["rollout.serve_model=true"]
+        # No trainer runs, whose start need not be there any more.
+        options = ["rollout.serve_model=true", "trainer.initial_checkpoint=null"]
         if self.model is not None:
             options += [f"model.path={self.model}", f"run.name=evaluate-{_name(self.model.absolute())}"]
         if self.data:

@@ -1,8 +1,6 @@
-"""`tandem export`: a Hugging Face folder from a checkpoint of a run, without its services."""
+"""`tandem export`: a Hugging Face folder from a checkpoint, of a run or alone, without services."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from rich.text import Text
 
@@ -11,22 +9,13 @@ from launcher.view.run_view import make_console
 from servicekit.errors import ConfigError
 from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
 from tandem_config.problems import ConfigErrors
+from trainer_service.export import ExportSource, Form, compare_export, export
 
-Form = Literal["hf", "dist"]
 # What the coordinator's image lacks.
 _ELSEWHERE = "run this where Tandem is installed whole, or in the trainer's image: python -m trainer_service.export"
 
 
-def export_command(
-    run_dir: Path,
-    which: str,
-    out: Path | None,
-    test: Path | None,
-    config: Path | None,
-    overrides: Sequence[str],
-    *,
-    form: Form = "hf",
-) -> int:
+def export_command(source: ExportSource, out: Path | None, test: Path | None, *, form: Form, tolerance: float) -> int:
     """Run `tandem export`; see trainer_service.export. Returns: the exit code."""
     console, complaints = make_console(), make_console(stderr=True)
 
@@ -37,14 +26,12 @@ def export_command(
         complaints.print(Text("not exported: give --out DIR to write, or --test DIR to compare", style="bold red"))
         return EXIT_BAD_CONFIG
     try:
-        from trainer_service.export import compare_export, export
-
         if test is not None:
-            same, text = compare_export(run_dir, which, test, config, overrides, warn)
-            console.print(Text(text, style="bold green" if same else "bold red"))
-            return EXIT_OK if same else EXIT_FAILED
+            alike, text = compare_export(source, test, warn, tolerance=tolerance)
+            console.print(Text(text, style="bold green" if alike else "bold red"))
+            return EXIT_OK if alike else EXIT_FAILED
         if out is not None:
-            console.print(Text(export(run_dir, which, out, config, overrides, warn, form=form), style="bold green"))
+            console.print(Text(export(source, out, warn, form=form), style="bold green"))
     except ConfigErrors as errors:
         print_problems(complaints, errors.problems)
         return EXIT_BAD_CONFIG

@@ -5,6 +5,7 @@
                                     complete.json      written last: without it the checkpoint is unfinished
                       damaged-step-00000016/           complete once, then found damaged, and skipped
                       best.json                        which one is the best (evaluation.best)
+                      latest                           name of the newest complete one, for other programs
 
 complete.json holds digests: its own, and of every file of the checkpoint that is not in a manifest.
 """
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from servicekit.errors import ConfigError
-from tandem_files.atomic import no_check, sync_folder, write_json_atomic
+from tandem_files.atomic import no_check, sync_folder, write_bytes_atomic, write_json_atomic
 from tandem_files.digests import MANIFEST, damages, file_digest, read_manifest, text_digest
 
 COMPLETE = "complete.json"
@@ -26,6 +27,7 @@ COORDINATOR_FILE = "coordinator.json"
 TRAINER_FOLDER = "trainer"
 FOLDER = "checkpoints"
 BEST_FILE = "best.json"
+LATEST_FILE = "latest"
 _STEP = re.compile(r"step-(\d{8,})")
 _SET_ASIDE = "damaged-"
 _FILES, _SELF = "files", "digest"
@@ -298,6 +300,21 @@ def mark_best(run_dir: Path, best: BestCheckpoint | None, before_write: Callable
     if best != read_best(run_dir):
         write_json_atomic(path, asdict(best), before_write)
     return True
+
+
+def mark_latest(run_dir: Path, before_write: Callable[[], None] = no_check) -> None:
+    """Write the name of the newest complete checkpoint's folder into `latest`; without one remove the file.
+
+    It is for people and other programs: a resume looks for the newest undamaged checkpoint itself.
+
+    Args:
+        before_write: as in write_bytes_atomic.
+    """
+    path, complete = run_dir / FOLDER / LATEST_FILE, list_complete(run_dir)
+    if not complete:
+        path.unlink(missing_ok=True)
+        return
+    write_bytes_atomic(path, f"{complete[-1][1].name}\n".encode(), before_write)
 
 
 def prune(run_dir: Path, keep: int) -> list[Path]:

@@ -10,6 +10,7 @@ from launcher.check.data.rows import check_data
 from launcher.check.data.tokenizer import check_tokenizer
 from launcher.check.host import check_host
 from launcher.check.model.folder import check_model
+from launcher.check.model.initial import check_initial
 from launcher.check.resume import check_output, check_resume
 from launcher.check.rewards import check_rewards
 from launcher.check.trackers import check_trackers
@@ -35,6 +36,9 @@ def preflight(
     if draft.usable("model.path"):
         spec, found = check_model(draft.config, draft.usable)
         problems += found
+        # A run that resumes does not read it again.
+        if spec is not None and resume is None and draft.usable("trainer.initial_checkpoint", "model.dtype"):
+            problems += check_initial(draft.config, spec)
         codec, found = check_tokenizer(draft.config, spec)
         problems += found
     else:

@@ -125,7 +125,7 @@ async def test_the_best_policy_is_saved_and_kept(
     best = read_best(environment.run_dir)
     assert best is not None
     assert (best.iteration, best.policy_version, best.metric) == (3, 3, "heldout/mean@1")
-    assert checkpoints(environment) == ["best.json", "step-00000003", "step-00000008", "step-00000009"]
+    assert checkpoints(environment) == ["best.json", "latest", "step-00000003", "step-00000008", "step-00000009"]
     assert json.loads((environment.run_dir / "summary.json").read_text())["evaluation"]["best"]["iteration"] == 3
 
 
@@ -138,7 +138,7 @@ async def test_without_save_best_a_checkpoint_that_is_due_is_the_best(
     best = read_best(environment.run_dir)
     assert best is not None
     assert best.iteration in (3, 6)
-    assert checkpoints(environment) == ["best.json", "step-00000003", "step-00000006"]
+    assert checkpoints(environment) == ["best.json", "latest", "step-00000003", "step-00000006"]
 
 
 def test_data_of_sets_is_loaded_before_anything_starts(config: RunConfig, tmp_path: Path) -> None:

@@ -59,9 +59,11 @@ async def test_a_run_leaves_rows_summary_checkpoints_and_a_model(
     assert {"sglang", "megatron_core", "torch", "grpcio", "python"} <= set(summary["versions"])
     assert [path.parent.name for path in fleet.trainer_service.saved] == [f"step-{n:08d}" for n in (2, 4, 6)]
     assert sorted(path.name for path in (environment.run_dir / "checkpoints").iterdir()) == [
+        "latest",
         "step-00000004",
         "step-00000006",
     ]
+    assert (environment.run_dir / "checkpoints" / "latest").read_text() == "step-00000006\n"
     assert fleet.trainer_service.exported == [environment.run_dir / "hf"]
     assert saved_state(environment)["status"] == "finished"
 
@@ -275,6 +277,7 @@ async def test_a_damaged_checkpoint_is_skipped_and_said_everywhere(
         assert name.rpartition("/")[2] in text
     assert sorted(path.name for path in checkpoints.iterdir()) == [
         "damaged-step-00000004",
+        "latest",
         "step-00000004",
         "step-00000006",
     ]

@@ -9,7 +9,7 @@ Two optimizers have one form on disk (a step count per parameter), so that each 
 Under the distributed optimizer (options/zero.py) each of them has parts of parameters only.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,18 +39,24 @@ class _GroupSteps:
 
     def write(self) -> None:
         """Set the group's count to that of the tensors. Raises: ConfigError: its parameters have different counts."""
-        counts = sorted({int(tensor) for tensor in self.tensors})
-        if len(counts) > 1:
-            raise ConfigError(
-                f"AdamW's step counts differ among parameters ({', '.join(map(str, counts))}), and this optimizer has "
-                "one for all: resume with the optimizer that wrote the checkpoint (with TransformerEngine, or without)"
-            )
+        count = one_count(int(tensor) for tensor in self.tensors)
         held = self.group.get("step")
         # capturable: a tensor on the GPU, whose address CUDA graphs have
         if isinstance(held, Tensor):
-            held.fill_(counts[0])
+            held.fill_(count)
         else:
-            self.group["step"] = counts[0]
+            self.group["step"] = count
+
+
+def one_count(counts: Iterable[int]) -> int:
+    """Return the step count that parameters of a group share. Raises: ConfigError: they have different ones."""
+    found = sorted(set(counts))
+    if len(found) > 1:
+        raise ConfigError(
+            f"AdamW's step counts differ among parameters ({', '.join(map(str, found))}), and this optimizer has "
+            "one for all: resume with the optimizer that wrote the checkpoint (with TransformerEngine, or without)"
+        )
+    return found[0]
 
 
 class AdamState:
@@ -107,6 +113,19 @@ class AdamState:
         for steps in self._group_steps:
             steps.read()
         return dict(self._tensors)
+
+    def check_counts(self, numbers: Sequence[tuple[Tensor, float]]) -> None:
+        """Check step counts before they are written.
+
+        Args:
+            numbers: tensors among those of `tensors()`, and what they are to hold.
+        Raises: ConfigError: this optimizer cannot hold them.
+        """
+        coming = {id(tensor): int(number) for tensor, number in numbers}
+        for steps in self._group_steps:
+            counts = [coming[id(tensor)] for tensor in steps.tensors if id(tensor) in coming]
+            if counts:
+                one_count(counts)
 
     def written(self) -> None:
         """Make the optimizer continue from the values that were written to `tensors`.

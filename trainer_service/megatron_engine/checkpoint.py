@@ -5,7 +5,7 @@ read. The reading trainer may have any other layout: a rank reads the blocks tha
 them (trainer_service/saved/states.py). All files are compared with their digests before any rank changes anything.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,16 +22,17 @@ from torch import Tensor
 from servicekit.errors import ConfigError, Internal, TandemError
 from servicekit.logs import get_logger
 from tandem_files.checkpoints import DamagedCheckpoint
-from tandem_files.digests import MANIFEST, damages, read_manifest
+from tandem_files.digests import damages
 from tandem_files.room import check_room
 from trainer_service.engine import Saving
-from trainer_service.identity import differences
 from trainer_service.megatron_engine.agree import first_text, together
 from trainer_service.saved.files import (
     EXPERTS,
     experts_file,
+    fitting_meta,
     has_optimizer,
     parallel_of,
+    read_digests,
     read_meta,
     shard_file,
 )
@@ -54,7 +55,14 @@ from weightsync.model.spec import ModelSpec
 # As the longest deadline of FinishCheckpoint (protos/tandem_api/trainer/v1/trainer.proto).
 WRITE_TIMEOUT_S = 1800.0
 
+# Accepts what tensors of one number each, AdamW's step counts, would get.
+Accept = Callable[[Sequence[tuple[Tensor, float]]], None]
+
 log = get_logger(__name__)
+
+
+def any_numbers(numbers: Sequence[tuple[Tensor, float]]) -> None:
+    """Accept any numbers: where no optimizer reads them."""
 
 
 def _files(tensors: Mapping[str, Tensor], device: torch.device) -> list[SavedFile]:
@@ -147,12 +155,17 @@ class BackgroundSaver:
 def _write_and_publish(
     partial: Path, mine: Sequence[SavedFile], count: int, folder: Path, meta: Mapping[str, Any]
 ) -> int:
-    """On rank 0, in the thread: write its files, wait for those of the others, publish. Returns: bytes."""
+    """On rank 0, in the thread: write its files, wait for those of the others, publish.
+
+    Returns: bytes.
+    Raises: Internal: rank 0 could not write, which it says immediately; or another rank left a note that it could not.
+    """
     try:
-        write_files(partial, mine)
+        for file in mine:
+            write_file(partial, file)
         wait_for_files(partial, count, WRITE_TIMEOUT_S)
         return publish(partial, folder, meta)
-    except (OSError, Internal) as error:
+    except (OSError, SafetensorError, Internal) as error:
         raise Internal(f"cannot write checkpoint {folder}: {error}") from error
     finally:
         discard(partial)
@@ -174,24 +187,26 @@ class Reader:
     meta: Mapping[str, Any]
     device: torch.device
 
-    def check(self, folder: Path, tensors: Mapping[str, Held]) -> None:
+    def check(self, folder: Path, tensors: Mapping[str, Held], accept: Accept = any_numbers) -> None:
         """Check what load() checks before it changes anything; arguments and errors are those of load()."""
         with ExitStack() as stack:
-            self._find(folder, tensors, stack)
+            self._find(folder, tensors, accept, stack)
 
-    def load(self, folder: Path, tensors: Mapping[str, Held]) -> dict[str, Any]:
+    def load(self, folder: Path, tensors: Mapping[str, Held], accept: Accept = any_numbers) -> dict[str, Any]:
         """Fill this rank's tensors and random states; every rank must call this.
 
         The trainer that wrote the checkpoint may have had other parallel sizes. Random states are those of a rank of
         the same place: with other sizes they stay as they are.
 
+        Args:
+            accept: called with the numbers that tensors would get; raises ConfigError: the optimizer cannot hold them.
         Returns: the checkpoint's own meta.
         Raises, on every rank alike, with the first rank's finding and with nothing changed:
             ConfigError: another model or dtype, or a shard that lacks tensors; all that differs is named.
             DamagedCheckpoint: a file is not what was written.
         """
         with ExitStack() as stack:
-            states = self._find(folder, tensors, stack)
+            states = self._find(folder, tensors, accept, stack)
             states.fill()
         saved = read_meta(folder)
         if not has_optimizer(saved):
@@ -202,7 +217,7 @@ class Reader:
             log.info("checkpoint of another layout read", folder=str(folder), bytes=states.num_bytes())
         return saved
 
-    def _find(self, folder: Path, tensors: Mapping[str, Held], stack: ExitStack) -> SavedStates:
+    def _find(self, folder: Path, tensors: Mapping[str, Held], accept: Accept, stack: ExitStack) -> SavedStates:
         """Look for all that this rank reads; each file is compared with its digest by one rank."""
         damage = first_text("; ".join(_damages(folder, self.rank)), self.device)
         if damage:
@@ -211,11 +226,9 @@ class Reader:
             )
         states, complaint = None, ""
         try:
-            meta = read_meta(folder)
-            different = differences(meta, self.meta)
-            if different:
-                raise ConfigError(f"checkpoint {folder} is of another run than this: {'; '.join(different)}")
+            fitting_meta(folder, self.meta)
             states = SavedStates(SavedShards(folder, self.spec, stack), self.spec, self.layout, self.rank, tensors)
+            accept(states.numbers())
         except (TandemError, SafetensorError, OSError) as error:  # no other rank may wait for this one
             complaint = str(error)
         complaint = first_text(complaint, self.device)
@@ -226,17 +239,9 @@ class Reader:
 
 def _damages(folder: Path, rank: int) -> list[str]:
     """Compare this rank's share of the files with their digests: each file is read by one rank."""
-    if not folder.is_dir():
-        return ["there is no such folder"]
-    try:
-        digests = read_manifest(folder)
-    except (OSError, ValueError) as error:
-        return [f"{MANIFEST} cannot be read ({error})"]
-    unknown = [path.name for path in sorted(folder.glob("*.safetensors")) if path.name not in digests]
+    digests, faults = read_digests(folder)
     mine = sorted(digests)[rank :: dist.get_world_size()]
-    return [f"{name} is not in {MANIFEST}" for name in unknown] + damages(
-        folder, {name: digests[name] for name in mine}
-    )
+    return faults + damages(folder, {name: digests[name] for name in mine})
 
 
 def _own_shard() -> str:

@@ -253,7 +253,7 @@ class MegatronEngine:
     def check_checkpoint(self, folder: Path) -> None:
         """Check a checkpoint as load_checkpoint does before it changes anything."""
         with self._offload.use(*CHECKPOINT, changes=False):
-            self._reader.check(folder, self._tensors_in(_about(folder)))
+            self._reader.check(folder, self._tensors_in(_about(folder)), self._adam.check_counts)
 
     def load_checkpoint(self, folder: Path) -> None:
         """Load what `save` has saved, at this or any other layout.
@@ -261,7 +261,7 @@ class MegatronEngine:
         A reference that is never refreshed is that of its folder, so that a checkpoint need not have it.
         """
         with self._offload.use(*CHECKPOINT):
-            saved = self._reader.load(folder, self._tensors_in(_about(folder)))
+            saved = self._reader.load(folder, self._tensors_in(_about(folder)), self._adam.check_counts)
             if has_optimizer(saved):
                 self._adam.written()
             else:

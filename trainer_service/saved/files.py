@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from servicekit.errors import ConfigError
+from tandem_files.digests import MANIFEST, Digest, read_manifest
 from tandem_files.run_paths import FolderKind
+from trainer_service.identity import differences
 from weightsync.layouts.layout import Parallel
 
 Value = TypeVar("Value")
@@ -77,6 +79,32 @@ def read_meta(folder: Path) -> dict[str, Any]:
     if lacks:
         raise ConfigError(f"{folder / META} lacks {', '.join(lacks)}: restore it from a copy")
     return meta
+
+
+def fitting_meta(folder: Path, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Read meta.json of a checkpoint that a run is to read.
+
+    Args:
+        own: what identifies the run (trainer_service.identity).
+    Raises: ConfigError: it is not a checkpoint, or of another model or type; all that differs is named.
+    """
+    meta = read_meta(folder)
+    different = differences(meta, own)
+    if different:
+        raise ConfigError(f"checkpoint {folder} is of another run than this: {'; '.join(different)}")
+    return meta
+
+
+def read_digests(folder: Path) -> tuple[dict[str, Digest], list[str]]:
+    """Read the digests of a checkpoint's files, which are not read. Returns: the digests; faults, as text."""
+    if not folder.is_dir():
+        return {}, ["there is no such folder"]
+    try:
+        digests = read_manifest(folder)
+    except (OSError, ValueError) as error:
+        return {}, [f"{MANIFEST} cannot be read ({error})"]
+    unknown = [path.name for path in sorted(folder.glob("*.safetensors")) if path.name not in digests]
+    return digests, [f"{name} is not in {MANIFEST}" for name in unknown]
 
 
 def has_optimizer(meta: Mapping[str, Any]) -> bool:

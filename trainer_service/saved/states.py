@@ -54,6 +54,14 @@ class SavedStates:
         elements = int((self._ops["rows"] * self._ops["cols"]).sum())
         return sum(_bytes_of(held, elements) for held in self._shaped.values())
 
+    def numbers(self) -> list[tuple[Tensor, float]]:
+        """Return the tensors of one number each (AdamW's step counts), and what `fill` writes to them."""
+        return [
+            (values_of(tensor), self._found[kind][name])
+            for kind, held in self._numbers.items()
+            for name, tensor in held.items()
+        ]
+
     def fill(self) -> None:
         """Write the rank's tensors; padding of the vocabulary becomes zero."""
         with torch.no_grad():
@@ -63,9 +71,8 @@ class SavedStates:
                 if whole:
                     zero_padding(self._layout, self._rank, whole)
                 self._fill_parts(kind, {name: value for name, value in held.items() if isinstance(value, FlatPart)})
-            for kind, held in self._numbers.items():
-                for name, tensor in held.items():
-                    values_of(tensor).fill_(self._found[kind][name])
+            for tensor, number in self.numbers():
+                tensor.fill_(number)
 
     def _fill_whole(self, kind: str, whole: Mapping[str, Tensor]) -> None:
         matrices = {name: as_matrix(name, tensor) for name, tensor in whole.items()}

@@ -1,7 +1,8 @@
 """Writes the files of a trainer checkpoint, in a thread too: ranks leave notes for rank 0, which publishes the folder.
 
 A rank leaves `NAME.digest` beside a file that is on disk, or `NAME.failed` with the reason. The notes need no
-collective: the order of these belongs to the thread that trains.
+collective: the order of these belongs to the thread that trains. Rank 0 needs no note of its own errors, and while it
+waits it writes too, since no rank can leave a note where rank 0 cannot.
 """
 
 import contextlib
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -26,7 +26,9 @@ from trainer_service.saved.files import FORMAT, META
 from weightsync.transfer.tensors import tensor_checksums
 
 _DIGEST, _FAILED = ".digest", ".failed"
-_POLL_S = 0.05
+# What rank 0 writes to see that it still can.
+_PROBE = ".probe"
+_POLL_S, _PROBE_S = 0.05, 2.0
 
 log = get_logger(__name__)
 
@@ -84,16 +86,24 @@ def leave_digest(path: Path) -> int:
 
 
 def write_files(folder: Path, files: Sequence[SavedFile]) -> None:
-    """Write files, without an error: the note of one that cannot be written has the reason."""
+    """Write the files of a rank other than 0, without an error: the note of one that cannot be has the reason."""
     for file in files:
         path = folder / file.name
         try:
             write_file(folder, file)
-        except (OSError, SafetensorError) as error:
+        except Exception as error:  # noqa: BLE001 - rank 0 must learn of it, whatever it is
             log.error("checkpoint file not written", path=str(path), error=str(error))
             with contextlib.suppress(OSError):  # rank 0 may have removed the folder, since another file failed
                 path.unlink(missing_ok=True)  # it fills the disk, and the note needs some of it
-                _leave(path, _FAILED, str(error))
+                _leave_failure(path, str(error) or type(error).__name__)
+
+
+def _leave_failure(path: Path, reason: str) -> None:
+    """Leave the note that a file was not written; without the reason where there is no room for one."""
+    try:
+        _leave(path, _FAILED, reason)
+    except OSError:
+        path.with_name(f"{path.name}{_FAILED}").touch()
 
 
 def _leave(path: Path, suffix: str, text: str) -> None:
@@ -106,18 +116,32 @@ def _leave(path: Path, suffix: str, text: str) -> None:
 def wait_for_files(folder: Path, count: int, timeout_s: float) -> None:
     """Wait until all ranks have left the notes of `count` files.
 
-    Raises: Internal: a file was not written, or one is missing after `timeout_s`.
+    Raises: Internal: a file was not written, or one is missing after `timeout_s`; OSError: nothing can be written there
+        any more, as by a rank that has failed.
     """
-    deadline_s = time.monotonic() + timeout_s
+    now_s = time.monotonic()
+    deadline_s, probe_s = now_s + timeout_s, now_s
     while True:
         for note in sorted(folder.glob(f"*{_FAILED}")):
-            raise Internal(f"{note.name.removesuffix(_FAILED)} was not written: {note.read_text(encoding='utf-8')}")
+            reason = note.read_text(encoding="utf-8") or "its rank's log has the reason"
+            raise Internal(f"{note.name.removesuffix(_FAILED)} was not written: {reason}")
         written = len(list(folder.glob(f"*{_DIGEST}")))
         if written >= count:
             return
-        if time.monotonic() > deadline_s:
+        now_s = time.monotonic()
+        if now_s > deadline_s:
             raise Internal(f"{count - written} of {count} files were not written within {timeout_s:g} s")
+        if now_s >= probe_s:
+            _probe(folder)
+            probe_s = now_s + _PROBE_S
         time.sleep(_POLL_S)
+
+
+def _probe(folder: Path) -> None:
+    """Write and remove a file. Raises: OSError: the folder cannot be written, or is not there."""
+    path = folder / _PROBE
+    path.write_text("x", encoding="utf-8")
+    path.unlink()
 
 
 def publish(partial: Path, folder: Path, meta: Mapping[str, Any]) -> int:

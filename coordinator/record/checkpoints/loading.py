@@ -15,6 +15,7 @@ from tandem_files.checkpoints import (
     COORDINATOR_FILE,
     Sound,
     list_complete,
+    mark_latest,
     newest_sound,
     read_complete,
     set_aside,
@@ -89,3 +90,8 @@ def set_damaged_aside(sound: Sound) -> Iterator[tuple[str, str]]:
             log.warning("damaged checkpoint not moved", folder=str(damage.folder), error=str(error))
             aside = None
         yield complaint, "" if aside is None else f"; it is kept as {aside.name}"
+    if sound.skipped:
+        try:
+            mark_latest(sound.folder.parent.parent)
+        except OSError as error:  # the next checkpoint marks itself
+            log.warning("latest checkpoint not marked", error=str(error))

@@ -3,6 +3,7 @@
 checkpoints/step-00000012/trainer/           the trainer's: weights, optimizer, RNG
                           coordinator.json   RunState after iteration 12
                           complete.json      written last; has the model, the run's id and configuration, and digests
+            latest                           name of the newest complete one, written after its complete.json
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from tandem_files.checkpoints import (
     BestCheckpoint,
     mark_best,
     mark_complete,
+    mark_latest,
     prune,
     step_folder,
 )
@@ -116,16 +118,24 @@ class Checkpointer:
             **self._mark,
         )
         self.newest = state.iteration
-        finishing = asyncio.create_task(self._finish(folder, mark, check_lead), name="checkpoint")
+        point = partial(self._point, before_write)
+        finishing = asyncio.create_task(self._finish(folder, mark, point, check_lead), name="checkpoint")
         self.running = Running(iteration=state.iteration, done=finishing)
 
-    async def _finish(self, folder: Path, mark: Callable[[], None], check_lead: Callable[[], Awaitable[None]]) -> None:
-        """Wait for the trainer's part, mark the checkpoint complete, remove the oldest."""
+    async def _finish(
+        self,
+        folder: Path,
+        mark: Callable[[], None],
+        point: Callable[[], None],
+        check_lead: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Wait for the trainer's part, mark the checkpoint complete, then as the latest, remove the oldest."""
         async with self._clean(folder):
             if self._background:
                 await self._trainer.finish_checkpoint((folder / TRAINER_FOLDER).absolute())
             await check_lead()
             await asyncio.to_thread(mark)
+        await asyncio.to_thread(point)
         await asyncio.to_thread(self._prune)
 
     async def settle(self) -> None:
@@ -176,6 +186,12 @@ class Checkpointer:
         """Mark the checkpoint of the best policy, which is kept, if there is one; the initial policy has none."""
         trained = None if best is None or best.iteration == 0 else BestCheckpoint(**best.model_dump())
         await asyncio.to_thread(mark_best, self._run_dir, trained, before_write)
+
+    def _point(self, before_write: Callable[[], None]) -> None:
+        try:
+            mark_latest(self._run_dir, before_write)
+        except OSError as error:  # the checkpoint is complete without it
+            log.warning("latest checkpoint not marked", error=str(error))
 
     def _prune(self) -> None:
         try:

@@ -18,6 +18,7 @@ from tandem_files.checkpoints import (
     list_complete,
     mark_best,
     mark_complete,
+    mark_latest,
     newest_iteration,
     newest_sound,
     prune,
@@ -192,6 +193,39 @@ def test_a_damaged_newest_checkpoint_is_skipped_by_name(
     assert [iteration for iteration, _ in found] == ([8, 4] if "shard" in name or "meta" in name else [4])
     assert newest_iteration(tmp_path) == found[0][0]
     assert len(over) == 2 - len(found)
+
+
+def test_latest_names_the_newest_complete_one_and_nothing_reads_it(tmp_path: Path) -> None:
+    latest = tmp_path / "checkpoints" / "latest"
+    for iteration in (4, 8):
+        make_full(tmp_path, iteration)
+        mark_latest(tmp_path)
+    make(tmp_path, 12, complete=False)
+    mark_latest(tmp_path)
+    assert latest.read_text() == "step-00000008\n"
+    latest.write_text("step-00000012\n")
+    assert newest(tmp_path).iteration == newest_iteration(tmp_path) == 8
+    assert choose(tmp_path, "last").iteration == 8
+    assert [iteration for iteration, _ in usable(tmp_path)[0]] == [8, 4]
+    assert prune(tmp_path, keep=1) == [step_folder(tmp_path, 4)]
+    assert latest.is_file()
+    (step_folder(tmp_path, 8) / COMPLETE).unlink()
+    for _ in range(2):
+        mark_latest(tmp_path)
+        assert not latest.exists()
+
+
+def test_latest_stays_where_its_writer_no_longer_leads(tmp_path: Path) -> None:
+    def lost() -> None:
+        raise PermissionError("another coordinator leads")
+
+    make(tmp_path, 4)
+    mark_latest(tmp_path)
+    make(tmp_path, 8)
+    with pytest.raises(PermissionError):
+        mark_latest(tmp_path, lost)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_file()] == ["latest"]
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000004\n"
 
 
 def test_when_all_are_damaged_each_is_named(tmp_path: Path) -> None:

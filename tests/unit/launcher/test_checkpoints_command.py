@@ -1,5 +1,8 @@
 """`tandem checkpoints`: what each checkpoint of a run holds, and which file and tensor of it is damaged."""
 
+import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -7,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from launcher.cli import app
-from tandem_files.checkpoints import BestCheckpoint, mark_best, mark_complete, step_folder
+from tandem_files.checkpoints import BestCheckpoint, inspect, mark_best, mark_complete, mark_latest, step_folder
 from tandem_files.digests import file_digest, write_manifest
 from tandem_files.model.safetensors_header import read_header
 from tests.kit.checkpoints import write_trainer_checkpoint
@@ -29,6 +32,7 @@ def run_dir(tmp_path: Path) -> Path:
         write_trainer_checkpoint(folder / "trainer", spec, parallel, full, step=3.0, exp_avg=full)
         mark_complete(folder, policy_version=iteration)
     step_folder(tmp_path, 12).mkdir()
+    mark_latest(tmp_path)
     mark_best(tmp_path, BestCheckpoint(iteration=4, policy_version=4, metric="hard/mean@8", value=0.5))
     return tmp_path
 
@@ -77,6 +81,30 @@ def test_a_damaged_header_is_named(run_dir: Path) -> None:
     assert code == 1
     assert "has other bytes than were written, in its header (is corrupt: its header is not JSON)" in lines[-1]
     assert "a resume continues here" in lines[1]
+
+
+def test_a_run_may_rename_and_remove_meanwhile(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Iteration 4 is pruned after its files were listed, 8 while its digests are compared; 12 becomes another name."""
+    (step_folder(run_dir, 12) / ".trainer.partial").mkdir()
+    listed, inspected = os.walk, inspect
+
+    def walk(folder: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+        for parent, folders, names in listed(folder):
+            if folder == step_folder(run_dir, 4):
+                shutil.rmtree(folder, ignore_errors=True)
+            yield parent, folders, [*names, "renamed meanwhile"]
+
+    def prune(folder: Path, *, deep: bool) -> str:
+        (folder / "complete.json").unlink()
+        shutil.rmtree(folder / "trainer")
+        return inspected(folder, deep=deep)
+
+    monkeypatch.setattr(os, "walk", walk)
+    monkeypatch.setattr("launcher.checkpoints.inspect", prune)
+    code, lines = checkpoints(run_dir)
+    assert code == 0
+    assert [line.split()[0] for line in lines[1:]] == ["8", "12"]
+    assert all(line.endswith("- unfinished") for line in lines[1:])
 
 
 @pytest.mark.parametrize(("name", "says"), [("nothing", "no such folder"), ("", "has no checkpoints/step-* yet")])

@@ -66,6 +66,9 @@ def test_a_runs_configuration_brings_its_sets(tmp_path: Path) -> None:
     assert isinstance(reward, MathVerifyReward)
     assert (config.model.path, reward.find_answer) == (MODEL, "anchored")
     assert config_of(config=file, model=None).model.path == tmp_path / "m"
+    started = file.read_text() + "trainer: {initial_checkpoint: gone}\n"
+    file.write_text(started)
+    assert config_of(config=file).trainer.initial_checkpoint is None  # which no trainer reads
     (only,) = config_of(config=file, data=[Path("x.jsonl")]).evaluation_sets()
     assert only.name == "x"
 

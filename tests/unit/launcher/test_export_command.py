@@ -186,8 +186,100 @@ def test_an_export_equals_its_checkpoint_and_differs_from_another(run_dir: Path,
     held["model.norm.weight"][3] += 0.5
     save_file(held, path)
     code, output = against(run_dir, tmp_path / "out", "--checkpoint", "4")
-    assert (code, "; the largest absolute difference is 0.5, in model.norm.weight" in output) == (0, True)
+    assert (code, "; the largest absolute difference is 0.5, in model.norm.weight (--tolerance 0)" in output) == (
+        1,
+        True,
+    )
     assert f"{len(held)} tensors with the same names and shapes, {len(held) - 1} bitwise equal" in output
+    assert against(run_dir, tmp_path / "out", "--checkpoint", "4", "--tolerance", "0.499")[0] == 1
+    assert against(run_dir, tmp_path / "out", "--checkpoint", "4", "--tolerance", "0.5")[0] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_weights_are_rounded_to_the_type_asked_for(run_dir: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    name, out = str(dtype).removeprefix("torch."), tmp_path / "out"
+    code, output = export(run_dir, out, "--dtype", name)
+    assert code == 0, output
+    full = canonical_tensors(ModelSpec.from_folder(out), 8)
+    assert same(load_file(out / "model.safetensors"), {each: tensor.to(dtype) for each, tensor in full.items()}) == []
+    config = json.loads((out / "config.json").read_text())
+    assert (config["dtype"], "torch_dtype" in config) == (name, False)
+    code, output = against(run_dir, out, "--dtype", name)
+    assert (code, output.rstrip().endswith(" tensors, all bitwise equal")) == (0, True)
+    assert against(run_dir, out)[0] == int(dtype != torch.float32)
+
+
+def test_other_types_and_numbers_too_large_for_one_are_refused(run_dir: Path, tmp_path: Path) -> None:
+    code, output = export(run_dir, tmp_path / "out", "--dtype", "float8")
+    assert (code, "float32" in output, "bfloat16" in output) == (2, True, True)
+    code, output = export(run_dir, tmp_path / "out", "--dtype", "float16", "--format", "dist")
+    assert (code, "--dtype float16 is for --format hf" in output) == (2, True)
+    spec = ModelSpec.from_folder(tmp_path / "model")
+    full = canonical_tensors(spec)
+    full["model.norm.weight"][0] = 70000.0
+    write_trainer_checkpoint(tmp_path / "large", spec, Parallel(), full)
+    alone = ["export", "--checkpoint", str(tmp_path / "large"), "-c", str(tmp_path / "tiny.yaml"), "--dtype", "float16"]
+    result = CliRunner().invoke(app, [*alone, "--out", str(tmp_path / "out")])
+    assert (result.exit_code, "model.norm.weight has 70000, which is more than float16 holds" in result.output) == (
+        2,
+        True,
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def alone(checkpoint: Path, *options: str) -> tuple[int, str]:
+    """Runs the command on a checkpoint's own folder. Returns: its exit code, and what it printed."""
+    result = CliRunner().invoke(app, ["export", "--checkpoint", str(checkpoint), *options])
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize("part", ["trainer", "."])
+def test_a_checkpoint_that_lies_elsewhere_is_exported_with_a_configuration(
+    run_dir: Path, tmp_path: Path, part: str
+) -> None:
+    out, copy = tmp_path / "out", tmp_path / "copy"
+    shutil.copytree(step_folder(run_dir, 4) / part, copy)
+    config = ("-c", str(tmp_path / "tiny.yaml"))
+    code, output = alone(copy, *config, "--out", str(out))
+    assert (code, output.startswith(f"checkpoint {copy} is in {out} (")) == (0, True), output
+    assert same(load_file(out / "model.safetensors"), canonical_tensors(ModelSpec.from_folder(out), 4)) == []
+    code, output = alone(copy, *config, "--test", str(out))
+    assert (code, output.rstrip().endswith("all bitwise equal")) == (0, True), output
+    code, output = alone(copy, "--out", str(out))
+    assert (code, "give the configuration of its model with -c" in output) == (2, True)
+    assert alone(step_folder(run_dir, 4) / part, "--test", str(out))[0] == 0  # the run's own lies above it
+    shard = next(copy.rglob("shard-tp00-pp00.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x7f")
+    code, output = alone(copy, *config, "--out", str(out))
+    assert (code, "shard-tp00-pp00.safetensors has other bytes" in output) == (2, True)
+
+
+def test_an_imported_model_is_exported_as_it_was(tmp_path: Path) -> None:
+    config, out = write_config(tmp_path), tmp_path / "tp2"
+    imported = ["import", str(config), "--out", str(out), "--set", "trainer.tensor_parallel=2"]
+    assert CliRunner().invoke(app, imported).exit_code == 0
+    code, output = alone(out, "-c", str(config), "--test", str(tmp_path / "model"))
+    assert (code, output.rstrip().endswith("all bitwise equal")) == (0, True), output
+
+
+@pytest.mark.parametrize(
+    ("folder", "says"),
+    [
+        ("nowhere", "no such folder"),
+        ("model", "is no checkpoint: it has neither complete.json nor meta.json"),
+        ("last", "lies in no run's folder"),
+        ("unfinished", "has no complete.json, so it was not finished"),
+    ],
+)
+def test_what_is_no_checkpoint_is_said(run_dir: Path, tmp_path: Path, folder: str, says: str) -> None:
+    shutil.copytree(step_folder(run_dir, 4), tmp_path / "unfinished")
+    (tmp_path / "unfinished" / "complete.json").unlink()
+    shutil.copytree(step_folder(run_dir, 4), tmp_path / "last")
+    config = () if folder == "last" else ("-c", str(tmp_path / "tiny.yaml"))
+    code, output = alone(tmp_path / folder, *config, "--out", str(tmp_path / "out"))
+    assert (code, says in output) == (2, True), output
+    code, output = alone(Path("last"), "--out", str(tmp_path / "out"))
+    assert (code, "give the folder of a run, or a checkpoint's with --checkpoint DIR" in output) == (2, True)
 
 
 def test_other_tensors_are_named(run_dir: Path, tmp_path: Path) -> None:

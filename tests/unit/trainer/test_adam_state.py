@@ -71,6 +71,21 @@ def test_one_count_for_a_group_refuses_two() -> None:
         adam.written()
 
 
+@pytest.mark.parametrize(
+    ("make", "counts", "refused"), [(te_adam, (7, 9), True), (te_adam, (7, 7), False), (torch_adam, (7, 9), False)]
+)
+def test_counts_are_refused_before_they_are_written(make: Make, counts: tuple[int, int], refused: bool) -> None:
+    adam = Training(make=make, one_group=True).adam
+    steps = [values_of(adam.tensors()[name]) for name in ("step/w", "step/norm")]
+    coming = [(tensor, float(count)) for tensor, count in zip(steps, counts, strict=True)]
+    if refused:
+        with pytest.raises(ConfigError, match=r"step counts differ among parameters \(7, 9\)"):
+            adam.check_counts(coming)
+    else:
+        adam.check_counts(coming)
+    assert [float(tensor) for tensor in steps] == [0.0, 0.0]
+
+
 @TYPES
 def test_copies_are_taken_once(bf16: bool) -> None:
     training = Training(make=torch_adam, bf16=bf16)

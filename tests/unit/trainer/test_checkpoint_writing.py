@@ -43,6 +43,24 @@ def test_a_rank_that_cannot_write_says_why_and_leaves_the_disk_to_others(tmp_pat
         write_files(disk / "removed meanwhile", [file("shard-0.safetensors")])  # raises nothing
 
 
+def test_a_wait_ends_where_nothing_can_be_written_any_more(tmp_path: Path) -> None:
+    """Then no rank can leave a note either."""
+    with pytest.raises(FileNotFoundError):
+        wait_for_files(tmp_path / "gone", 1, 60.0)
+
+
+def test_a_note_without_room_for_its_reason_still_ends_the_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, suffix: str, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("trainer_service.saved.writing._leave", full)
+    write_files(tmp_path, [file("shard-1.safetensors")])
+    with pytest.raises(Internal, match=r"shard-1\.safetensors was not written: its rank's log has the reason"):
+        wait_for_files(tmp_path, 1, 60.0)
+
+
 def test_copies_are_of_their_moment_and_use_the_same_memory_again() -> None:
     live, copies = torch.zeros(8), HostCopies()
     files = [SavedFile(name="shard", tensors={"weights/a": live, "step/a": torch.tensor(3.0)})]

@@ -5,13 +5,20 @@ from pathlib import Path
 
 import pytest
 import torch
+
+# First: it prepares megatron-core for this device, which was not to be imported before.
+from trainer_service.megatron_engine import build
+
+# isort: split
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from typer.testing import CliRunner
 
+from launcher.cli import app
 from tests.kit.checkpoints import write_trainer_checkpoint
+from tests.kit.folders import write_config
 from tests.kit.stores import canonical_tensors, cut, same, tiny_spec
-from trainer_service.megatron_engine import build
 from trainer_service.megatron_engine.dist_export import write_dist
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
@@ -67,3 +74,35 @@ def test_mcore_loads_what_any_layout_has_saved(tmp_path: Path, alone: None, fami
     model.load_state_dict(loaded["model"])
     assert same(held, cut(megatron_layout(spec, Parallel()), 0, full, dtype)) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "trainer"]
+
+
+def test_the_command_writes_for_megatron_and_replaces_its_own_only(
+    tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    config, out = write_config(tmp_path), tmp_path / "out"
+    spec = ModelSpec.from_folder(tmp_path / "model")
+    full = canonical_tensors(spec)
+    checkpoint = write_trainer_checkpoint(tmp_path / "trainer", spec, Parallel(tensor=2), full)
+    options = ["--checkpoint", str(checkpoint), "-c", str(config), "--format", "dist", "--out"]
+
+    def export(folder: Path) -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["export", *options, str(folder)])
+        return result.exit_code, result.output
+
+    for _ in range(2):  # an earlier one is replaced
+        code, output = export(out)
+        assert (code, output.startswith(f"checkpoint {checkpoint} is in {out} (")) == (0, True), output
+    assert sorted(path.name for path in out.iterdir()) == ["latest_checkpointed_iteration.txt", "release"]
+    model = of_mcore(spec, torch.float32)
+    loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(out / "release"))
+    model.load_state_dict(loaded["model"])
+    held = {name: parameter.data for name, parameter in model.named_parameters()}
+    assert same(held, cut(megatron_layout(spec, Parallel()), 0, full, torch.float32)) == []
+    for name, file in (("model", "config.json"), ("thesis", "text.tex")):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        (folder / file).touch()
+        code, output = export(folder)
+        assert (code, "holds something else than an export in the format dist" in output) == (2, True), output
+        assert (folder / file).is_file()

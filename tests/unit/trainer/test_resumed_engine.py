@@ -20,10 +20,13 @@ from tests.kit.models import save_model
 from tests.kit.stores import Tensors, same
 from tests.unit.trainer.batches import random_samples
 from trainer_service.engine import Saving
+from trainer_service.megatron_engine.adam_state import _GroupSteps
+from trainer_service.megatron_engine.checkpoint import _write_and_publish
 from trainer_service.megatron_engine.engine import MegatronEngine
 from trainer_service.saved.files import META, file_of, read_meta
 from trainer_service.saved.importing import import_policy
 from trainer_service.saved.parts import values_of
+from trainer_service.saved.writing import SavedFile
 from weightsync.layouts.layout import Parallel
 from weightsync.model.spec import ModelSpec
 from weightsync.transfer.tensors import poison_tensors
@@ -111,6 +114,48 @@ def test_a_refused_checkpoint_changes_nothing(engine: MegatronEngine, tmp_path: 
         engine.load_checkpoint(four)
     assert re.search(says, f"{type(refused.value).__name__}: {refused.value}")
     assert step(engine) == expected
+
+
+def test_step_counts_that_the_optimizer_cannot_hold_are_refused_before_weights_change(
+    engine: MegatronEngine, tmp_path: Path
+) -> None:
+    """TransformerEngine's AdamW has one count for a group of parameters."""
+    engine.save(tmp_path / "one")
+    shard = tmp_path / "one" / "shard-tp00-pp00.safetensors"
+    held_there = load_file(shard)
+    next(tensor for name, tensor in held_there.items() if name.startswith("step/")).fill_(99.0)
+    save_file(held_there, shard)
+    write_manifest(tmp_path / "one", {path.name: file_digest(path) for path in (shard, tmp_path / "one" / META)})
+    step(engine)
+    before = {name: values_of(tensor).clone() for name, tensor in engine._adam.tensors().items()}
+    counted = [tensor for name, tensor in before.items() if name.startswith("step/")]
+    engine._adam._group_steps = [
+        _GroupSteps(
+            group={"step": int(counted[0])},
+            tensors=[values_of(t) for name, t in engine._adam.tensors().items() if name.startswith("step/")],
+        )
+    ]
+    for refuse in (engine.check_checkpoint, engine.load_checkpoint):
+        with pytest.raises(ConfigError, match="AdamW's step counts differ among parameters"):
+            refuse(tmp_path / "one")
+        after = {name: values_of(tensor) for name, tensor in engine._adam.tensors().items()}
+        assert same(after, before) == []
+
+
+def test_a_file_that_rank_0_cannot_write_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a note, which may be as impossible to write."""
+
+    def broken(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("trainer_service.saved.writing._leave", broken)
+    monkeypatch.setattr("trainer_service.saved.writing.Path.touch", broken)
+    monkeypatch.setattr("trainer_service.megatron_engine.checkpoint.WRITE_TIMEOUT_S", 5.0)
+    (tmp_path / "partial" / "shard.safetensors").mkdir(parents=True)
+    file = SavedFile(name="shard.safetensors", tensors={"weights/a": torch.zeros(2)})
+    with pytest.raises(Internal, match=r"cannot write checkpoint .*: .*[Ii]s a directory"):
+        _write_and_publish(tmp_path / "partial", [file], 2, tmp_path / "trainer", {})
+    assert not (tmp_path / "partial").exists()
 
 
 def test_a_checkpoint_of_weights_alone_starts_the_optimizer_anew(
