@@ -18,7 +18,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from servicekit.errors import ConfigError
-from trainer_service.megatron_engine.options.zero import finish_gathering, gather_again, own_parts
+from trainer_service.megatron_engine.options.zero import finish_gathering, gather_again, gather_next, own_parts
 from trainer_service.saved.parts import FlatPart, Held, values_of
 
 _STATES = ("exp_avg", "exp_avg_sq", "step")
@@ -151,6 +151,10 @@ class AdamState:
                 weights.copy_(main)
         self.written()
         gather_again(self._chunks)
+
+    def stepped(self) -> None:
+        """Note that AdamW has stepped: with trainer.overlap_param_gather parameters are to be gathered."""
+        gather_next(self._chunks)
 
     def gather(self) -> None:
         """Wait until parameters are whole after an update (trainer.overlap_param_gather); every rank must call it."""
