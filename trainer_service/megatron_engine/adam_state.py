@@ -157,7 +157,11 @@ class AdamState:
         gather_next(self._chunks)
 
     def gather(self) -> None:
-        """Wait until parameters are whole after an update (trainer.overlap_param_gather); every rank must call it."""
+        """Wait until parameters are whole (trainer.overlap_param_gather); every rank must call it.
+
+        It ends whatever changes them, while they are in memory: a gather that is left to the next forward pass would be
+        one with the reference policy in their place, and with their own memory freed (trainer.offload).
+        """
         finish_gathering(self._chunks)
 
     def masters_from_weights(self) -> None:

@@ -149,6 +149,7 @@ class MegatronEngine:
                 self._reader.load(initial, weights_only(self._adam.tensors()))
             self._adam.masters_from_weights()
             self._adam.forget()
+            self._adam.gather()
             self._version = self._steps_done = self._skipped_updates = 0
             self._load_reference(present=folder if initial is None else None)
 
@@ -267,6 +268,7 @@ class MegatronEngine:
             else:
                 self._adam.masters_from_weights()
                 self._adam.forget()
+            self._adam.gather()
             self._version = int(saved["policy_version"])
             self._steps_done = int(saved.get("steps_done", self._version))
             self._skipped_updates = int(saved.get("skipped_updates", 0))
