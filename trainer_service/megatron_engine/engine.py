@@ -78,7 +78,7 @@ class MegatronEngine:
         options = recompute_arguments(trainer, self._spec.num_layers) | {"moe_grouped_gemm": trainer.moe_grouped_gemm}
         mcore_config = build.transformer_config(self._spec, self._parallel, self._dtype, sequence_parallel, **options)
         chunks = build.build_chunks(self._spec, mcore_config, config.grpo.temperature, device, modules)
-        self._parameters = build.named_parameters(chunks)
+        self._parameters = build.named_parameters(chunks, self._spec)
         wrapped = build.wrap(chunks, mcore_config, trainer)
         optimizer = build.build_optimizer(wrapped, mcore_config, trainer)
         self._adam = AdamState(self._parameters, optimizer)
