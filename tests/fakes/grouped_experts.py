@@ -32,7 +32,7 @@ def _grouped(base: Any) -> type[torch.nn.Module]:
             super().__init__(*arguments, **options)
             experts = list(self.local_experts)
             del self.local_experts
-            vars(self)["local_experts"] = experts  # computed with, but no submodules
+            self.__dict__["local_experts"] = experts  # computed with, but no submodules
             for layer in ("linear_fc1", "linear_fc2"):
                 grouped = torch.nn.Module()
                 for number, expert in enumerate(experts):

@@ -223,7 +223,7 @@ class StepRunner:
             log.warning("optimizer update left out", reason=what, left=done.skips_left - done.skipped)
 
     def _apply(self, norm: float) -> None:
-        """Clip gradients by the global norm, then step AdamW, also where no sample has a gradient: momentum goes on."""
+        """Clip gradients by the global norm, then step AdamW, which has momentum where gradients are zero too."""
         for part in self.optimizer.chained_optimizers:
             clip_grad_by_total_norm_fp32(part.get_parameters(), self.clip_grad, norm)
         self.optimizer.step_with_ready_grads()
