@@ -18,7 +18,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from servicekit.errors import ConfigError
-from trainer_service.megatron_engine.options.zero import finish_gathering, gather_again, own_parts
+from trainer_service.megatron_engine.options.zero import finish_gathering, gather_again, gather_next, own_parts
 from trainer_service.saved.parts import FlatPart, Held, values_of
 
 _STATES = ("exp_avg", "exp_avg_sq", "step")
@@ -171,8 +171,16 @@ class AdamState:
         self.written()
         gather_again(self._chunks)
 
+    def stepped(self) -> None:
+        """Note that AdamW has stepped: with trainer.overlap_param_gather parameters are to be gathered."""
+        gather_next(self._chunks)
+
     def gather(self) -> None:
-        """Wait until parameters are whole after an update (trainer.overlap_param_gather); every rank must call it."""
+        """Wait until parameters are whole (trainer.overlap_param_gather); every rank must call it.
+
+        It ends whatever changes them, while they are in memory: a gather that is left to the next forward pass would be
+        one with the reference policy in their place, and with their own memory freed (trainer.offload).
+        """
         finish_gathering(self._chunks)
 
     def masters_from_weights(self) -> None:

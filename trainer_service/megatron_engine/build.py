@@ -20,6 +20,7 @@ from trainer_service.megatron_engine.layers.layer_spec import Modules, decoder_s
 from trainer_service.saved.files import EXPERTS
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import padded_vocabulary
+from weightsync.model.megatron_names import in_local_spelling
 from weightsync.model.rope import RopeScaling
 from weightsync.model.spec import ModelSpec
 
@@ -237,7 +238,7 @@ def _build_chunk(
         temperature=temperature,
     )
     model.model_type = ModelType.encoder_or_decoder
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters([model], spec).items():
         if EXPERTS in name:
             # mcore marks experts so only under expert parallelism; without it and with another tensor-parallel size
             # than the rest of the layer, it would reduce their gradients over the wrong ranks
@@ -246,13 +247,17 @@ def _build_chunk(
     return model
 
 
-def named_parameters(chunks: Sequence[PolicyModel]) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of all chunks, by their names in weightsync.layouts.megatron."""
-    return {
+def named_parameters(chunks: Sequence[torch.nn.Module], spec: ModelSpec) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters of all chunks, by their names in weightsync.layouts.megatron.
+
+    TransformerEngine's modules have others, among them experts', by which shard files and process groups are chosen.
+    """
+    own = {
         (f"chunk{index}.{name}" if index > 0 else name): parameter
         for index, chunk in enumerate(chunks)
         for name, parameter in chunk.named_parameters()
     }
+    return dict(in_local_spelling(spec, own))
 
 
 def wrap(

@@ -73,6 +73,6 @@ def _filled(shards: SavedShards, spec: ModelSpec) -> PolicyModel:
     build.initialize_parallel(one, 0, _TIMEOUT_S)
     config = build.transformer_config(spec, one, getattr(torch, shards.meta["dtype"]), sequence_parallel=False)
     chunks = build.build_chunks(spec, config, 1.0, torch.device("cpu"))
-    tensors = {f"{WEIGHTS}/{name}": value.data for name, value in build.named_parameters(chunks).items()}
+    tensors = {f"{WEIGHTS}/{name}": value.data for name, value in build.named_parameters(chunks, spec).items()}
     SavedStates(shards, spec, megatron_layout(spec, one), 0, tensors).fill()
     return chunks[0]

@@ -78,7 +78,7 @@ class MegatronEngine:
         options = recompute_arguments(trainer, self._spec.num_layers) | {"moe_grouped_gemm": trainer.moe_grouped_gemm}
         mcore_config = build.transformer_config(self._spec, self._parallel, self._dtype, sequence_parallel, **options)
         chunks = build.build_chunks(self._spec, mcore_config, config.grpo.temperature, device, modules)
-        self._parameters = build.named_parameters(chunks)
+        self._parameters = build.named_parameters(chunks, self._spec)
         wrapped = build.wrap(chunks, mcore_config, trainer)
         optimizer = build.build_optimizer(wrapped, mcore_config, trainer)
         self._adam = AdamState(self._parameters, optimizer)
@@ -149,6 +149,7 @@ class MegatronEngine:
                 self._reader.load(initial, weights_only(self._adam.tensors()))
             self._adam.masters_from_weights()
             self._adam.forget()
+            self._adam.gather()
             self._version = self._steps_done = self._skipped_updates = 0
             self._load_reference(present=folder if initial is None else None)
 
@@ -267,6 +268,7 @@ class MegatronEngine:
             else:
                 self._adam.masters_from_weights()
                 self._adam.forget()
+            self._adam.gather()
             self._version = int(saved["policy_version"])
             self._steps_done = int(saved.get("steps_done", self._version))
             self._skipped_updates = int(saved.get("skipped_updates", 0))

@@ -75,7 +75,7 @@ class Schedule:
     def train(self, batches: Sequence[MicroBatchTensors], on_tokens: TokenFunction) -> None:
         """Run forward and backward passes, and reduce gradients over data-parallel ranks, tied embeddings and norms.
 
-        Every data-parallel rank must call this, with at least one micro-batch.
+        Every data-parallel rank must call this, with equally many micro-batches; without any, nothing is done.
         """
         self._through(batches, on_tokens, forward_only=False)
         self._forget_graph()

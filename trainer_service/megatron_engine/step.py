@@ -223,10 +223,11 @@ class StepRunner:
             log.warning("optimizer update left out", reason=what, left=done.skips_left - done.skipped)
 
     def _apply(self, norm: float) -> None:
-        """Clip gradients by the global norm, then step AdamW."""
+        """Clip gradients by the global norm, then step AdamW, which has momentum where gradients are zero too."""
         for part in self.optimizer.chained_optimizers:
             clip_grad_by_total_norm_fp32(part.get_parameters(), self.clip_grad, norm)
         self.optimizer.step_with_ready_grads()
+        self.adam.stepped()
 
 
 @dataclass(kw_only=True)

@@ -25,8 +25,11 @@ def run_case(case: dict[str, Any], out: Path) -> None:
         dist.barrier()
         engine = make(case, ALL if name == "all" else {}, folder)
         report = work(engine, Path(case["model"]), folder)
-        (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
         engine.close()
+        engine = make(case, ALL if name == "all" else {}, folder)
+        report["given"].append(resumed(engine, folder))
+        engine.close()
+        (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
 
 
 def make(case: dict[str, Any], offload: dict[str, bool], folder: Path) -> MegatronEngine:
@@ -40,7 +43,8 @@ def make(case: dict[str, Any], offload: dict[str, bool], folder: Path) -> Megatr
 def work(engine: MegatronEngine, model: Path, folder: Path) -> dict[str, Any]:
     """Steps, log-probs, a checkpoint that is read again. Returns: what all of it gives, and memory meanwhile."""
     engine.load(model)
-    given: list[Any] = []
+    # what a round begins with, where KL is in the reward: nothing has computed with the policy yet
+    given: list[Any] = [engine.logprobs(make_samples(), reference=True)[0].tolist()]
     idle = resident_bytes()
     for number in range(2):
         given.append(dict(engine.train_step(make_samples(seed=number), NUM_UPDATES).metrics))
@@ -67,6 +71,13 @@ def work(engine: MegatronEngine, model: Path, folder: Path) -> dict[str, Any]:
         "used": used,
         "resident": {"idle": idle, "after": after, "in_use": in_use, "last": resident_bytes()},
     }
+
+
+def resumed(engine: MegatronEngine, folder: Path) -> list[float]:
+    """What a resumed run's first round begins with."""
+    engine.load_checkpoint(folder / "checkpoint")
+    logprobs: list[float] = engine.logprobs(make_samples(), reference=True)[0].tolist()
+    return logprobs
 
 
 def without_timings(given: Any) -> Any:

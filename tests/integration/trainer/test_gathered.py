@@ -4,6 +4,7 @@ Without the wait at the end of a step, each of two ranks would have its own part
 """
 
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.integration.trainer.gather_worker import EMPTY
 from tests.integration.trainer.layouts import LAYOUTS
 from tests.integration.trainer.reference import TIMEOUT_S, launch
 from tests.kit.models import save_model
@@ -22,18 +24,36 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(TIMEOUT_S)]
 RUNS = {"overlapping": LAYOUTS["dp2-overlap"], "waiting": LAYOUTS["dp2-zero"]}
 
 
+def compute(folder: Path, work: str, runs: Mapping[str, Any], size: int = 2) -> None:
+    """Run cases of gather_worker with a number of ranks."""
+    cases = [
+        {"name": name, "model": str(folder / "model"), "trainer": options, "work": work}
+        for name, options in runs.items()
+    ]
+    (folder / f"cases-{size}.json").write_text(json.dumps(cases))
+    launch(size, folder, "tests.integration.trainer.gather_worker")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gathered")
     save_model("qwen3", folder / "model")
-    cases = [{"name": name, "model": str(folder / "model"), "trainer": options} for name, options in RUNS.items()]
-    (folder / "cases-2.json").write_text(json.dumps(cases))
-    launch(2, folder, "tests.integration.trainer.gather_worker")
+    compute(folder, "readers", RUNS)
     return folder
 
 
-def reports(folder: Path, run: str = "overlapping") -> list[dict[str, Any]]:
-    return [json.loads((folder / run / f"rank{rank}.json").read_text()) for rank in range(2)]
+@pytest.fixture(scope="module")
+def emptied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts, whose parameters are in buckets of their own; `single` has all of them on one rank."""
+    folder = tmp_path_factory.mktemp("emptied")
+    save_model("qwen3-moe", folder / "model")
+    compute(folder, "empty", RUNS | {"undivided": LAYOUTS["dp2"]})
+    compute(folder, "empty", {"single": LAYOUTS["tp1"]}, size=1)
+    return folder
+
+
+def reports(folder: Path, run: str = "overlapping", size: int = 2) -> list[dict[str, Any]]:
+    return [json.loads((folder / run / f"rank{rank}.json").read_text()) for rank in range(size)]
 
 
 def test_ranks_publish_the_same_weights(folder: Path) -> None:
@@ -60,3 +80,42 @@ def test_exports_and_checkpoints_equal_those_of_a_trainer_that_does_not_overlap(
         torch.testing.assert_close(tensor, exports[1][name], rtol=0, atol=1e-6)
         assert torch.equal(saved[0][name], tensor), name
         assert torch.equal(saved[1][name], exports[1][name]), name
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_ranks_have_the_same_weights_after_updates_without_a_micro_batch(emptied: Path, run: str) -> None:
+    """AdamW's momentum moves each rank's parts in such an update too, and nothing of it may stay on one rank."""
+    one, other = reports(emptied, run)
+    before = None
+    for empty in EMPTY:
+        assert one[empty]["published"] == other[empty]["published"], empty
+        assert one[empty]["published"] != before, empty
+        before = one[empty]["published"]
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("empty", EMPTY)
+def test_updates_without_a_micro_batch_are_those_of_one_rank(emptied: Path, run: str, empty: str) -> None:
+    assert_near(emptied, run, empty, "single")
+    assert_near(emptied, run, empty, "undivided")
+
+
+def assert_near(folder: Path, run: str, empty: str, expected: str) -> None:
+    """Exports and metrics of a step are those of another run, but for rounding."""
+    got, theirs = (load_file(folder / name / empty / "model.safetensors") for name in (run, expected))
+    for name, tensor in got.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=1e-5, msg=lambda text, at=name: f"{at} {text}")
+    mine, others = (reports(folder, name, size=1)[0][empty]["metrics"] for name in (run, expected))
+    assert mine == pytest.approx(others, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_virtual_stages_have_the_same_weights_after_updates_without_a_micro_batch(tmp_path: Path) -> None:
+    save_model("qwen3-moe", tmp_path / "model")
+    compute(tmp_path, "empty", {"stages": LAYOUTS["pp2-dp2-overlap"]}, size=4)
+    found = reports(tmp_path, "stages", size=4)
+    for empty in EMPTY:
+        for one, other in ((0, 1), (2, 3)):  # the copies of a stage
+            assert found[one][empty]["published"] == found[other][empty]["published"], (one, empty)
+    for empty, rank in [(empty, rank) for empty in EMPTY for rank in (0, 2)]:
+        assert found[rank][empty]["published"] != found[rank]["none"]["published"] or empty == "none"

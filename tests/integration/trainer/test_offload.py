@@ -35,8 +35,21 @@ class Case(NamedTuple):
         return f"{self.layout}-{self.dtype}"
 
 
-CASES = [Case("tp2", "float32"), Case("dp2", "bfloat16"), Case("pp2", "float32")]
-SLOW = [Case("tp2", "bfloat16"), Case("dp2", "float32"), Case("pp2", "bfloat16")]
+CASES = [
+    Case("tp2", "float32"),
+    Case("dp2", "bfloat16"),
+    Case("pp2", "float32"),
+    Case("dp2-zero", "bfloat16"),
+    Case("dp2-overlap", "float32"),
+]
+SLOW = [
+    Case("tp2", "bfloat16"),
+    Case("dp2", "float32"),
+    Case("pp2", "bfloat16"),
+    Case("dp2-zero", "float32"),
+    Case("dp2-overlap", "bfloat16"),
+    Case("cp2-zero", "float32"),
+]
 
 
 def report(folder: Path, rank: int) -> dict[str, Any]:

@@ -111,6 +111,17 @@ def finish_gathering(chunks: Sequence[DistributedDataParallel]) -> None:
             group.start_param_sync(force_sync=True)
 
 
+def gather_next(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Have parameters gathered before they are read next, since AdamW has changed this rank's parts of them.
+
+    mcore notes that while it reduces gradients, and an update without a micro-batch has none: AdamW's momentum and
+    weight decay move parameters nevertheless.
+    """
+    for group in _bucket_groups(chunks):
+        if group.ddp_config.overlap_param_gather:  # else AdamW's step has gathered them
+            group.param_gather_dispatched = False
+
+
 def gather_again(chunks: Sequence[DistributedDataParallel]) -> None:
     """Gather the parameters after this rank's parts of them were written; every rank must call this."""
     finish_gathering(chunks)
