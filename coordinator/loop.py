@@ -8,6 +8,7 @@ Legend: P prompts, G completions per prompt, S samples.
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -94,8 +95,7 @@ class GrpoLoop:
                 learnt = self.learn(scored, divergence)
                 batch = self.make_batch(number, policy_version, generation, learnt)
             with watch.part("train"):
-                async with Meanwhile(self.look_ahead):
-                    step = await self.train(batch)
+                step = await self.train(batch)
             if meanwhile.has_work:
                 with watch.part("evaluate"):
                     await meanwhile.result()
@@ -199,11 +199,19 @@ class GrpoLoop:
         )
 
     async def train(self, batch: TrainBatch | None) -> TrainResult | None:
-        """Run one GRPO step; None without samples."""
-        return None if batch is None else await self.trainer.train_step(batch)
+        """Run one GRPO step, and look ahead meanwhile; None without samples."""
+        if batch is None:
+            return None
+        sent = asyncio.Event()
+        async with Meanwhile(partial(self.look_ahead, sent)):
+            return await self.trainer.train_step(batch, sent)
 
-    async def look_ahead(self) -> None:
-        """Prepare, while the trainer works, what the steps after it need of others: participants, the next prompts."""
+    async def look_ahead(self, sent: asyncio.Event) -> None:
+        """Prepare, once the trainer has the batch, what the steps after this one need of others.
+
+        These are the participants of the weight sync and the next prompts.
+        """
+        await sent.wait()
         self.cursor.read_ahead(self.grpo.prompts_per_iteration)
         await self.weights.look_ahead()
 

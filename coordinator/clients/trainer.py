@@ -1,5 +1,6 @@
 """Step 7: client of the trainer service. Its errors name the trainer, its calls always have a deadline."""
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,30 +88,35 @@ class Trainer:
         with rpc_errors(self.name):
             await self._stub.TakeOver(trainer_pb2.TakeOverRequest(fence=self._fence), timeout=STEP_TIMEOUT_S)
 
-    async def train_step(self, batch: TrainBatch) -> TrainResult:
+    async def train_step(self, batch: TrainBatch, sent: asyncio.Event | None = None) -> TrainResult:
         """Run one GRPO step.
 
         After a lost reply the step may or may not have been done: it is sent once more under the same step_id, and if
         it was done, the trainer repeats its first reply.
+
+        Args:
+            sent: set when the batch is with the trainer.
         """
+        sent = asyncio.Event() if sent is None else sent
         try:
-            return await self._train_step(batch)
+            return await self._train_step(batch, sent)
         except Unavailable as error:
             log.warning("train step reply lost, sending it again", step_id=batch.step_id, error=str(error))
-            return await self._train_step(batch)
+            return await self._train_step(batch, sent)
 
-    async def _train_step(self, batch: TrainBatch) -> TrainResult:
+    async def _train_step(self, batch: TrainBatch, sent: asyncio.Event) -> TrainResult:
         with rpc_errors(self.name):
-            response = await self._stub.TrainStep(self._fenced(batch), timeout=STEP_TIMEOUT_S)
+            response = await self._stub.TrainStep(self._fenced(batch, sent), timeout=STEP_TIMEOUT_S)
         return TrainResult(
             policy_version=response.policy_version, metrics=dict(response.metrics), seconds=dict(response.seconds)
         )
 
-    def _fenced(self, batch: TrainBatch) -> Iterator[trainer_pb2.TrainStepRequest]:
+    def _fenced(self, batch: TrainBatch, sent: asyncio.Event) -> Iterator[trainer_pb2.TrainStepRequest]:
         for request in batch.requests():
             if request.HasField("header"):
                 request.header.fence.CopyFrom(self._fence)
             yield request
+        sent.set()
 
     async def logprobs(
         self, chunks: Sequence[trainer_pb2.SampleChunk], *, reference: bool = False
