@@ -35,7 +35,7 @@ def stop_recording(engine: MegatronEngine) -> None:
 def _local(engine: MegatronEngine) -> dict[str, torch.Tensor]:
     """Return the gradients of this rank's parameters, by megatron-core's names."""
     parts = own_parts(engine._runner.optimizer)
-    local = {name: parameter.main_grad for name, parameter in engine._parameters.items()}  # type: ignore[attr-defined]
+    local = {name: parameter.main_grad for name, parameter in engine._parameters.items()}
     if parts is None:
         return local
     for name, parameter in engine._parameters.items():

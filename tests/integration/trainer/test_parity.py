@@ -95,7 +95,7 @@ def references(cases: list[Case], folder: Path) -> dict[tuple[str, str], Referen
             grpo = CONFIG["grpo"] | VARIANTS[variant]
             samples = masked(plain) if variant in MASKED_VARIANTS else plain
             counts = samples.loss_mask if samples.loss_mask.size else True
-            near, found = trained_model(kind, seed=REFERENCE_SEED), []
+            near, found = trained_model(kind, seed=REFERENCE_SEED), list[Gradients]()
             metrics = reference_step(trained, samples, grpo, decay, reference=near, gradients=found)
             out[kind, variant] = Reference(
                 samples=samples,
