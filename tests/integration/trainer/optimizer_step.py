@@ -9,11 +9,21 @@ from tests.integration.trainer.reference import CONFIG, NUM_UPDATES, token_logpr
 from trainer_service.batch.epochs import reordered
 from trainer_service.batch.samples import Samples
 
+Gradients = dict[str, torch.Tensor]
+
 
 def reference_step(
-    model: Any, samples: Samples, grpo: dict[str, Any], weight_decay: float = 0.0, reference: Any = None
+    model: Any,
+    samples: Samples,
+    grpo: dict[str, Any],
+    weight_decay: float = 0.0,
+    reference: Any = None,
+    gradients: list[Gradients] | None = None,
 ) -> dict[str, float]:
     """The same GRPO step with transformers, autograd and torch's AdamW; changes the model.
+
+    Args:
+        gradients: gets those of each update, by parameter, before they are clipped.
 
     Written from the definitions of the algorithm, not from our code: one sequence at a time, nothing left out; masked
     tokens are taken away after log-probs are computed, before anything is computed from these.
@@ -58,6 +68,8 @@ def reference_step(
             total = aggregate(grpo, loss * m, lengths)
             optimizer.zero_grad()
             total.backward()
+            if gradients is not None:
+                gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), trainer["clip_grad"])))
             optimizer.step()
             losses.append(float(total.detach()))
@@ -69,6 +81,8 @@ def aggregate(grpo: dict[str, Any], loss: torch.Tensor, lengths: list[int]) -> t
     """The loss of an update, of which samples that are not trainable are zeros."""
     if grpo["aggregation"] == "token-mean":
         return loss.sum() / sum(lengths)
+    if grpo["aggregation"] == "dr-grpo":
+        return loss.sum() / (len(lengths) * grpo["max_new_tokens"])
     assert grpo["aggregation"] == "seq-mean-token-mean"
     return torch.stack([part.sum() / part.numel() for part in loss.split(lengths)]).mean()
 
@@ -94,8 +108,9 @@ def correction(grpo: dict[str, Any], difference: torch.Tensor, lengths: list[int
     """Each token's weight, from log pi_old - log pi_roll."""
     if grpo["correction"] == "none":
         return torch.ones_like(difference)
-    if grpo["correction_level"] == "sequence":
-        difference = torch.cat([part.sum().expand(part.numel()) for part in difference.split(lengths)])
+    if grpo["correction_level"] != "token":
+        whole = {"sequence": torch.sum, "geometric": torch.mean}[grpo["correction_level"]]
+        difference = torch.cat([whole(part).expand(part.numel()) for part in difference.split(lengths)])
     weight = difference.exp()
     low, high = grpo["correction_low"] or 0.0, grpo["correction_high"] or torch.inf
     inside = weight.clamp(low, high)

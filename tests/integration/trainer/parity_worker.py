@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from servicekit.errors import TandemError
 from tandem_config.schema import RunConfig
+from tests.integration.trainer.gradients import record, stop_recording
 from tests.integration.trainer.reference import CONFIG, NUM_UPDATES, read_samples
 from trainer_service.batch import chunks
 from trainer_service.batch.samples import Samples
@@ -35,7 +36,9 @@ def run_case(case: dict[str, Any], out: Path) -> None:
     samples = read_samples(Path(case["samples"]))
     logprobs, entropies = engine.logprobs(samples)
     engine.save(out / "checkpoint")
+    record(engine, out / "gradients")
     result = engine.train_step(samples, NUM_UPDATES)
+    stop_recording(engine)
     engine.export(out / "after")
     engine.load_checkpoint(out / "checkpoint")
     again = engine.train_step(samples, NUM_UPDATES)

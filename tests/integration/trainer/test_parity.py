@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tandem_config.schema import TrainerSection
 from tests.integration.trainer.groups import Groups, parametrized
 from tests.integration.trainer.layouts import LAYOUTS
-from tests.integration.trainer.optimizer_step import reference_step
+from tests.integration.trainer.optimizer_step import Gradients, reference_step
+from tests.integration.trainer.parity_cases import BFLOAT16, EXACT, SLOW, SLOW_BFLOAT16, Case
 from tests.integration.trainer.reference import (
     CHUNK_VARIANTS,
     CONFIG,
@@ -44,129 +44,6 @@ REFERENCE_SEED = 1  # of the other model that the policy is kept near
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """One engine: model kind, layout, variant of the algorithm, parameter type."""
-
-    kind: str
-    layout: str
-    variant: str = "full"
-    dtype: str = "float32"
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind}-{self.layout}-{self.variant}-{self.dtype}"
-
-    @property
-    def world_size(self) -> int:
-        return TrainerSection.model_validate(LAYOUTS[self.layout]).world_size
-
-
-# Most features and ways to divide a model, once; SLOW has the others, and the other pairs of them.
-EXACT = [
-    *(Case(kind="qwen3", layout=layout) for layout in ("tp1", "tp2-sequence", "dp2", "tp2-pp2")),
-    Case(kind="qwen2-tied", layout="pp2"),
-    Case(kind="qwen2", layout="tp4"),
-    Case(kind="llama", layout="tp2"),
-    *(Case(kind="qwen3", layout="dp2", variant=variant) for variant in ("skips", "rollout", "cispo", "epochs")),
-    Case(kind="qwen3", layout="tp2-sequence", variant="chunks"),
-    Case(kind="qwen3", layout="cp2", variant="gspo"),
-    *(Case(kind="qwen3", layout="tp1", variant=variant) for variant in ("decoupled", "decay")),
-    Case(kind="qwen2-tied", layout="pp2-virtual", variant="kl"),
-    *(Case(kind="qwen3", layout="cp2", variant=variant) for variant in ("masked", "masked-shared")),
-    Case(kind="qwen3", layout="tp2-sequence", variant="shared"),
-    Case(kind="qwen3", layout="cp2", variant="shared-kl-epochs"),
-    Case(kind="qwen3", layout="cp2", variant="recompute-parts"),
-    Case(kind="qwen2-tied", layout="pp2-virtual", variant="recompute-one"),
-    Case(kind="qwen3", layout="dp2-overlap"),
-    Case(kind="qwen2-tied", layout="pp2-dp2-zero"),
-    *(Case(kind="qwen3-moe", layout=layout) for layout in ("ep2", "ep2-pp2", "etp2-overlap", "cp2-ep2")),
-    Case(kind="qwen2-5-layers", layout="pp2-embedding"),
-    Case(kind="qwen3", layout="cp2-pp2-virtual"),
-    Case(kind="qwen3-kv1", layout="tp2-sequence"),
-]
-SLOW = [
-    *(Case(kind="qwen3", layout=layout) for layout in ("tp2", "pp2", "cp2", "dp2-zero", "cp2-zero")),
-    *(Case(kind="qwen2-tied", layout=layout) for layout in ("tp2", "dp2", "pp2-virtual")),
-    *(Case(kind="qwen2", layout=layout) for layout in ("tp2-pp2", "pp2-first")),
-    Case(kind="llama", layout="pp2"),
-    Case(kind="qwen3", layout="tp2-pp2", variant="skips"),
-    Case(kind="qwen2-tied", layout="tp1", variant="chunks"),
-    Case(kind="qwen3", layout="cp2", variant="chunks"),
-    Case(kind="qwen3", layout="tp2-pp2", variant="gspo"),
-    *(Case(kind="qwen3", layout=layout, variant="kl") for layout in ("tp2-sequence", "cp2")),
-    Case(kind="qwen3", layout="tp2-pp2", variant="epochs"),
-    *(Case(kind="qwen3", layout=layout, variant="masked") for layout in ("dp2", "tp2-pp2")),
-    Case(kind="qwen3", layout="cp2", variant="masked-gspo"),
-    *(Case(kind="qwen3", layout=layout, variant="shared") for layout in ("dp2", "tp2-pp2")),
-    Case(kind="qwen2-tied", layout="pp2-virtual", variant="shared"),
-    Case(kind="qwen3", layout="cp2", variant="shared-gspo"),
-    Case(kind="qwen2-tied", layout="tp2-cp2", variant="shared-kl-epochs"),
-    Case(kind="qwen3", layout="tp2-pp2", variant="recompute"),
-    Case(kind="qwen3", layout="dp2-overlap", variant="epochs"),
-    Case(kind="qwen3-moe", layout="ep2", variant="recompute"),
-    *(Case(kind="qwen3-moe", layout=layout) for layout in ("tp1", "etp2")),
-    Case(kind="qwen3-moe-mixed", layout="ep2"),
-    Case(kind="qwen2-tied-6-layers", layout="pp2-virtual-both"),
-    *(Case(kind="qwen2-tied", layout=layout) for layout in ("tp1", "tp2-sequence", "tp2-pp2")),
-    *(Case(kind="qwen2", layout=layout) for layout in ("tp1", "tp2", "tp2-sequence", "pp2", "dp2")),
-    Case(kind="qwen3", layout="tp1", variant="skips"),
-    Case(kind="qwen3", layout="tp1", variant="rollout"),
-    Case(kind="qwen2-tied", layout="pp2", variant="chunks"),
-    *(Case(kind="qwen3", layout=layout, variant="gspo") for layout in ("tp1", "dp2")),
-    Case(kind="qwen3", layout="tp1", variant="cispo"),
-    *(Case(kind="qwen3", layout=layout, variant="kl") for layout in ("tp1", "dp2")),
-    Case(kind="qwen2-tied", layout="tp2-pp2", variant="kl"),
-    Case(kind="qwen3-moe", layout="ep2", variant="kl"),
-    *(Case(kind="qwen3", layout=layout, variant="epochs") for layout in ("tp1", "cp2")),
-    *(Case(kind="qwen3", layout=layout, variant="masked") for layout in ("tp1", "tp2-sequence")),
-    Case(kind="qwen3", layout="tp1", variant="masked-gspo"),
-    Case(kind="qwen3", layout="tp1", variant="shared"),
-    Case(kind="qwen3-moe", layout="ep2", variant="shared"),
-    Case(kind="qwen3", layout="cp2", variant="shared"),
-    Case(kind="qwen3", layout="dp2-cp2", variant="shared-kl-epochs"),
-    Case(kind="qwen3-moe", layout="cp2-ep2", variant="shared"),
-    Case(kind="qwen2", layout="tp1", variant="decay"),
-    *(Case(kind="qwen3", layout=layout, variant="recompute") for layout in ("tp2-sequence", "dp2")),
-    Case(kind="qwen3", layout="tp2-sequence", variant="recompute-parts"),
-    Case(kind="qwen3", layout="dp2-reduce"),
-    Case(kind="qwen2-tied", layout="dp2-overlap"),
-    Case(kind="qwen3-moe", layout="ep2-zero"),
-    *(Case(kind="qwen3", layout="dp2-overlap", variant=variant) for variant in ("recompute", "skips")),
-    Case(kind="qwen3-moe", layout="ep2", variant="recompute-parts"),
-    Case(kind="qwen3-moe", layout="tp2-ep2"),
-    Case(kind="qwen3", layout="pp2-virtual"),
-    *(Case(kind=kind, layout="tp4-sequence") for kind in ("qwen3", "llama", "qwen3-moe", "qwen3-kv1")),
-    *(Case(kind=kind, layout=layout) for kind in ("qwen2-kv1", "qwen3-kv1") for layout in ("tp2", "tp2-cp2")),
-    *(
-        Case(kind="qwen3-moe", layout=layout)
-        for layout in ("tp2-sequence", "tp2-etp2", "ep2-pp2-virtual", "tp2-dp2-ep2-etp2")
-    ),
-    *(Case(kind="qwen3-moe-mixed", layout=layout) for layout in ("tp1", "tp2-ep2", "ep2-pp2")),
-    *(Case(kind="llama-tied", layout=layout) for layout in ("tp1", "tp2", "pp2", "pp2-virtual", "tp2-pp2-virtual")),
-    *(Case(kind="qwen2-yarn", layout=layout) for layout in ("tp2-cp2", "pp2-virtual")),
-    Case(kind="qwen2", layout="pp2-last"),
-    Case(kind="qwen2-5-layers", layout="pp2-loss"),
-    *(Case(kind="qwen2-1-layer", layout=layout) for layout in ("pp2-embedding", "pp2-loss")),  # a stage without layers
-    *(Case(kind=kind, layout="tp2-cp2") for kind in ("qwen2", "qwen2-tied", "qwen3-moe")),
-    *(Case(kind="qwen3", layout=layout) for layout in ("tp2-dp2-overlap", "pp2-dp2-overlap")),
-    Case(kind="qwen2-tied", layout="pp2-dp2-overlap", variant="kl"),
-    Case(kind="qwen3", layout="cp2", variant="rollout"),
-    Case(kind="qwen3-moe", layout="tp2-ep2", variant="decay"),
-    Case(kind="qwen3-moe", layout="ep2", variant="skips"),
-]
-BFLOAT16 = [
-    Case(kind="qwen3", layout="tp2", dtype="bfloat16"),
-    Case(kind="qwen3-moe", layout="ep2", dtype="bfloat16"),
-    Case(kind="qwen3", layout="dp2-overlap", dtype="bfloat16"),
-]
-SLOW_BFLOAT16 = [
-    Case(kind="qwen2-tied", layout="pp2-virtual", dtype="bfloat16"),
-    Case(kind="qwen3", layout="tp2", variant="recompute", dtype="bfloat16"),
-    Case(kind="qwen3", layout="dp2-zero", dtype="bfloat16"),
-]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Reference:
     """What transformers computes; log-probs and entropies of masked tokens are 0."""
 
@@ -175,6 +52,7 @@ class Reference:
     entropies: FloatArray
     metrics: dict[str, float]
     after: dict[str, torch.Tensor]
+    gradients: list[dict[str, torch.Tensor]]  # of each update, before they are clipped
 
 
 def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
@@ -182,6 +60,14 @@ def saved_tensors(model: Any) -> dict[str, torch.Tensor]:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return load_file(Path(folder) / "model.safetensors")
+
+
+def by_saved_names(model: Any, gradients: Gradients) -> dict[str, torch.Tensor]:
+    """Gradients by the names and in the shapes of the model's tensors; the model has them as its weights then."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(gradients.get(name, torch.zeros(())))
+    return saved_tensors(model)
 
 
 def with_noisy_rollout(samples: Samples, model: Any) -> Samples:
@@ -209,13 +95,15 @@ def references(cases: list[Case], folder: Path) -> dict[tuple[str, str], Referen
             grpo = CONFIG["grpo"] | VARIANTS[variant]
             samples = masked(plain) if variant in MASKED_VARIANTS else plain
             counts = samples.loss_mask if samples.loss_mask.size else True
-            metrics = reference_step(trained, samples, grpo, decay, reference=trained_model(kind, seed=REFERENCE_SEED))
+            near, found = trained_model(kind, seed=REFERENCE_SEED), list[Gradients]()
+            metrics = reference_step(trained, samples, grpo, decay, reference=near, gradients=found)
             out[kind, variant] = Reference(
                 samples=samples,
                 logprobs=np.where(counts, logprobs.numpy(), 0),
                 entropies=np.where(counts, entropies.numpy(), 0),
                 metrics=metrics,
                 after=saved_tensors(trained),
+                gradients=[by_saved_names(trained, gradients) for gradients in found],
             )
     return out
 
@@ -352,6 +240,18 @@ def test_train_step_equals_transformers(results: Results, case: Case) -> None:
     before, after = (tensors(results.of(case) / when) for when in ("before", "after"))
     assert max(float((after[n] - before[n]).abs().max()) for n in after) > 1e-4
     assert max(float((after[n] - expected.after[n]).abs().max()) for n in after) <= TOLERANCE
+
+
+@every_case
+def test_every_element_of_the_gradients_equals_transformers(results: Results, case: Case) -> None:
+    folder, expected = results.of(case) / "gradients", results.reference(case).gradients
+    assert len(list(folder.iterdir())) == len(expected)
+    for update, gradients in enumerate(expected):
+        found = load_file(folder / f"{update}.safetensors")
+        assert sorted(found) == sorted(gradients)
+        off = {name: float((found[name] - gradients[name]).abs().max()) for name in gradients}
+        largest = {name: float(gradients[name].abs().max()) for name in gradients}
+        assert {name: off[name] for name in off if off[name] > TOLERANCE * largest[name]} == {}, update
 
 
 @every_case
