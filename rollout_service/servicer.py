@@ -20,6 +20,7 @@ from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_api.rollout.v1 import rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from weightsync.layouts.layout import Parallel
+from weightsync.round.client import run_in_turn
 
 # About 10 bytes a token on the wire: a reply stays below 10 MiB unless a single group is larger.
 MAX_TOKENS_PER_REPLY = 1 << 20
@@ -115,11 +116,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
         self._metrics.generated_tokens.inc(tokens)
 
     async def RunPhase(self, request: weights_pb2.RunPhaseRequest, context: Any) -> weights_pb2.RunPhaseResponse:
-        """Run one phase of a weight-sync round on this replica."""
+        """Run one phase of a weight-sync round on this replica, or several in turn."""
         if request.phase == weights_pb2.ROUND_PHASE_UNSPECIFIED or not request.round.round_id:
             raise InvalidRequest("phase and round.round_id must be set")
         self._fence.admit(request.round.fence)
-        return weights_pb2.RunPhaseResponse(reports=await self._updates.run_phase(request.phase, request.round))
+        return weights_pb2.RunPhaseResponse(reports=await run_in_turn(self._updates, request))
 
     async def LoadPublishedWeights(
         self, request: pb.LoadPublishedWeightsRequest, context: Any

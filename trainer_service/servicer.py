@@ -32,6 +32,7 @@ from trainer_service.ranks.commands import Command, Commander
 from trainer_service.ranks.handlers import check_version
 from trainer_service.saved.files import CHECKPOINT
 from weightsync.round import deadlines
+from weightsync.round.client import only_phase
 from weightsync.round.phases import ABORT, RULES, name_of
 
 # While it leaves, a coordinator that has not asked for the status for so long saves nothing; it asks every second.
@@ -176,7 +177,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
     async def RunPhase(self, request: weights_pb2.RunPhaseRequest, context: Any) -> weights_pb2.RunPhaseResponse:
         """Run a phase of a sync round on every rank."""
         self._ready()
-        if request.phase not in RULES:
+        if only_phase(request) not in RULES:
             raise InvalidRequest(f"phase {request.phase} is no phase of a round")
         self._fence.admit(request.round.fence)
         if request.phase == ABORT:

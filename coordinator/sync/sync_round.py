@@ -2,7 +2,8 @@
 
 The table of phases is weightsync/round/phases.py. Checks after PREPARE that all plans are equal, and after TRANSFER
 that each rank received the bytes of its shard. COMMIT is sent once more if its reply is lost. Up to VERIFY all succeed
-or the round is aborted. From COMMIT on every replica has verified its own bytes: losing one does not undo the others.
+or the round is aborted, but for a trainer that is lost once every replica has verified its own bytes: it has done its
+part. From COMMIT on every replica has done so: losing one does not undo the others.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from servicekit.logs import get_logger
 from servicekit.tracing import span
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2
-from weightsync.round.phases import ABORT, COMMIT, PREPARE, TRANSFER, Phase, PhaseRule, Role, first_write, rules_of
+from weightsync.round.phases import ABORT, COMMIT, PREPARE, TRANSFER, Phase, PhaseRule, Role, calls_of, first_write
 
 # A rank that fails closes its connections, and its peers report PeerLost immediately. The rank's own error, which has
 # the cause, may arrive a moment later.
@@ -54,7 +55,7 @@ class SyncRound:
         self.description = description
         self.reports = RoundReports()
         self.outcomes: dict[str, ReplicaOutcome] = {}
-        self._replicas = tuple(replicas)
+        self._trainer, self._replicas = trainer, tuple(replicas)
         self._everyone: tuple[Participant, ...] = (trainer, *replicas)
         self._probe_timeout_s = probe_timeout_s
         self._begun: Phase = weights_pb2.ROUND_PHASE_UNSPECIFIED
@@ -65,9 +66,9 @@ class SyncRound:
         Raises: TandemError: of the participant that failed first, with its name; no replica has committed.
         """
         answers = []
-        for rule in rules_of(staged=self._is_staged):
-            answers.append(await self._commit() if rule.phase == COMMIT else await self._phase(rule))
-            self._check(rule.phase, answers[-1])
+        for rules in calls_of(staged=self._is_staged):
+            answers.append(await self._commit() if rules[0].phase == COMMIT else await self._phases(rules))
+            self._check(rules[0].phase, answers[-1])
         for reports in answers:
             self.reports.add(reports)
 
@@ -97,13 +98,13 @@ class SyncRound:
     async def _commit_one(self, participant: Participant) -> Reports | TandemError:
         """Send COMMIT, again if its reply is lost: it is idempotent, so a lost reply does not undo a finished round."""
         try:
-            return await self._call(COMMIT, participant)
+            return await self._call((COMMIT,), participant)
         except (Unavailable, DeadlineExceeded) as error:
             log.warning("COMMIT reply lost, sending it again", error=str(error))
         except TandemError as error:
             return error
         try:
-            return await self._call(COMMIT, participant)
+            return await self._call((COMMIT,), participant)
         except TandemError as error:
             return error
 
@@ -121,7 +122,7 @@ class SyncRound:
     async def _abort_one(self, participant: Participant) -> TandemError | None:
         # With the deadline of any phase: a participant that waits for a lost peer answers only when that wait is over.
         try:
-            await self._call(ABORT, participant)
+            await self._call((ABORT,), participant)
         except TandemError as error:
             return error
         return None
@@ -155,34 +156,55 @@ class SyncRound:
     def _is_staged(self) -> bool:
         return self.description.install_mode == weights_pb2.INSTALL_MODE_STAGED
 
-    async def _phase(self, rule: PhaseRule) -> dict[str, Reports]:
-        """Run one phase on all of its participants concurrently: they wait for each other inside it."""
-        self._begun = rule.phase
-        with span(f"sync {rule.name}"):
-            return await self._phase_of_all(
-                rule.phase, self._everyone if Role.TRAINER in rule.roles else self._replicas
-            )
+    async def _phases(self, rules: Sequence[PhaseRule]) -> dict[str, Reports]:
+        """Run the phases of one call on all of their participants concurrently: they wait for each other inside it."""
+        self._begun = rules[0].phase
+        with span(f"sync {rules[0].name}"):
+            own = {participant: self._own(rules, participant) for participant in self._everyone}
+            return await self._on_all({participant: phases for participant, phases in own.items() if phases})
 
-    async def _phase_of_all(self, phase: Phase, participants: Sequence[Participant]) -> dict[str, Reports]:
+    def _own(self, rules: Sequence[PhaseRule], participant: Participant) -> list[Phase]:
+        """Return the phases in which a participant has work."""
+        role = Role.TRAINER if participant is self._trainer else Role.REPLICA
+        return [rule.phase for rule in rules if role in rule.roles]
+
+    async def _on_all(self, phases: Mapping[Participant, Sequence[Phase]]) -> dict[str, Reports]:
         tasks = {
             participant.name: asyncio.create_task(
-                self._call(phase, participant), name=f"{weights_pb2.RoundPhase.Name(phase)}-{participant.name}"
+                self._call(own, participant), name=f"{weights_pb2.RoundPhase.Name(own[0])}-{participant.name}"
             )
-            for participant in participants
+            for participant, own in phases.items()
         }
         try:
             await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
             await wait_for_cause(tasks)
-            raise_first(tasks)
-            return {name: task.result() for name, task in tasks.items()}
+            lost = await self._lost_after_its_part(tasks)
+            raise_first({name: task for name, task in tasks.items() if name != lost})
+            return {name: task.result() for name, task in tasks.items() if name != lost}
         finally:
             for task in tasks.values():
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
-    async def _call(self, phase: Phase, participant: Participant) -> Reports:
-        call = participant.rounds.run_phase(phase, self.description)
+    async def _lost_after_its_part(self, tasks: "Mapping[str, asyncio.Task[Reports]]") -> str | None:
+        """Return the trainer's name if only its reply was lost: every replica has received and verified all bytes."""
+        sending = tasks.get(self._trainer.name)
+        if self._begun != TRANSFER or sending is None or not sending.done() or not _is_loss(sending.exception()):
+            return None
+        receiving = [task for name, task in tasks.items() if task is not sending]
+        await asyncio.wait(receiving, timeout=BLAME_S, return_when=asyncio.FIRST_EXCEPTION)
+        if not all(task.done() and task.exception() is None for task in receiving):
+            return None
+        log.warning("trainer reply lost after it had sent everything", round_id=self.description.round_id)
+        return self._trainer.name
+
+    async def _call(self, phases: Sequence[Phase], participant: Participant) -> Reports:
+        call = participant.rounds.run_phases(phases, self.description)
         return await while_alive(call, participant, probe_timeout_s=self._probe_timeout_s)
+
+
+def _is_loss(error: BaseException | None) -> bool:
+    return isinstance(error, (PeerLost, Unavailable, DeadlineExceeded))
 
 
 async def wait_for_cause(tasks: Mapping[str, "asyncio.Task[Reports]"], blame_s: float = BLAME_S) -> None:

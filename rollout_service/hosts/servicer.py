@@ -8,6 +8,7 @@ from servicekit.errors import NotReady
 from tandem_api.rollout.v1 import worker_pb2 as pb
 from tandem_api.rollout.v1 import worker_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
+from weightsync.round.client import only_phase
 
 
 class WorkerServicer(worker_pb2_grpc.RolloutWorkerServiceServicer, weights_pb2_grpc.RoundServiceServicer):
@@ -39,7 +40,7 @@ class WorkerServicer(worker_pb2_grpc.RolloutWorkerServiceServicer, weights_pb2_g
     async def RunPhase(self, request: weights_pb2.RunPhaseRequest, context: Any) -> weights_pb2.RunPhaseResponse:
         """Run a phase of a round on this host's ranks."""
         ranks = self._ranks_for(request.leader_id)
-        return weights_pb2.RunPhaseResponse(reports=await ranks.run_phase(request.phase, request.round))
+        return weights_pb2.RunPhaseResponse(reports=await ranks.run_phase(only_phase(request), request.round))
 
     async def LoadPublishedShards(
         self, request: pb.LoadPublishedShardsRequest, context: Any

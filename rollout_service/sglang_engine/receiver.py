@@ -12,6 +12,7 @@ import torch
 from servicekit.errors import NotReady, PermissionDenied
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
+from weightsync.round.client import only_phase
 from weightsync.transfer.devices import on_device, wait_for_device
 from weightsync.transfer.session import SyncMember
 
@@ -86,7 +87,7 @@ class ShardReceiver(weights_pb2_grpc.ShardReceiverServiceServicer, weights_pb2_g
 
     def RunPhase(self, request: pb.RunPhaseRequest, context: Any) -> pb.RunPhaseResponse:
         """Run this rank's part in a phase."""
-        return pb.RunPhaseResponse(reports=[self._member.run_phase(request.phase, request.round)])
+        return pb.RunPhaseResponse(reports=[self._member.run_phase(only_phase(request), request.round)])
 
     def LoadPublished(self, request: pb.LoadPublishedRequest, context: Any) -> pb.LoadPublishedResponse:
         """Load this rank's shard from published weights. Raises: NotReady: the folder has another version."""

@@ -78,7 +78,7 @@ class Items:
     """At most `most` items within `each`; None: the handler checks them in a thread, as they may be millions."""
 
     most: int
-    each: "Number | Text | SubMessage | None"
+    each: "Number | Text | Choice | SubMessage | None"
 
 
 Bound = Number | Text | Flag | Choice | SubMessage | Items

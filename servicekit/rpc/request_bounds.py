@@ -70,6 +70,7 @@ BOUNDS: Table = {
         "phase": Choice(last=6),
         "round": SubMessage(required=True),
         "leader_id": _OPTIONAL_ID,
+        "then": Items(most=6, each=Choice(last=6)),
     },
     "tandem_api.weights.v1.LoadPublishedRequest": {
         "folder": _PATH,

@@ -278,6 +278,11 @@ class ChaosFleet:
         """Whether a rank is in TRANSFER (as its process says in a file)."""
         return (self.folder / f"{name}.transfer").exists()
 
+    def phase_of(self, name: str) -> str:
+        """The phase that a rank has begun last (as its process says in a file); empty: none."""
+        file = self.folder / f"{name}.phase"
+        return file.read_text(encoding="utf-8") if file.exists() else ""
+
     def round_is_open(self, name: str) -> bool:
         """Whether a replica is in a round (as its process says in a file)."""
         return (self.folder / f"{name}.round").exists()

@@ -61,10 +61,12 @@ class GatedMember(SyncMember):
     gate: Gate
     round_file: Path  # exists while a round is open here
     transfer_file: Path  # exists while a transfer is under way here
+    phase_file: Path  # has the name of the phase that began last
 
     def run_phase(self, phase: Phase, round_: pb.Round) -> pb.PhaseReport:
         name = name_of(phase)
         _Messages.number = 0
+        self.phase_file.write_text(name, encoding="utf-8")
         if name == "prepare":
             self.round_file.touch()
         if name != "transfer":
@@ -92,7 +94,8 @@ def set_up_gates(folder: Path, name: str) -> Gate:
     GatedMember.gate = gate
     GatedMember.round_file = folder / f"{name}.round"
     GatedMember.transfer_file = folder / f"{name}.transfer"
-    for file in (GatedMember.round_file, GatedMember.transfer_file):
+    GatedMember.phase_file = folder / f"{name}.phase"
+    for file in (GatedMember.round_file, GatedMember.transfer_file, GatedMember.phase_file):
         file.unlink(missing_ok=True)
 
     def gated(start: Callable[..., Any]) -> Callable[..., Any]:

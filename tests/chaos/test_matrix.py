@@ -194,6 +194,8 @@ def harm(cell: Cell, fleet: ChaosFleet) -> Path:
     gate.arm(cell.phase, cell.message)
     result = fleet.start_coordinator()
     gate.wait_reached(GATE_S)
+    if cell.phase == "verify":  # a replica verifies as soon as it has its own bytes: others may still receive theirs
+        until(lambda: all(fleet.phase_of(name) in ("verify", "commit") for name in REPLICAS), GATE_S, "all transfers")
     fleet.send_signal(cell.process, cell.harm)
     gate.open()
     return result

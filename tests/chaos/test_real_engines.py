@@ -9,7 +9,7 @@ import contextlib
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -60,8 +60,8 @@ class HarmedRounds(RoundClient):
     def __init__(self, trainer: "HarmingTrainer", rounds: RoundClient) -> None:
         self._trainer, self._rounds = trainer, rounds
 
-    async def run_phase(self, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
-        return await self._trainer.run_phase(self._rounds, phase, round_)
+    async def run_phases(self, phases: Sequence[Phase], round_: pb.Round) -> list[pb.PhaseReport]:
+        return await self._trainer.run_phases(self._rounds, phases, round_)
 
 
 class HarmingTrainer(Trainer):
@@ -80,11 +80,11 @@ class HarmingTrainer(Trainer):
         super()._connect()
         self.rounds = HarmedRounds(self, self.rounds)
 
-    async def run_phase(self, rounds: RoundClient, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
-        strikes = phase == self._phase and not self.done
-        if strikes and phase != TRANSFER:
+    async def run_phases(self, rounds: RoundClient, phases: Sequence[Phase], round_: pb.Round) -> list[pb.PhaseReport]:
+        strikes = phases[0] == self._phase and not self.done
+        if strikes and self._phase != TRANSFER:
             self._fleet.send_signal(self._victim, STOP)
-        call = asyncio.create_task(rounds.run_phase(phase, round_))
+        call = asyncio.create_task(rounds.run_phases(phases, round_))
         if strikes:
             self.done = True
             await asyncio.to_thread(self._strike)

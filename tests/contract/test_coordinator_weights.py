@@ -65,6 +65,44 @@ async def test_a_round_goes_through_its_phases_in_order() -> None:
     assert sum(result.stages.values()) == pytest.approx(result.total_s)
 
 
+@pytest.mark.parametrize(
+    ("install", "calls"),
+    [
+        ("in_place", [[PREPARE], [PAUSE], [TRANSFER, VERIFY], [COMMIT]]),
+        ("staged", [[PREPARE], [TRANSFER, VERIFY], [COMMIT]]),
+    ],
+)
+async def test_a_replica_verifies_in_the_call_in_which_it_receives(install: str, calls: list[list[int]]) -> None:
+    async with fake_fleet() as fleet:
+        await sync_of(fleet, FakeGroup(), 7, install=install).publish(7)
+        assert [service.phase_calls for service in fleet.rollout_services] == [calls, calls]
+
+
+@pytest.mark.parametrize("error", [Unavailable("connection reset"), PeerLost("it hangs"), DeadlineExceeded("late")])
+async def test_a_trainer_that_is_lost_when_all_bytes_are_verified_does_not_undo_the_round(error: TandemError) -> None:
+    async with fake_fleet() as fleet:
+        fleet.trainer_service.sync.faults.append(Fault(TRANSFER, error, lost_reply=True))
+        result = await sync_of(fleet, FakeGroup(), 7).publish(7)
+    assert (result.attempts, set(result.outcomes.values())) == (1, {ReplicaOutcome.COMMITTED})
+    assert all(service.policy_version == 7 for service in fleet.rollout_services)
+
+
+async def test_a_trainer_that_is_lost_before_a_replica_has_all_bytes_ends_the_round() -> None:
+    async with fake_fleet() as fleet:
+        fleet.trainer_service.sync.faults.append(Fault(TRANSFER, Unavailable("connection reset")))
+        fleet.rollout_services[1].sync.faults.append(Fault(TRANSFER, PeerLost("rollout-1/0: lost trainer/0")))
+        result = await sync_of(fleet, FakeGroup(), 7).publish(7)
+    assert result.attempts == 2
+    assert fleet.rollout_services[0].sync.phases().count(ABORT) == 1
+
+
+async def test_a_trainer_that_refuses_to_send_ends_the_round_whatever_replicas_have() -> None:
+    async with fake_fleet() as fleet:
+        fleet.trainer_service.sync.faults.append(Fault(TRANSFER, InvalidRequest("no such round")))
+        with pytest.raises(InvalidRequest, match="no such round"):
+            await sync_of(fleet, FakeGroup(), 7).publish(7)
+
+
 async def test_a_staged_round_leaves_the_pause_to_commit() -> None:
     async with fake_fleet() as fleet:
         result = await sync_of(fleet, FakeGroup(), 7, install="staged").publish(7)

@@ -20,7 +20,8 @@ from tests.fakes.fake_sync import FakeSync
 from tests.fakes.refusal import refuse
 from tests.kit.folders import EOS, NUM_PARAMETERS, answer_of, encode
 from weightsync.layouts.layout import Parallel
-from weightsync.round.phases import ABORT, COMMIT, TRANSFER, VERIFY, Role
+from weightsync.round.client import run_in_turn
+from weightsync.round.phases import ABORT, COMMIT, TRANSFER, VERIFY, Phase, Role
 
 
 @dataclass
@@ -62,6 +63,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
 
     def __post_init__(self) -> None:
         self._gone = False
+        self.phase_calls: list[list[int]] = []
         self.fence = FenceGuard()
         self.hold = asyncio.Event()
         self.hold.set()
@@ -106,15 +108,18 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
         self.fence.admit(sync_round.fence)
         if self.state == weights_pb2.REPLICA_STATE_SERVING and sync_round.policy_version < self.policy_version:
             raise StaleVersion(f"version {sync_round.policy_version} is older than {self.policy_version}")
+        self.phase_calls.append([request.phase, *request.then])
+        return weights_pb2.RunPhaseResponse(reports=await run_in_turn(self, request))
+
+    async def run_phase(self, phase: Phase, round_: weights_pb2.Round) -> list[weights_pb2.PhaseReport]:
         self._check_there()
         try:
-            ranks = self.sync.run_phase(request.phase, sync_round)
+            return self.sync.run_phase(phase, round_)
         except TandemError:
             self._gone = self.gone_after_fault
             raise
         finally:
-            self._follow(request.phase)
-        return weights_pb2.RunPhaseResponse(reports=ranks)
+            self._follow(phase)
 
     async def LoadPublishedWeights(
         self, request: pb.LoadPublishedWeightsRequest, context: Any

@@ -47,6 +47,8 @@ class PhaseRule:
         needs: phases that must be done before it; `required` resolves them for a role and a kind of round.
         wait: the deadline of its work.
         is_in_staged: whether a staged round has it.
+        in_call_before: whether it is a part of the call of the phase before it, on those that have both: it waits for
+            no other participant.
         trainer, replica: what it does there, for the documentation.
         failure: the worst state that its failure leaves, for the documentation.
     """
@@ -56,6 +58,7 @@ class PhaseRule:
     needs: frozenset[Phase]
     wait: Wait
     is_in_staged: bool = True
+    in_call_before: bool = False
     trainer: str
     replica: str
     failure: str
@@ -111,6 +114,7 @@ ROUND: tuple[PhaseRule, ...] = (
         roles=frozenset({Role.REPLICA, Role.RANK}),
         needs=frozenset({TRANSFER}),
         wait=Wait.TRANSFER,
+        in_call_before=True,
         trainer="-",
         replica="pack what was installed again and compare digests",
         failure="as TRANSFER",
@@ -146,6 +150,21 @@ STAGES = ("onload", "prepare", "rendezvous", "pause", "transfer", "verify", "ins
 def rules_of(*, staged: bool) -> tuple[PhaseRule, ...]:
     """Return the phases of a staged round, or of one in place, in order."""
     return tuple(rule for rule in ROUND if rule.is_in_staged or not staged)
+
+
+def calls_of(*, staged: bool) -> tuple[tuple[PhaseRule, ...], ...]:
+    """Return the phases of a round by the coordinator's calls, each of which has one or more of them, in order.
+
+    >>> [[rule.name for rule in rules] for rules in calls_of(staged=True)]
+    [['prepare'], ['transfer', 'verify'], ['commit']]
+    """
+    calls: list[tuple[PhaseRule, ...]] = []
+    for rule in rules_of(staged=staged):
+        if rule.in_call_before:
+            calls[-1] = (*calls[-1], rule)
+        else:
+            calls.append((rule,))
+    return tuple(calls)
 
 
 def required(phase: Phase, role: Role, *, staged: bool) -> frozenset[Phase]:

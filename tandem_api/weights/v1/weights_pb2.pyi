@@ -594,6 +594,7 @@ class RunPhaseRequest(_message.Message):
     PHASE_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
     LEADER_ID_FIELD_NUMBER: _builtins.int
+    THEN_FIELD_NUMBER: _builtins.int
     phase: Global___RoundPhase.ValueType
     leader_id: _builtins.str
     """To a further host of a replica only: the start of the leader that it was joined to; any other is refused with ABORTED,
@@ -602,16 +603,23 @@ class RunPhaseRequest(_message.Message):
     """
     @_builtins.property
     def round(self) -> Global___Round: ...
+    @_builtins.property
+    def then(self) -> _containers.RepeatedScalarFieldContainer[Global___RoundPhase.ValueType]:
+        """To a replica only: phases that it runs after `phase`, each once the one before it has succeeded, within the deadline
+        of the call; one that fails ends the call. Others refuse them with INVALID_ARGUMENT.
+        """
+
     def __init__(
         self,
         *,
         phase: Global___RoundPhase.ValueType = ...,
         round: Global___Round | None = ...,
         leader_id: _builtins.str = ...,
+        then: _abc.Iterable[Global___RoundPhase.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader_id", b"leader_id", "phase", b"phase", "round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader_id", b"leader_id", "phase", b"phase", "round", b"round", "then", b"then"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -624,7 +632,7 @@ class RunPhaseResponse(_message.Message):
     REPORTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def reports(self) -> _containers.RepeatedCompositeFieldContainer[Global___PhaseReport]:
-        """One per rank of the service, in rank order."""
+        """One per rank of the service, in rank order, with the figures of all phases of the call."""
 
     def __init__(
         self,

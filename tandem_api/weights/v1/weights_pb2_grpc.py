@@ -51,7 +51,7 @@ class RoundServiceServicer:
     def RunPhase(self, request, context):
         """Runs one phase on every rank of the service. Idempotent by (round_id, phase): what was done answers with the same
         reports, what has failed with the same error, and its round takes ABORT only. Longest deadline: the round's
-        formation + transfer timeouts + 30 s for trainer and replica; + 9 s and + 5 s beyond the phase's own timeout for a
+        formation + transfer timeouts + 30 s for trainer and replica, however many phases; + 9 s and + 5 s beyond the phase's own timeout for a
         host and a rank. INVALID_ARGUMENT: the round does not fit this engine; FAILED_PRECONDITION: a phase is out of
         order, or the round's version is older than the one served (reason STALE_VERSION); ABORTED: a peer failed, or the
         leader is another one; DEADLINE_EXCEEDED: a peer did not come; DATA_LOSS: a digest differs.

@@ -38,7 +38,7 @@ class RoundServiceStub:
     RunPhase: _grpc.UnaryUnaryMultiCallable[_weights_pb2.RunPhaseRequest, _weights_pb2.RunPhaseResponse]
     """Runs one phase on every rank of the service. Idempotent by (round_id, phase): what was done answers with the same
     reports, what has failed with the same error, and its round takes ABORT only. Longest deadline: the round's
-    formation + transfer timeouts + 30 s for trainer and replica; + 9 s and + 5 s beyond the phase's own timeout for a
+    formation + transfer timeouts + 30 s for trainer and replica, however many phases; + 9 s and + 5 s beyond the phase's own timeout for a
     host and a rank. INVALID_ARGUMENT: the round does not fit this engine; FAILED_PRECONDITION: a phase is out of
     order, or the round's version is older than the one served (reason STALE_VERSION); ABORTED: a peer failed, or the
     leader is another one; DEADLINE_EXCEEDED: a peer did not come; DATA_LOSS: a digest differs.
@@ -54,7 +54,7 @@ class RoundServiceAsyncStub(RoundServiceStub):
     RunPhase: _aio.UnaryUnaryMultiCallable[_weights_pb2.RunPhaseRequest, _weights_pb2.RunPhaseResponse]  # type: ignore[assignment]
     """Runs one phase on every rank of the service. Idempotent by (round_id, phase): what was done answers with the same
     reports, what has failed with the same error, and its round takes ABORT only. Longest deadline: the round's
-    formation + transfer timeouts + 30 s for trainer and replica; + 9 s and + 5 s beyond the phase's own timeout for a
+    formation + transfer timeouts + 30 s for trainer and replica, however many phases; + 9 s and + 5 s beyond the phase's own timeout for a
     host and a rank. INVALID_ARGUMENT: the round does not fit this engine; FAILED_PRECONDITION: a phase is out of
     order, or the round's version is older than the one served (reason STALE_VERSION); ABORTED: a peer failed, or the
     leader is another one; DEADLINE_EXCEEDED: a peer did not come; DATA_LOSS: a digest differs.
@@ -73,7 +73,7 @@ class RoundServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_weights_pb2.RunPhaseResponse, _abc.Awaitable[_weights_pb2.RunPhaseResponse]]:
         """Runs one phase on every rank of the service. Idempotent by (round_id, phase): what was done answers with the same
         reports, what has failed with the same error, and its round takes ABORT only. Longest deadline: the round's
-        formation + transfer timeouts + 30 s for trainer and replica; + 9 s and + 5 s beyond the phase's own timeout for a
+        formation + transfer timeouts + 30 s for trainer and replica, however many phases; + 9 s and + 5 s beyond the phase's own timeout for a
         host and a rank. INVALID_ARGUMENT: the round does not fit this engine; FAILED_PRECONDITION: a phase is out of
         order, or the round's version is older than the one served (reason STALE_VERSION); ABORTED: a peer failed, or the
         leader is another one; DEADLINE_EXCEEDED: a peer did not come; DATA_LOSS: a digest differs.

@@ -137,6 +137,22 @@ async def test_pause_status_and_checksums(served: Served) -> None:
     assert resumed.state == weights_pb2.REPLICA_STATE_SERVING
 
 
+async def test_phases_of_one_call_run_in_turn_and_report_together(served: Served) -> None:
+    async def run(round_id: str, phase: int, *then: int) -> list[weights_pb2.PhaseReport]:
+        round_ = a_round(round_id, version=2)
+        request = weights_pb2.RunPhaseRequest(phase=phase, round=round_, then=then)  # type: ignore[arg-type]
+        return list((await served.rounds.RunPhase(request, timeout=5.0)).reports)
+
+    with pytest.raises(grpc.aio.AioRpcError, match="TRANSFER: round early has not done PAUSE"):
+        await run("early", PREPARE, TRANSFER, VERIFY)
+    assert served.ranks.phases[-1] == "PREPARE"  # what failed ends the call
+    await run("early", ABORT)
+    both = await run("whole", PREPARE, PAUSE)
+    assert [set(report.seconds) for report in both] == [{"transfer", "pause"}] * 2  # a fake rank says "transfer"
+    assert await run("whole", TRANSFER, VERIFY) == await run("whole", TRANSFER, VERIFY)  # repeated: the same answer
+    assert served.ranks.phases[-3:] == ["PREPARE", "TRANSFER", "VERIFY"]
+
+
 async def test_a_round_without_an_id_is_refused(served: Served) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await served.rounds.RunPhase(weights_pb2.RunPhaseRequest(phase=PREPARE), timeout=5.0)
