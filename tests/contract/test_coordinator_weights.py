@@ -68,11 +68,11 @@ async def test_a_round_goes_through_its_phases_in_order() -> None:
 @pytest.mark.parametrize(
     ("install", "calls"),
     [
-        ("in_place", [[PREPARE], [PAUSE], [TRANSFER, VERIFY], [COMMIT]]),
+        ("in_place", [[PREPARE, PAUSE], [TRANSFER, VERIFY], [COMMIT]]),
         ("staged", [[PREPARE], [TRANSFER, VERIFY], [COMMIT]]),
     ],
 )
-async def test_a_replica_verifies_in_the_call_in_which_it_receives(install: str, calls: list[list[int]]) -> None:
+async def test_what_waits_for_nobody_is_part_of_the_call_before(install: str, calls: list[list[int]]) -> None:
     async with fake_fleet() as fleet:
         await sync_of(fleet, FakeGroup(), 7, install=install).publish(7)
         assert [service.phase_calls for service in fleet.rollout_services] == [calls, calls]

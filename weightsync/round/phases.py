@@ -96,6 +96,8 @@ ROUND: tuple[PhaseRule, ...] = (
         needs=frozenset({PREPARE}),
         wait=Wait.TRANSFER,
         is_in_staged=False,
+        # PREPARE ends with the exchange of cards: a replica that has done it knows that all ranks have planned alike.
+        in_call_before=True,
         trainer="-",
         replica="generation stops at a token boundary (in place)",
         failure="aborted, old version serves on",
