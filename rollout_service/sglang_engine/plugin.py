@@ -25,6 +25,9 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _SAMPLER = "sglang.srt.layers.sampler"
 _SAMPLING_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+# A phase of a sync runs in a thread beside the scheduler's, for whose interpreter lock it waits as long as this; Python's
+# own 5 ms are longer than most phases of a small model.
+_SWITCH_S = 0.0005
 _kept: list[tuple[Any, Any, Any]] = []  # (member, server, device) of this rank, for its lifetime
 
 
@@ -94,6 +97,7 @@ def _serve_shards(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
         disk_folder=Path(settings.disk_folder),
     )
     member.start()
+    sys.setswitchinterval(_SWITCH_S)
     server = start_sync_server(
         add_receiver,
         ShardReceiver(member, lambda folder: load_with_sglang(runner.model, folder)),
