@@ -13,6 +13,8 @@ METRICS_FILE = "metrics.jsonl"
 Row = dict[str, float | int | None]
 # The mean of each reward's own scores, and of each part that a server gives.
 REWARD_MEAN = re.compile(r"reward/(.+)_mean")
+# Parts of a train step, as the trainer names them and in their order; seconds in the rows' fields `train_PART_s`.
+STEP_PARTS = ("receive", "onload", "pack", "old_logprobs", "reference", "forward_backward", "optimizer", "offload")
 
 
 class MetricsFile:

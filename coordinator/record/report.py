@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from coordinator.clients.trainer import TrainResult
 from coordinator.flow import Generation, Scored, SyncResult
 from coordinator.learn.kl import Divergence
-from tandem_files.metrics_file import Row
+from tandem_files.metrics_file import STEP_PARTS, Row
 
 # The trainer's metrics, under the same names in a row; null if they were not reported, or the step was skipped. With
 # KL in the reward those of it are the coordinator's own.
@@ -42,8 +42,6 @@ _TRAINER_FIELDS = (
     "model_flops_utilization",
     "train_peak_memory_bytes",
 )
-# Parts of a train step, as the trainer names them; seconds in the rows' fields `train_NAME_s`.
-_STEP_PARTS = ("receive", "onload", "pack", "old_logprobs", "reference", "forward_backward", "optimizer", "offload")
 # "report" is the previous iteration's: a row cannot hold the seconds of its own writing.
 _PARTS = ("generate", "reward", "reference", "batch", "train", "sync", "checkpoint", "export", "evaluate", "report")
 # What is done between iterations, and is no part of one's own work.
@@ -156,7 +154,7 @@ def _time_row(record: IterationRecord, timing: Timing) -> Row:
     overhead_s = timing.busy_s - record.generation.engine_s - compute_s
     return {
         **{f"{part}_s": timing.parts.get(part, 0.0) for part in _PARTS},
-        **{f"train_{part}_s": None if record.step is None else record.step.seconds.get(part) for part in _STEP_PARTS},
+        **{f"train_{part}_s": None if record.step is None else record.step.seconds.get(part) for part in STEP_PARTS},
         "iteration_s": timing.total_s,
         "engine_s": record.generation.engine_s,
         "trainer_compute_s": compute_s,

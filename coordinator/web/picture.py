@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.web.history import History, Row
-from tandem_files.metrics_file import REWARD_MEAN
+from tandem_files.metrics_file import REWARD_MEAN, STEP_PARTS
 
 # Fields of metrics.jsonl that are drawn, in the page's order, with their titles and units.
 CURVES = (
@@ -29,6 +29,7 @@ CURVES = (
     ("model_flops_utilization", "Trainer, share of peak FLOP/s", "share"),
     ("train_peak_memory_bytes", "Trainer, peak memory of a rank", "bytes"),
     ("packing_efficiency", "Packing efficiency", "share"),
+    ("prompt_sharing", "Tokens left by shared prompts", "share"),
     ("iteration_s", "Iteration", "s"),
     ("sync_s", "Weight sync", "s"),
 )
@@ -79,7 +80,7 @@ class Picture:
 
     def plain(self) -> dict[str, Any]:
         """Make the JSON object: numbers, strings, lists and objects of these."""
-        rows = self.history.rows
+        shown = list(self.history.rows)[-_ITERATIONS_SHOWN:]
         return {
             "now_s": self.now_s,
             "run": self.run,
@@ -96,7 +97,8 @@ class Picture:
             "initial_accuracy": self.initial_accuracy,
             "best_accuracy": self.best_accuracy,
             "curves": [self._curve(name, title, unit) for name, title, unit in (*CURVES, *further(self.history.names))],
-            "iterations": [_parts(row) for row in list(rows)[-_ITERATIONS_SHOWN:]],
+            "iterations": [_parts(row) for row in shown],
+            "train_steps": [_step_parts(row) for row in shown if row.get("train_s")],
             "awaited": list(self.awaited),
             "arrived": dict(self.arrived),
             "replicas": list(self.replicas),
@@ -131,5 +133,15 @@ def further(names: Collection[str]) -> list[tuple[str, str, str]]:
 def _parts(row: Row) -> dict[str, Any]:
     """Return the seconds of an iteration by part; what is in no part is `other`."""
     parts = {part: row[f"{part}_s"] for part in PARTS if row.get(f"{part}_s")}
-    total = row.get("iteration_s", sum(parts.values()))
-    return {"iteration": row["iteration"], "total_s": total, "parts": {**parts, "other": total - sum(parts.values())}}
+    return _divided(row, parts, row.get("iteration_s", sum(parts.values())))
+
+
+def _step_parts(row: Row) -> dict[str, Any]:
+    """Return the seconds of an iteration's train step by part; `other` is the call of the trainer around it."""
+    parts = {part: row[f"train_{part}_s"] for part in STEP_PARTS if row.get(f"train_{part}_s")}
+    return _divided(row, parts, row["train_s"])
+
+
+def _divided(row: Row, parts: Mapping[str, float], total_s: float) -> dict[str, Any]:
+    other_s = total_s - sum(parts.values())
+    return {"iteration": row["iteration"], "total_s": total_s, "parts": {**parts, "other": other_s}}

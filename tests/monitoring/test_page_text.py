@@ -28,6 +28,7 @@ EMPTY = {
     "awaited": [NASTY],
     "arrived": {NASTY: 1.0},
     "iterations": [{"iteration": 1, "total_s": 1.0, "parts": {NASTY: 1.0}}],
+    "train_steps": [{"iteration": 1, "total_s": 1.0, "parts": {NASTY: 1.0}}],
     "current": dict.fromkeys(("reward_mean", "heldout_accuracy", "tokens_per_s", "sync_s", "iteration_s")),
     "best_accuracy": None,
     "curves": [{"field": "reward_mean", "title": NASTY, "unit": NASTY, "points": [], "start": None}],
@@ -67,7 +68,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     try:
         with browser() as page:
             page.open(f"http://127.0.0.1:{server.port}/", ready="document.querySelector('#replicas td')")
-            check(page, texts=8)
+            check(page, texts=9)
             page.open(
                 f"http://127.0.0.1:{server.port}/#view=samples&compare=earlier&search=%3Cimg%3E%7C.",
                 ready="document.querySelector('.card pre span')?.textContent.includes('<img')",

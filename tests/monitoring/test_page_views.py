@@ -37,6 +37,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         for i in range(1, 5)
     ]
     rows[-1] |= {"heldout_accuracy": 0.6, "generate_s": 1.5}
+    rows[-1] |= {"train_s": 0.4, "train_forward_backward_s": 0.3, "train_pack_s": 0.06}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     samples = SampleFolder(folder)
     for number, text in ((1, "the sum is 3"), (4, "the right sum is 4")):
@@ -104,6 +105,14 @@ def test_smoothing_keeps_the_raw_curve_beside_the_smooth_one(page: Browser, url:
     assert page.eval("document.querySelectorAll('.raw').length") == 4
     smooth = page.eval("import('./curves.js').then(one => one.smooth([[1, 2], [2, 4]], 0.5))")
     assert smooth == [[1, 2], [2, pytest.approx((0.5 * 2 + 4) / 1.5)]]
+
+
+def test_a_train_step_is_divided_into_its_parts(page: Browser, url: str) -> None:
+    page.open(url, ready="document.querySelector('#train-steps rect')")
+    titles = page.eval("[...document.querySelectorAll('#train-steps title')].map(each => each.textContent)")
+    assert titles == ["forward_backward: 300 ms", "pack: 60 ms", "other: 40 ms"]
+    legend = page.eval("[...document.querySelectorAll('#step-parts span')].map(each => each.textContent)")
+    assert legend == ["forward_backward 75 %", "pack 15 %", "other 10 %"]
 
 
 def test_samples_show_their_mask_their_versions_and_what_has_changed(page: Browser, url: str) -> None:

@@ -1,4 +1,4 @@
-// Where the time goes: the last iterations by part, the last weight syncs by stage.
+// Where the time goes: the last iterations and their train steps by part, the last weight syncs by stage.
 
 import { at, draw, make, seconds } from "./dom.js";
 
@@ -7,13 +7,19 @@ const COLOURS = 10;
 const SYNCS = 5;
 // In their order; others come after them.
 const PARTS = ["generate", "train", "evaluate", "sync", "checkpoint", "reward", "batch", "report", "other"];
+const STEP_PARTS = ["forward_backward", "old_logprobs", "optimizer", "reference", "pack", "receive", "onload", "offload", "other"];
 const STAGES = ["roll_call", "prepare", "rendezvous", "pause", "transfer", "verify", "install", "commit", "retries", "other"];
 
+const byIteration = (divided) => [...divided].reverse().map((each) => (
+  { name: String(each.iteration), parts: each.parts, total: each.total_s }
+));
+
 export function showIterations(run) {
-  const rows = [...run.iterations].reverse().map((each) => (
-    { name: String(each.iteration), parts: each.parts, total: each.total_s }
-  ));
-  showBars("iterations", "parts", PARTS, rows);
+  showBars("iterations", "parts", PARTS, byIteration(run.iterations));
+}
+
+export function showTrainSteps(run) {
+  showBars("train-steps", "step-parts", STEP_PARTS, byIteration(run.train_steps));
 }
 
 export function showSyncs(run) {

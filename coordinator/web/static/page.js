@@ -1,7 +1,7 @@
 // The run's page: asks for the run's data, and shows the view that the address names after `#`.
 
 import { at } from "./dom.js";
-import { showIterations, showSyncs } from "./bars.js";
+import { showIterations, showSyncs, showTrainSteps } from "./bars.js";
 import { redraw, showCurves } from "./curves.js";
 import { showFleet, showMessages } from "./fleet.js";
 import { showAlerts, showHead, showStart, showTiles } from "./overview.js";
@@ -41,6 +41,7 @@ function show(run) {
   showAlerts(run);
   showCurves(run.curves);
   showIterations(run);
+  showTrainSteps(run);
   showSyncs(run);
   showFleet(run);
   showMessages(run);

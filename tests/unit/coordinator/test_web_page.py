@@ -263,6 +263,40 @@ async def ask(source: Source) -> AsyncIterator[Callable[..., Any]]:
     await asyncio.to_thread(server.close)
 
 
+# What the page must show of the trainer's speed, written out: a curve that is removed must fail a test.
+SPEED = (
+    "train_tokens_per_s",
+    "model_flops_utilization",
+    "train_peak_memory_bytes",
+    "packing_efficiency",
+    "prompt_sharing",
+)
+STEP = {
+    "receive": 0.01,
+    "onload": 0.02,
+    "pack": 0.04,
+    "old_logprobs": 0.2,
+    "reference": 0.1,
+    "forward_backward": 0.8,
+    "optimizer": 0.05,
+    "offload": 0.03,
+}
+
+
+def test_the_speed_of_the_trainer_is_drawn(source: Source) -> None:
+    source.history.add(EventLog().append(EventKind.ITERATION, "", row(6, **dict.fromkeys(SPEED, 0.5))))
+    curves = {curve["field"]: curve["points"] for curve in source.snapshot()["curves"]}
+    assert {name: curves.get(name) for name in SPEED} == {name: [(6, 0.5)] for name in SPEED}
+
+
+def test_a_train_step_s_time_is_shown_by_part(source: Source) -> None:
+    parts = {f"train_{part}_s": seconds for part, seconds in STEP.items()}
+    source.history.add(EventLog().append(EventKind.ITERATION, "", row(6, train_s=1.5, **parts)))
+    (step,) = source.snapshot()["train_steps"]  # earlier rows have no train step
+    assert (step["iteration"], step["total_s"]) == (6, 1.5)
+    assert step["parts"] == pytest.approx({**STEP, "other": 0.25})
+
+
 STATIC = sorted((Path(snapshot.__file__).parent / "static").iterdir())
 PATHS = ["/", DATA, *(f"/{path.name}" for path in STATIC if path.name != "index.html")]
 
