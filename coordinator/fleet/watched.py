@@ -61,9 +61,8 @@ class WatchedFleet:
             self._serving = tuple(replica for replica in self._serving if replica is not gone)
             self._gone.append(gone)
             log.warning("replica lost", replica=gone.name)
-        idle = [replica for replica in self._gone if not replica.is_generating]
-        self._gone = [replica for replica in self._gone if replica not in idle]
-        for replica in idle:
+        for replica in [replica for replica in self._gone if not replica.is_generating]:
+            self._gone.remove(replica)  # one at a time: a look that is cancelled leaves the others to the next one
             await replica.close()
 
     def serving(self) -> tuple[Replica, ...]:
