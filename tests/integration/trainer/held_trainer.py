@@ -7,16 +7,20 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 from unittest import mock
 
+from safetensors.torch import save_file
+
+from tandem_files.atomic import replace_folder
 from tests.kit.waiting import until
 from trainer_service.__main__ import main
 from trainer_service.saved import writing
 
 HOLD_S = 300.0
-HALF_WRITTEN, UNPUBLISHED = "half-written", "unpublished"
 Point = Literal["half-written", "unpublished"]
+HALF_WRITTEN: Final = "half-written"
+UNPUBLISHED: Final = "unpublished"
 
 
 def order_hold(run_dir: Path, rank: int, point: Point) -> None:
@@ -37,11 +41,11 @@ def _stop_if_ordered(point: Point) -> None:
         until(lambda: False, HOLD_S, f"the end of rank {rank}, held at {point},")
 
 
-def _save_half(save_file: Callable[..., None]) -> Callable[..., None]:
+def _save_half(original: Callable[..., None]) -> Callable[..., None]:
     """Leave half of a file, stop there if that is ordered, then write all of it."""
 
     def save(tensors: Any, path: Path, **named: Any) -> None:
-        save_file(tensors, path, **named)
+        original(tensors, path, **named)
         content = path.read_bytes()
         path.write_bytes(content[: len(content) // 2])
         _stop_if_ordered(HALF_WRITTEN)
@@ -50,17 +54,17 @@ def _save_half(save_file: Callable[..., None]) -> Callable[..., None]:
     return save
 
 
-def _stop_before(replace_folder: Callable[..., None]) -> Callable[..., None]:
+def _stop_before(original: Callable[..., None]) -> Callable[..., None]:
     """Stop before the rename by which a checkpoint appears."""
 
     def replace(*arguments: Any) -> None:
         _stop_if_ordered(UNPUBLISHED)
-        replace_folder(*arguments)
+        original(*arguments)
 
     return replace
 
 
 if __name__ == "__main__":
-    mock.patch.object(writing, "save_file", _save_half(writing.save_file)).start()
-    mock.patch.object(writing, "replace_folder", _stop_before(writing.replace_folder)).start()
+    mock.patch.object(writing, "save_file", _save_half(save_file)).start()
+    mock.patch.object(writing, "replace_folder", _stop_before(replace_folder)).start()
     sys.exit(main())

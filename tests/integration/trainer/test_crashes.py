@@ -43,7 +43,8 @@ async def begin_save(stub: Any, path: Path) -> "asyncio.Future[Any]":
     """Begins a checkpoint. Returns: the call of FinishCheckpoint, after which a coordinator marks it complete."""
     await stub.SaveCheckpoint(pb.SaveCheckpointRequest(path=str(path), background=True), timeout=TIMEOUT_S)
     finish = stub.FinishCheckpoint(pb.FinishCheckpointRequest(path=str(path)), timeout=TIMEOUT_S)
-    return asyncio.ensure_future(finish)
+    finishing: asyncio.Future[Any] = asyncio.ensure_future(finish)
+    return finishing
 
 
 async def save(stub: Any, run_dir: Path, version: int) -> Path:
