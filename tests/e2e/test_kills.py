@@ -1,7 +1,7 @@
 """kill -9 at random moments: the curve of the run that resumes is that of one that nothing has happened to, bit by bit.
 
-Completions are drawn by seeds; the trainer computes the log-probs of its loss itself. The engine's are rounded otherwise
-in other batches, by 1e-6, which changes a compared value only where two tokens to draw from are closer than that.
+Completions are drawn by seeds; the trainer computes the log-probs of its loss itself. Those of the engine are rounded
+otherwise in other batches, by 1e-6, which changes a compared value only where a draw of two tokens is closer than that.
 """
 
 import contextlib
