@@ -1,4 +1,8 @@
-"""kill -9 at random moments: the curve of the run that resumes is that of one that nothing has happened to."""
+"""kill -9 at random moments: the curve of the run that resumes is that of one that nothing has happened to, bit by bit.
+
+Completions are drawn by seeds; the trainer computes the log-probs of its loss itself. Those of the engine are rounded
+otherwise in other batches, by 1e-6, which changes a compared value only where a draw of two tokens is closer than that.
+"""
 
 import contextlib
 import os
@@ -64,8 +68,7 @@ def test_ten_kills_do_not_bend_the_curve(tandem: Callable[..., Tandem], tmp_path
     assert struck.wait_end(900) == 0, f"killed {killed}\n{struck.output()}"
     expected, got = (curves(tmp_path / "runs" / name) for name in ("calm", "struck"))
     for name in CURVE:
-        # Sums of another batch in the engine are rounded otherwise; a lost or doubled step is far beyond this.
-        assert got[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), f"{name}; killed {killed}"
+        assert got[name] == expected[name], f"{name}; killed {killed}"
     # A kill while one is being written leaves an unfinished one, and the run says so; no finished one is damaged.
     damaged = summary_of(tmp_path / "runs" / "struck")["damaged_checkpoints"]
     assert [each for each in damaged if "was not finished" not in each] == []

@@ -94,12 +94,16 @@ class Services:
         scratch.mkdir(exist_ok=True)
         self.start(name, [module, "--name", name], config, {"TMPDIR": str(scratch)})
 
-    def start_trainer(self, config: RunConfig, *arguments: str) -> list[str]:
-        """Start every rank. Returns: the processes' names."""
+    def start_trainer(self, config: RunConfig, *arguments: str, module: str = "trainer_service") -> list[str]:
+        """Start every rank. Returns: the processes' names.
+
+        Args:
+            module: see start_rollout().
+        """
         world = config.trainer.world_size
         for rank in range(world):
             env = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-            self.start(f"trainer-{rank}", ["trainer_service", *arguments], config, env)
+            self.start(f"trainer-{rank}", [module, *arguments], config, env)
         return [f"trainer-{rank}" for rank in range(world)]
 
     def start(

@@ -49,9 +49,9 @@ class TrainerProcesses(Services):
     def run_dir(self) -> Path:
         return self.folder
 
-    def begin(self, *arguments: str) -> "TrainerProcesses":
+    def begin(self, *arguments: str, module: str = "trainer_service") -> "TrainerProcesses":
         """Starts every rank; returns at once."""
-        self.start_trainer(self.config, *arguments)
+        self.start_trainer(self.config, *arguments, module=module)
         return self
 
     def ready(self) -> ServiceRecord:
