@@ -15,6 +15,15 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(280)]
 
 Start = Callable[..., Tandem]
 
+# What a row says of its train step. The parts are those that every step has, whatever the configuration.
+SPEED = (
+    *("train_tokens_per_s", "model_flops_utilization", "train_peak_memory_bytes", "packing_efficiency"),
+    *("prompt_sharing", "train_receive_s", "train_pack_s", "train_old_logprobs_s", "train_forward_backward_s"),
+    "train_optimizer_s",
+)
+# With a KL term in the loss, and with trainer.offload.
+SOMETIMES = {"train_reference_s", "train_onload_s", "train_offload_s"}
+
 
 def weights(folder: Path) -> bytes:
     """The one file of weights of a Hugging Face folder."""
@@ -39,6 +48,8 @@ def test_a_run_goes_from_start_to_end_and_can_be_continued(tandem: Start, tmp_pa
     }
     summary = summary_of(folder)
     assert [row["iteration"] for row in rows_of(folder)] == [1, 2]
+    assert [(row["iteration"], name) for row in rows_of(folder) for name in SPEED if not row.get(name)] == []
+    assert all(row.keys() >= SOMETIMES for row in rows_of(folder))
     assert summary["iterations"] == 2
     assert summary["weight_sync"]["redundancy"] == 1.0
     assert summary["logprob_abs_diff_max"] <= 1e-4
