@@ -48,6 +48,8 @@ def make_engine(one_rank: None, models: Path) -> Iterator[Callable[..., Any]]:
             optimizer: bool = True,
             offload: Sequence[str] = (),
             trainer: Mapping[str, Any] = MappingProxyType({}),
+            profile: Mapping[str, Any] = MappingProxyType({}),
+            run_dir: Path | None = None,
             **grpo: Any,
         ) -> MegatronEngine:
             stack.close()
@@ -58,8 +60,9 @@ def make_engine(one_rank: None, models: Path) -> Iterator[Callable[..., Any]]:
                 | {"checkpoint_optimizer": optimizer, "offload": dict.fromkeys(offload, True)}
                 | trainer,
                 "grpo": CONFIG["grpo"] | KL | grpo | paths,
+                "profile": dict(profile),
             }
-            made = MegatronEngine(RunConfig.model_validate(CONFIG | sections), torch.device("cpu"))
+            made = MegatronEngine(RunConfig.model_validate(CONFIG | sections), torch.device("cpu"), run_dir)
             stack.callback(made.close)
             made.load(models / "policy")
             return made

@@ -74,9 +74,8 @@ def test_on_a_gpu_its_kernels_count_and_the_host_does_not() -> None:
 
 
 @pytest.mark.timeout(120)  # torch.profiler's events are slow to read
-def test_a_real_step_is_profiled_when_its_turn_comes(make_engine: Make, tmp_path: Path) -> None:
-    engine = make_engine()
-    engine._profiler = StepProfiler(ProfileSection(steps=1, first=2), tmp_path, CPU)
+def test_a_real_step_is_profiled_when_its_turn_comes_by_the_configuration(make_engine: Make, tmp_path: Path) -> None:
+    engine = make_engine(profile={"steps": 1, "first": 2}, run_dir=tmp_path)
     engine.train_step(SAMPLES, NUM_UPDATES)
     assert list(tmp_path.iterdir()) == []
     seconds = engine.train_step(SAMPLES, NUM_UPDATES).seconds
