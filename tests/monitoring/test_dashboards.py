@@ -41,12 +41,6 @@ SHOWN = {
         "tandem_clip_fraction_low_ratio",
         "tandem_clip_fraction_high_ratio",
         "tandem_grad_norm",
-        "tandem_packing_efficiency_ratio",
-        "tandem_prompt_sharing_ratio",
-        "tandem_train_tokens_per_second",
-        "tandem_train_model_flops_utilization_ratio",
-        "tandem_train_peak_memory_bytes",
-        "tandem_train_step_seconds_sum",
         "tandem_response_length_tokens",
         "tandem_logprob_abs_diff_max",
         "tandem_evaluation",
@@ -54,6 +48,13 @@ SHOWN = {
         "tandem_reward_errors_total",
         "tandem_reward_call_seconds_bucket",
         "tandem_reward_circuit_open",
+        "tandem_train_tokens_per_second",
+        "tandem_train_model_flops_utilization_ratio",
+        "tandem_train_peak_memory_bytes",
+        "tandem_packing_efficiency_ratio",
+        "tandem_prompt_sharing_ratio",
+        "tandem_train_step_seconds_sum",
+        "tandem_train_step_seconds_count",
     ),
     "tandem-fleet.json": (
         "tandem_replica_state",
@@ -91,6 +92,14 @@ def test_every_dashboard_is_looked_at() -> None:
 def test_a_dashboard_shows_what_it_is_for(file: str) -> None:
     shown = {selector.name for query in ALL if query.board == file for selector in selectors(query.expr)}
     assert [metric for metric in SHOWN[file] if metric not in shown] == []
+
+
+def test_a_train_step_s_seconds_are_shown_by_part() -> None:
+    """Each part, and not their total beside them."""
+    shown = [query for query in ALL if "tandem_train_step_seconds_sum" in query.expr]
+    assert [query.legend for query in shown] == ["{{part}}"]
+    assert shown[0].expr.count("sum by (part) (") == 2
+    assert {selector.value("part") for selector in selectors(shown[0].expr)} == {("!=", "total")}
 
 
 def test_every_metric_is_on_a_panel_or_there_is_a_reason_why_not() -> None:

@@ -1,6 +1,6 @@
 """The ranks of a trainer as real processes, the steps that tests ask of them, and who takes their weights."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,16 @@ RUN_ID = "trainer-test"
 
 
 class TrainerProcesses(Services):
-    """The ranks of one trainer; `folder` is the run's."""
+    """The ranks of one trainer; `folder` is the run's.
 
-    def __init__(self, redis_url: str, folder: Path, model: Path, **trainer: Any) -> None:
+    Args:
+        profile: section `profile` of the configuration; None: its defaults.
+        trainer: of section `trainer`.
+    """
+
+    def __init__(
+        self, redis_url: str, folder: Path, model: Path, profile: Mapping[str, Any] | None = None, **trainer: Any
+    ) -> None:
         (folder / "tokenizer").mkdir(exist_ok=True)
         write_tokenizer(folder / "tokenizer", WORDS)
         # Another name of where they listen, so that a test sees which of the two is announced.
@@ -41,6 +48,7 @@ class TrainerProcesses(Services):
             "grpo": {"prompts_per_iteration": 8, "group_size": 2},
             # The first steps differ in size, so that a test sees which step one is.
             "trainer": {"learning_rate": 1e-3, "warmup_iterations": 50, **trainer},
+            "profile": {} if profile is None else dict(profile),
         }
         self.config = RunConfig.model_validate(settings)
         self.ranks = [f"trainer-{rank}" for rank in range(self.config.trainer.world_size)]

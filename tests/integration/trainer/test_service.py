@@ -33,6 +33,14 @@ pytestmark = pytest.mark.integration
 TIMEOUT_S = 60.0
 # Metrics of a step that differ from time to time.
 OF_THE_MACHINE = {"train_tokens_per_s", "model_flops_utilization", "train_peak_memory_bytes"}
+# What rank 0 serves of the last step's metrics.
+GAUGES = {
+    "train_tokens_per_s": "tandem_train_tokens_per_second",
+    "model_flops_utilization": "tandem_train_model_flops_utilization_ratio",
+    "train_peak_memory_bytes": "tandem_train_peak_memory_bytes",
+    "packing_efficiency": "tandem_packing_efficiency_ratio",
+    "prompt_sharing": "tandem_prompt_sharing_ratio",
+}
 
 
 def exact(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -393,8 +401,18 @@ async def test_values_that_ended_the_trainer_are_refused_at_once(stub: Any, roun
     assert await version(stub) == now
 
 
-def test_metrics_are_served(record: ServiceRecord) -> None:
-    with urlopen(f"http://{record.metrics_address}/metrics", timeout=10) as reply:
-        text = reply.read().decode()
-    assert 'tandem_train_step_seconds_count{part="total"}' in text
-    assert "tandem_policy_version" in text
+def samples_at(address: str) -> dict[str, float]:
+    """What is served to Prometheus, by name and labels."""
+    with urlopen(f"http://{address}/metrics", timeout=10) as reply:
+        lines = reply.read().decode().splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[:1] not in ("#", ""))}
+
+
+async def test_metrics_are_served(stub: Any, record: ServiceRecord) -> None:
+    requests = step_requests("served", await version(stub), [chunk(0)])
+    step = await stub.TrainStep(iter(requests), timeout=TIMEOUT_S)
+    served = await asyncio.to_thread(samples_at, record.metrics_address)
+    assert {name: served[series] for name, series in GAUGES.items()} == {name: step.metrics[name] for name in GAUGES}
+    assert served["tandem_policy_version"] == step.policy_version
+    for part, seconds in step.seconds.items():
+        assert served[f'tandem_train_step_seconds_sum{{part="{part}"}}'] >= seconds

@@ -1,19 +1,24 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from coordinator.clients.trainer import TrainResult
 from coordinator.data.cursor import CursorState
 from coordinator.fleet.services import merge_versions
+from coordinator.record.report import Timing, build_row
 from coordinator.record.state import RunState, Totals
 from coordinator.record.summary import build_summary
 from coordinator.sync.sync_report import RoundReports
 from servicekit.errors import Internal
 from tandem_api.weights.v1 import weights_pb2
 from tandem_files.metrics_file import MetricsFile
+from tests.unit.coordinator.test_sample_sink import FOUR, finished
+from tests.unit.coordinator.test_web_page import SPEED, STEP
 
 
 def test_rows_after_an_iteration_are_cut(tmp_path: Path) -> None:
@@ -40,6 +45,20 @@ def test_a_torn_line_in_the_middle_costs_itself_only(tmp_path: Path) -> None:
     file = MetricsFile(path)
     assert file.cut_after(3) == 1
     assert [row["iteration"] for row in file.rows()] == [1, 3]
+
+
+def test_a_row_has_the_speed_of_the_trainer_and_each_part_of_its_step() -> None:
+    record = finished(3).record
+    assert record is not None
+    metrics = {name: 0.25 + place for place, name in enumerate(SPEED)}
+    step = TrainResult(policy_version=5, metrics=metrics, seconds={**STEP, "total": 1.5})
+    timing = Timing(parts={"train": 1.5, "evaluate": 1.0}, total_s=5.0)
+    row = build_row(replace(record, step=step), None, timing)
+    assert {name: row.get(name) for name in SPEED} == metrics
+    assert {part: row.get(f"train_{part}_s") for part in STEP} == STEP
+    assert (row["tokens_per_s"], row["train_s"]) == (FOUR.num_tokens / 4.0, 1.5)
+    skipped = build_row(record, None, timing)
+    assert {skipped[name] for name in (*SPEED, *(f"train_{part}_s" for part in STEP))} == {None}, "null, not absent"
 
 
 def test_a_row_that_does_not_fit_leaves_no_part_of_itself(tmp_path: Path) -> None:

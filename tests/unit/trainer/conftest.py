@@ -60,7 +60,7 @@ def make_engine(one_rank: None, models: Path) -> Iterator[Callable[..., Any]]:
                 | {"checkpoint_optimizer": optimizer, "offload": dict.fromkeys(offload, True)}
                 | trainer,
                 "grpo": CONFIG["grpo"] | KL | grpo | paths,
-                "profile": profile,
+                "profile": dict(profile),
             }
             made = MegatronEngine(RunConfig.model_validate(CONFIG | sections), torch.device("cpu"), run_dir)
             stack.callback(made.close)

@@ -74,9 +74,8 @@ def test_on_a_gpu_its_kernels_count_and_the_host_does_not() -> None:
 
 
 @pytest.mark.timeout(120)  # torch.profiler's events are slow to read
-def test_a_real_step_is_profiled_when_its_turn_comes(make_engine: Make, tmp_path: Path) -> None:
-    engine = make_engine()
-    engine._profiler = StepProfiler(ProfileSection(steps=1, first=2), tmp_path, CPU)
+def test_a_real_step_is_profiled_when_its_turn_comes_by_the_configuration(make_engine: Make, tmp_path: Path) -> None:
+    engine = make_engine(profile={"steps": 1, "first": 2}, run_dir=tmp_path)
     engine.train_step(SAMPLES, NUM_UPDATES)
     assert list(tmp_path.iterdir()) == []
     seconds = engine.train_step(SAMPLES, NUM_UPDATES).seconds
@@ -90,16 +89,6 @@ def test_a_real_step_is_profiled_when_its_turn_comes(make_engine: Make, tmp_path
     assert "aten::mm" in {operator.name for operator in table.operators}
     events = json.loads(gzip.decompress(trace_path(tmp_path, 2, 0).read_bytes()))["traceEvents"]
     assert {"pack", "old_logprobs", "forward_backward", "optimizer", "aten::mm"} <= {one.get("name") for one in events}
-
-
-@pytest.mark.timeout(120)  # torch.profiler's events are slow to read
-def test_the_configuration_says_which_step_is_profiled(make_engine: Make, tmp_path: Path) -> None:
-    """Nothing is replaced here: the engine's own profiler writes into the run's folder."""
-    engine = make_engine(profile={"steps": 1, "first": 2}, run_dir=tmp_path)
-    for _ in range(3):
-        engine.train_step(SAMPLES, NUM_UPDATES)
-    assert [(table.step, table.rank) for table in read_profiles(tmp_path)] == [(2, 0)]
-    assert trace_path(tmp_path, 2, 0).is_file()
 
 
 def test_other_ranks_and_no_folder_profile_nothing(make_engine: Make, tmp_path: Path) -> None:
