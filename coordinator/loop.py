@@ -35,8 +35,6 @@ from tandem_config.schema import GrpoSection
 
 # A synchronous iteration trains only on samples of the current policy.
 MAX_STALENESS = 0
-# By then the trainer's ranks have unpacked a batch that they were sent: what is done beside that would delay it.
-UNPACKED_S = 0.02
 NOTHING: Meanwhile[Any] = Meanwhile()
 
 log = get_logger(__name__)
@@ -214,9 +212,8 @@ class GrpoLoop:
         These are the participants of the weight sync and the next prompts.
         """
         await sent.wait()
-        await asyncio.sleep(UNPACKED_S)
-        self.cursor.read_ahead(self.grpo.prompts_per_iteration)
-        await self.weights.look_ahead()
+        async for _ in self.weights.look_ahead():
+            self.cursor.read_ahead(self.grpo.prompts_per_iteration)
 
     async def publish(self, step: TrainResult | None) -> SyncResult | None:
         """Bring the new weights to the replicas.

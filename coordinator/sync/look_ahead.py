@@ -7,6 +7,7 @@ answers or has another version by PREPARE.
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from coordinator.clients.replica import Replica
@@ -16,6 +17,8 @@ from coordinator.sync.roll_call import Present, RollCall, seeded_version
 
 # Between two looks, and how old one may be.
 INTERVAL_S, AHEAD_S = 1.0, 2.0
+# By then ranks have unpacked a batch that they were sent: a look beside that delays it by some milliseconds.
+UNPACKED_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +35,16 @@ class LookAhead:
         self._roll_call, self._trainer, self._fleet = roll_call, trainer, fleet
         self._seen: _Seen | None = None
 
-    async def run(self) -> None:
-        """Look until cancelled."""
+    async def run(self) -> AsyncIterator[None]:
+        """Look again and again, first when the trainer's ranks have unpacked their batch. Yields: after each look."""
+        pause_s = UNPACKED_S
         while True:
+            await asyncio.sleep(pause_s)
             begun_s = time.monotonic()
             present = await self._roll_call.look_once()
             self._seen = None if present is None else _Seen(present=present, begun_s=begun_s)
-            await asyncio.sleep(INTERVAL_S)
+            yield
+            pause_s = INTERVAL_S
 
     def participants(self, policy_version: int) -> Present | None:
         """Return the participants of a round of `policy_version`; None: look again."""

@@ -8,7 +8,7 @@ of its own when it returns (`seed_late_joiners`), before it gets work.
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from coordinator.clients.probing import while_alive
 from coordinator.clients.replica import Replica
@@ -108,9 +108,9 @@ class WeightSync:
         )
         self._ahead = LookAhead(self._roll_call, trainer, fleet)
 
-    async def look_ahead(self) -> None:
-        """Look at the services until cancelled, for the next publication: called while the trainer works."""
-        await self._ahead.run()
+    def look_ahead(self) -> AsyncIterator[None]:
+        """Look at the services for the next publication, as long as this is iterated: while the trainer works."""
+        return self._ahead.run()
 
     async def publish(self, policy_version: int) -> SyncResult:
         """Make every replica that is present serve the trainer's weights as `policy_version`.

@@ -42,6 +42,11 @@ class Lead(SoleLead):
             raise self.refused[epoch]
 
 
+async def look_on(sync: WeightSync) -> None:
+    async for _ in sync.look_ahead():
+        pass
+
+
 @asynccontextmanager
 async def seen_ahead(**options: Any) -> AsyncIterator[tuple[FakeFleet, CountingFleet, FakeGroup, WeightSync]]:
     """A fleet that serves version 0, at which the coordinator has looked once while the trainer made version 1."""
@@ -49,7 +54,7 @@ async def seen_ahead(**options: Any) -> AsyncIterator[tuple[FakeFleet, CountingF
         members, group = CountingFleet(fleet.replicas), FakeGroup()
         sync = sync_of(fleet, group, 0, members=members, **options)
         await sync.publish(0)
-        looking = asyncio.create_task(sync.look_ahead())
+        looking = asyncio.create_task(look_on(sync))
         before = members.looks
         await asyncio.to_thread(until, lambda: sync._ahead._seen)
         await cancel(looking)
@@ -113,7 +118,7 @@ async def test_a_look_ahead_goes_on_while_a_service_is_lost() -> None:
     """The one that is lost is left to the round's own roll call."""
     async with seen_ahead() as (fleet, _, _, sync):
         await fleet.servers["rollout-1"].drain(0.0)
-        looking = asyncio.create_task(sync.look_ahead())
+        looking = asyncio.create_task(look_on(sync))
         await asyncio.to_thread(until, lambda: sync._ahead._seen is None)
         assert not looking.done()
         looking.cancel()

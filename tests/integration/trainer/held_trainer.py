@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 
 from tandem_files.atomic import replace_folder
 from tests.kit.waiting import until
-from trainer_service.__main__ import main
 from trainer_service.saved import writing
 
 HOLD_S = 300.0
@@ -65,6 +64,9 @@ def _stop_before(original: Callable[..., None]) -> Callable[..., None]:
 
 
 if __name__ == "__main__":
+    # Not above: the test imports this module too, beside other services, whose metrics have some of the same names.
+    from trainer_service.__main__ import main
+
     mock.patch.object(writing, "save_file", _save_half(save_file)).start()
     mock.patch.object(writing, "replace_folder", _stop_before(replace_folder)).start()
     sys.exit(main())
