@@ -36,7 +36,7 @@ class TrainerProcesses(Services):
     """
 
     def __init__(
-        self, redis_url: str, folder: Path, model: Path, profile: Mapping[str, Any] | None = None, **trainer: Any
+        self, redis_url: str, folder: Path, model: Path, profile: Mapping[str, Any] | None = None, /, **trainer: Any
     ) -> None:
         (folder / "tokenizer").mkdir(exist_ok=True)
         write_tokenizer(folder / "tokenizer", WORDS)
