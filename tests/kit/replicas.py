@@ -154,6 +154,7 @@ class Replicas(dict[str, Replica]):
         layouts: their parallel sizes.
         dtype: type of their weights.
         module: what runs them; see Services.start_rollout().
+        tokens: that the KV cache of each holds.
     """
 
     def __init__(
@@ -163,11 +164,12 @@ class Replicas(dict[str, Replica]):
         layouts: dict[str, Parallel],
         dtype: str = "float32",
         module: str = "rollout_service",
+        tokens: int = 1024,
     ) -> None:
         self._services, self.model, self.layouts = services, model, layouts
         self.group = Rendezvous(services.redis_url, f"tandem:{services.run_id}")
         for name, layout in layouts.items():
-            rollout = {"tensor_parallel": layout.tensor, "expert_parallel": layout.expert, "max_total_tokens": 1024}
+            rollout = {"tensor_parallel": layout.tensor, "expert_parallel": layout.expert, "max_total_tokens": tokens}
             config = configuration(model, services.run_id, dtype, rollout=rollout)
             services.start_rollout(name, config, module)
             self[name] = Replica(services, name, config)

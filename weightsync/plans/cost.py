@@ -12,7 +12,7 @@ from weightsync.plans.limits import RECEIVES, SEGMENT_BYTES, SENDS, number_of_bu
 from weightsync.plans.messages import Message
 from weightsync.plans.ops import OP_DTYPE, OpArray, elements
 from weightsync.plans.plan import TransferPlan
-from weightsync.round.phases import ROUND
+from weightsync.round.phases import calls_of
 
 GIGABIT = 1e9 / 8  # bytes
 Seconds = npt.NDArray[np.floating[Any]]
@@ -173,7 +173,7 @@ def predict(plan: TransferPlan, sizes: MessageSizes, replicas: int, speeds: Spee
         **busiest,
         "chain": (replicas - 1) * float(one_hop.max()),
         "verify": float(np.bincount(sizes.dst, sizes.verify_s(speeds), receivers).max()),
-        "calls": len(ROUND) * speeds.rpc_s,
+        "calls": len(calls_of(staged=False)) * speeds.rpc_s,
     }
     seconds = max(busiest.values()) + terms["chain"] + terms["verify"] + terms["calls"]
     return Prediction(seconds=seconds, bound_by=max(terms, key=lambda name: terms[name]), terms=terms)

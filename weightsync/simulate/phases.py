@@ -9,8 +9,11 @@ import numpy as np
 from weightsync.plans.cost import MessageSizes, Speeds
 from weightsync.plans.messages import Message
 from weightsync.plans.plan import TransferPlan
+from weightsync.round.phases import ROUND
 from weightsync.simulate.clock import Clock, Machine, SimulatedLink
 from weightsync.simulate.ranks import Rank, Walk, Weights, steps_of
+
+_IN_CALL_BEFORE = frozenset(rule.name for rule in ROUND if rule.in_call_before)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +79,12 @@ def phase_times(fleet: SimulatedFleet, phase: str, replicas: Sequence[int], unti
         return _transfer(fleet, replicas, float("inf") if until_s is None else until_s)
     if phase in ("verify", "commit"):
         return _local_work(fleet, phase, replicas)
-    seconds = fleet.speeds.rpc_s + {"prepare": fleet.prepare_s, "pause": fleet.pause_s}[phase]
+    seconds = _call_s(fleet, phase) + {"prepare": fleet.prepare_s, "pause": fleet.pause_s}[phase]
     return PhaseTimes(seconds=seconds, ends_s=dict.fromkeys(replicas, seconds))
+
+
+def _call_s(fleet: SimulatedFleet, phase: str) -> float:
+    return 0.0 if phase in _IN_CALL_BEFORE else fleet.speeds.rpc_s
 
 
 def _transfer(fleet: SimulatedFleet, replicas: Sequence[int], until_s: float) -> PhaseTimes:
@@ -121,7 +128,7 @@ def _local_work(fleet: SimulatedFleet, phase: str, replicas: Sequence[int]) -> P
         for seconds in np.bincount(fleet.sizes.dst, per_message, fleet.plan.target.num_ranks).tolist():
             machine.compute(seconds, partial(ended, replica), fleet.speed_of(replica))
     clock.run()
-    ends = {replica: seconds + fleet.speeds.rpc_s for replica, seconds in ends.items()}
+    ends = {replica: seconds + _call_s(fleet, phase) for replica, seconds in ends.items()}
     return PhaseTimes(seconds=max(ends.values()), ends_s=ends, num_events=clock.num_events)
 
 

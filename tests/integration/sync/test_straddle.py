@@ -30,7 +30,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 TRAINER = Parallel(tensor=2)
 PROMPTS = [[7, 8, 9, 10], [11, 12, 13]]
-NUM_TOKENS = 450  # seconds of decoding; a round takes tenths
+CONTEXT = 1024
+NUM_TOKENS = 1000  # many seconds of decoding; a round takes tenths
 TOLERANCE = 1e-4
 CLIENTS = 4
 OVERLAPPING = "tests.integration.sync.overlapping_rollout"
@@ -48,8 +49,11 @@ OVERLAPPING = "tests.integration.sync.overlapping_rollout"
 def test_tokens_of_a_straddling_request_carry_the_version_that_sampled_them(
     install: int, module: str, services: Services, tmp_path: Path
 ) -> None:
-    old, new = (make_model(tmp_path / name, seed=seed) for seed, name in enumerate(("old", "new")))
-    replicas = Replicas(services, old, {"rollout-0": Parallel()}, module=module)
+    old, new = (
+        make_model(tmp_path / name, seed=seed, max_position_embeddings=CONTEXT)
+        for seed, name in enumerate(("old", "new"))
+    )
+    replicas = Replicas(services, old, {"rollout-0": Parallel()}, module=module, tokens=4 * CONTEXT)
     replicas.wait_up()
     publish(replicas, old, 1, install)
     with ThreadPoolExecutor(1) as pool, replicas.trainer(new, TRAINER) as trainer:
@@ -57,6 +61,8 @@ def test_tokens_of_a_straddling_request_carry_the_version_that_sampled_them(
         run_phase(trainer.participants, PREPARE, round_)  # connecting may take longer than the request
         request = pool.submit(replicas["rollout-0"].greedy, PROMPTS, 1, NUM_TOKENS)
         until(lambda: request.done() or running_groups(replicas) == len(PROMPTS), CALL_S)
+        # A request that came after them has been answered: they have tokens of the old version.
+        replicas["rollout-0"].greedy([[5, 6]], 1, 8)
         run_round(trainer.participants, round_)
         completions = request.result(timeout=CALL_S)
     for prompt, completion in zip(PROMPTS, completions, strict=True):
