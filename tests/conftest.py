@@ -16,10 +16,10 @@ from tests.kit.redis import RedisProcess
 
 # Their tests share no engine: each runs wherever a worker is free.
 SPREAD = ("tests/chaos/",)
-# Their tests share what takes minutes to make: a Docker engine with images.
-TOGETHER = ("tests/images/",)
+# Their tests share what takes minutes to make: a Docker engine with images, services with real engines.
+TOGETHER = ("tests/images/", "tests/chaos/test_real_engines.py")
 # The order of work: what takes a worker minutes begins first, what comes in small pieces fills the gaps at the end.
-FIRST = ("tests/images/", "tests/e2e/", "tests/integration/", "tests/contract/")
+FIRST = ("tests/images/", "tests/e2e/", "tests/chaos/test_real_engines.py", "tests/integration/", "tests/contract/")
 # And then what leaves process groups behind, whose threads slow down what measures time.
 LAST = ("tests/chaos/", "tests/unit/trainer/")
 
@@ -28,9 +28,10 @@ class BySharedEngines(LoadScopeScheduling):
     """A file's tests stay in one worker, because they share its engines. (In pytest 9.2 `xdist_group` does nothing.)"""
 
     def _split_scope(self, nodeid: str) -> str:
-        if nodeid.startswith(SPREAD):
-            return nodeid
-        return next((folder for folder in TOGETHER if nodeid.startswith(folder)), nodeid.split("::", 1)[0])
+        together = next((place for place in TOGETHER if nodeid.startswith(place)), None)
+        if together is not None:
+            return together
+        return nodeid if nodeid.startswith(SPREAD) else nodeid.split("::", 1)[0]
 
 
 @pytest.hookimpl(optionalhook=True)

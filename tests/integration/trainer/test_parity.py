@@ -3,6 +3,7 @@
 import json
 import re
 import tempfile
+from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -246,11 +247,14 @@ def test_train_step_equals_transformers(results: Results, case: Case) -> None:
 def test_every_element_of_the_gradients_equals_transformers(results: Results, case: Case) -> None:
     folder, expected = results.of(case) / "gradients", results.reference(case).gradients
     assert len(list(folder.iterdir())) == len(expected)
+    # Of a tensor, in any update: its gradient may become a hundred times smaller, the rounding of its terms does not.
+    largest: dict[str, float] = defaultdict(float)
+    for name, gradient in (item for each in expected for item in each.items()):
+        largest[name] = max(largest[name], float(gradient.abs().max()))
     for update, gradients in enumerate(expected):
         found = load_file(folder / f"{update}.safetensors")
         assert sorted(found) == sorted(gradients)
         off = {name: float((found[name] - gradients[name]).abs().max()) for name in gradients}
-        largest = {name: float(gradients[name].abs().max()) for name in gradients}
         assert {name: off[name] for name in off if off[name] > TOLERANCE * largest[name]} == {}, update
 
 

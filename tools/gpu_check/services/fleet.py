@@ -72,13 +72,13 @@ class StruckRounds(RoundClient):
     def __init__(self, trainer: StruckTrainer, rounds: RoundClient) -> None:
         self._trainer, self._rounds = trainer, rounds
 
-    async def run_phase(self, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
+    async def run_phases(self, phases: Sequence[Phase], round_: pb.Round) -> list[pb.PhaseReport]:
         """As RoundClient."""
         strike = self._trainer.strike
-        if strike is None or strike.phase != phase:
-            return await self._rounds.run_phase(phase, round_)
+        if strike is None or strike.phase not in phases:
+            return await self._rounds.run_phases(phases, round_)
         self._trainer.strike = None
-        call = asyncio.create_task(self._rounds.run_phase(phase, round_), name="struck phase")
+        call = asyncio.create_task(self._rounds.run_phases(phases, round_), name="struck phase")
         await strike.during()
         return await call
 
