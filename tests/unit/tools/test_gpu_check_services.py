@@ -1,6 +1,8 @@
 """gpu-check's verdicts on the real services: each says what is wrong, and passes what is right."""
 
+import asyncio
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,15 +10,19 @@ import pytest
 import torch
 
 from launcher.check.model.folder import check_model
+from tandem_api.weights.v1 import weights_pb2 as pb
 from tools.gpu_check.__main__ import verdict
 from tools.gpu_check.services.deaths import PROMISED_S, wrong_deaths
 from tools.gpu_check.services.findings import Findings
+from tools.gpu_check.services.fleet import Strike, StruckRounds, StruckTrainer
 from tools.gpu_check.services.memory import UNCOUNTED_MIB, gpu_growth, gpu_ranks, over_budget
 from tools.gpu_check.services.resume import distance, unequal
 from tools.gpu_check.services.rounds import apart, differing, mislabelled
 from tools.gpu_check.services.run import choose
 from tools.gpu_check.services.samples import Sample, first_of, labels
 from tools.gpu_check.services.settings import SCALES, Shape, model_config, run_config, write_model
+from weightsync.round.client import RoundClient
+from weightsync.round.phases import PREPARE, TRANSFER, VERIFY, Phase
 
 CPU = SCALES["cpu"]
 TRUTH = {"rollout-0/0": {"a": "1", "b": "2"}}
@@ -178,3 +184,41 @@ def test_a_failed_check_fails_the_run_and_none_at_all_is_no_success(capsys: pyte
     assert verdict({"services": [], "cases": [{"exact": False}]}, 2) == 1
     assert verdict({"services": [], "cases": []}, 2) == 2
     assert "right: seconds 1.235" in capsys.readouterr().out
+
+
+class _Rounds(RoundClient):
+    """A trainer whose TRANSFER lasts until it is struck."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Phase, ...]] = []
+        self.begun, self.struck = asyncio.Event(), asyncio.Event()
+
+    async def run_phases(self, phases: Sequence[Phase], round_: pb.Round) -> list[pb.PhaseReport]:
+        self.calls.append(tuple(phases))
+        if TRANSFER in phases:
+            self.begun.set()
+            async with asyncio.timeout(10):
+                await self.struck.wait()
+        return [pb.PhaseReport()]
+
+
+@pytest.mark.parametrize("phase", [TRANSFER, VERIFY])
+async def test_a_strike_comes_while_its_phase_is_under_way_and_only_once(phase: Phase) -> None:
+    trainer, inner = StruckTrainer("127.0.0.1:1"), _Rounds()
+    rounds, strikes = StruckRounds(trainer, inner), []
+
+    async def during() -> None:
+        async with asyncio.timeout(10):
+            await inner.begun.wait()
+        strikes.append(inner.calls[-1])
+        inner.struck.set()
+
+    trainer.strike = Strike(phase=phase, during=during)
+    try:
+        assert len(await rounds.run_phase(PREPARE, pb.Round())) == 1
+        for _ in range(2):
+            assert len(await rounds.run_phases((TRANSFER, VERIFY), pb.Round())) == 1
+    finally:
+        await trainer.close()
+    assert inner.calls == [(PREPARE,), (TRANSFER, VERIFY), (TRANSFER, VERIFY)]
+    assert strikes == [(TRANSFER, VERIFY)]
