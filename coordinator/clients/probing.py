@@ -10,6 +10,10 @@ from servicekit.life.tasks import first_of
 T = TypeVar("T")
 
 
+class NoAnswer(PeerLost):
+    """A service has not answered a probe: it is frozen, or its host is unreachable."""
+
+
 class ProbedService(Protocol):
     """A service that answers GetStatus promptly, whatever it works on."""
 
@@ -29,7 +33,7 @@ async def while_alive(call: Coroutine[Any, Any, T], service: ProbedService, *, p
     The calls of a killed process fail immediately; those of a frozen one last until their deadline, which may be an
     hour.
 
-    Raises: what `call` raises; PeerLost: no answer to a probe within probe_timeout_s.
+    Raises: what `call` raises; NoAnswer: no answer to a probe within probe_timeout_s.
     """
     first = await first_of(
         {f"call of {service.name}": call, f"probe of {service.name}": _probe(service, probe_timeout_s)}
@@ -39,12 +43,12 @@ async def while_alive(call: Coroutine[Any, Any, T], service: ProbedService, *, p
 
 
 async def _probe(service: ProbedService, probe_timeout_s: float) -> None:
-    """Probe until the service fails to answer. Raises: PeerLost."""
+    """Probe until the service fails to answer. Raises: NoAnswer."""
     while True:
         await asyncio.sleep(probe_timeout_s / 2)
         try:
             await service.status(timeout_s=probe_timeout_s)
         except (DeadlineExceeded, Unavailable) as error:
-            raise PeerLost(f"{service.name} no longer answers: {error}") from error
+            raise NoAnswer(f"{service.name} no longer answers: {error}") from error
         except TandemError:  # an error is an answer too
             continue

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from coordinator.clients.probing import while_alive
+from coordinator.clients.probing import NoAnswer, while_alive
 from coordinator.clients.replica import Replica
 from coordinator.clients.trainer import Trainer
 from coordinator.flow import ReplicaOutcome
@@ -25,6 +25,8 @@ from weightsync.round.phases import ABORT, COMMIT, PREPARE, TRANSFER, Phase, Pha
 # A rank that fails closes its connections, and its peers report PeerLost immediately. The rank's own error, which has
 # the cause, may arrive a moment later.
 BLAME_S = 1.0
+# What ABORT and the question for a state may take of a participant that has not answered a probe: it was waited for.
+SECOND_CHANCE_S = 1.0
 
 log = get_logger(__name__)
 
@@ -58,6 +60,8 @@ class SyncRound:
         self._trainer, self._replicas = trainer, tuple(replicas)
         self._everyone: tuple[Participant, ...] = (trainer, *replicas)
         self._probe_timeout_s = probe_timeout_s
+        # Names of participants that have not answered a probe.
+        self._silent: set[str] = set()
         self._begun: Phase = weights_pb2.ROUND_PHASE_UNSPECIFIED
 
     async def run(self) -> None:
@@ -121,16 +125,22 @@ class SyncRound:
 
     async def _abort_one(self, participant: Participant) -> TandemError | None:
         # With the deadline of any phase: a participant that waits for a lost peer answers only when that wait is over.
+        is_silent = participant.name in self._silent
         try:
-            await self._call((ABORT,), participant)
+            async with asyncio.timeout(SECOND_CHANCE_S if is_silent else None):
+                await self._call((ABORT,), participant)
+        except TimeoutError:
+            return DeadlineExceeded(f"{participant.name} still does not answer")
         except TandemError as error:
             return error
         return None
 
     async def _settle(self, replica: Replica) -> str:
         """Ask a replica for the state that the round left: an RPC error only says that a reply was lost."""
+        is_silent = replica.name in self._silent
+        timeout_s = min(self._probe_timeout_s, SECOND_CHANCE_S) if is_silent else self._probe_timeout_s
         try:
-            status = await replica.status(timeout_s=self._probe_timeout_s)
+            status = await replica.status(timeout_s=timeout_s)
         except TandemError as error:
             self.outcomes[replica.name] = ReplicaOutcome.POISONED if self._may_have_written else ReplicaOutcome.ABORTED
             return f"{replica.name} does not answer ({error})"
@@ -200,7 +210,11 @@ class SyncRound:
 
     async def _call(self, phases: Sequence[Phase], participant: Participant) -> Reports:
         call = participant.rounds.run_phases(phases, self.description)
-        return await while_alive(call, participant, probe_timeout_s=self._probe_timeout_s)
+        try:
+            return await while_alive(call, participant, probe_timeout_s=self._probe_timeout_s)
+        except NoAnswer:
+            self._silent.add(participant.name)
+            raise
 
 
 def _is_loss(error: BaseException | None) -> bool:

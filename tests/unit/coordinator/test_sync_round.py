@@ -1,11 +1,21 @@
-"""Which of several errors a round gives: that of the rank that failed, rather than those of its peers that lost it."""
+"""Which of several errors a round gives: that of the rank that failed, rather than those of its peers that lost it.
+
+And what a round costs in which a participant has frozen.
+"""
 
 import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from coordinator.sync.sync_round import Reports, raise_first, wait_for_cause
-from servicekit.errors import DigestMismatch, PeerLost, TandemError
+from coordinator.clients.probing import NoAnswer
+from coordinator.flow import ReplicaOutcome
+from coordinator.sync.sync_round import SECOND_CHANCE_S, Reports, SyncRound, raise_first, wait_for_cause
+from servicekit.errors import DeadlineExceeded, DigestMismatch, PeerLost, TandemError
+from tandem_api.rollout.v1 import rollout_pb2
+from tandem_api.weights.v1 import weights_pb2 as pb
+from weightsync.round.phases import ABORT, Phase
 
 
 async def fails(error: TandemError, after_s: float) -> Reports:
@@ -45,3 +55,40 @@ def test_the_cause_is_given(
     trainer: tuple[TandemError, float], replica: tuple[TandemError, float], expected: TandemError
 ) -> None:
     assert asyncio.run(first_error(trainer=trainer, replica=replica)) is expected
+
+
+class _Service:
+    """Client of a participant that is alive, but not through with PREPARE, or frozen."""
+
+    def __init__(self, name: str, *, is_frozen: bool = False) -> None:
+        self.name, self._is_frozen, self.rounds = name, is_frozen, self
+        self.phases: list[Phase] = []
+        self.timeouts_s: list[float] = []
+
+    async def run_phases(self, phases: Sequence[Phase], _: pb.Round) -> Reports:
+        self.phases += phases
+        if self._is_frozen or ABORT not in phases:
+            await asyncio.Event().wait()
+        return []
+
+    async def status(self, *, timeout_s: float) -> Any:
+        self.timeouts_s.append(timeout_s)
+        if self._is_frozen:
+            await asyncio.sleep(timeout_s)
+            raise DeadlineExceeded(f"{self.name}: Deadline Exceeded")
+        return rollout_pb2.GetStatusResponse(state=pb.REPLICA_STATE_SERVING, policy_version=1)
+
+
+async def test_a_frozen_replica_is_waited_for_once() -> None:
+    probe_timeout_s = 2 * SECOND_CHANCE_S
+    trainer, living, frozen = _Service("trainer"), _Service("rollout-0"), _Service("rollout-1", is_frozen=True)
+    services: Any = (trainer, living, frozen)
+    round_ = SyncRound(pb.Round(policy_version=2), services[0], services[1:], probe_timeout_s=probe_timeout_s)
+    with pytest.raises(NoAnswer, match="rollout-1 no longer answers"):
+        await round_.run()
+    said = await round_.abort()
+    assert "rollout-1 does not answer" in " ".join(said)
+    assert all(service.phases[-1] == ABORT for service in (trainer, living, frozen))
+    assert frozen.timeouts_s == [probe_timeout_s, SECOND_CHANCE_S]
+    assert living.timeouts_s[-1] == probe_timeout_s
+    assert round_.outcomes == {"rollout-0": ReplicaOutcome.ABORTED, "rollout-1": ReplicaOutcome.ABORTED}
