@@ -247,7 +247,7 @@ def test_train_step_equals_transformers(results: Results, case: Case) -> None:
 def test_every_element_of_the_gradients_equals_transformers(results: Results, case: Case) -> None:
     folder, expected = results.of(case) / "gradients", results.reference(case).gradients
     assert len(list(folder.iterdir())) == len(expected)
-    # Of a tensor, in any update: its gradient may become a hundred times smaller, the rounding of its terms does not.
+    # Of a tensor, in any update: its gradient may become thirty times smaller, the rounding of its terms does not.
     largest: dict[str, float] = defaultdict(float)
     for name, gradient in (item for each in expected for item in each.items()):
         largest[name] = max(largest[name], float(gradient.abs().max()))
