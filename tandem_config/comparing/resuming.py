@@ -77,7 +77,7 @@ OF_THE_TRAINER = frozenset(
         *(f"trainer.{name}" for name in ("recompute", "recompute_modules", "recompute_layers", "offload")),
         *(f"trainer.{name}" for name in ("distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")),
         *(f"trainer.{name}" for name in ("ddp_bucket_size", "peak_tflops", "collective_timeout_s")),
-        "trainer.checkpoint_optimizer",
+        *(f"trainer.{name}" for name in ("checkpoint_optimizer", "checkpoint_extra")),
         *(f"profile.{name}" for name in ("steps", "first", "every", "ranks", "shapes", "stacks", "memory")),
     }
 )

@@ -232,6 +232,14 @@ class TrainerSection(Section):
         ),
         json_schema_extra=about("a resume then equals the undisturbed run"),
     )
+    checkpoint_extra: bool = Field(
+        True,
+        description=(
+            "Keep random states and the numbers of steps done and updates skipped in checkpoints. false: a resume "
+            "starts the learning-rate schedule, grpo.reference_refresh_every and grpo.non_finite_budget anew."
+        ),
+        json_schema_extra=about("a resume then equals the undisturbed run"),
+    )
     offload: OffloadSection = Field(
         default_factory=OffloadSection,
         description=(

@@ -30,6 +30,7 @@ from trainer_service.saved.files import (
     EXPERTS,
     experts_file,
     fitting_meta,
+    has_extra,
     has_optimizer,
     parallel_of,
     read_digests,
@@ -65,8 +66,9 @@ def any_numbers(numbers: Sequence[tuple[Tensor, float]]) -> None:
     """Accept any numbers: where no optimizer reads them."""
 
 
-def _files(tensors: Mapping[str, Tensor], device: torch.device) -> list[SavedFile]:
+def _files(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], device: torch.device) -> list[SavedFile]:
     """Return the files that this rank writes: of ranks with equal state, the first one does."""
+    extra = _rng_state(device) if has_extra(meta) else {}
     experts = {name: tensor for name, tensor in tensors.items() if EXPERTS in name}
     mine = []
     if experts and parallel_state.get_expert_data_parallel_rank() == 0:
@@ -78,7 +80,7 @@ def _files(tensors: Mapping[str, Tensor], device: torch.device) -> list[SavedFil
         mine.append(SavedFile(name=name, tensors=experts))
     if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
         shard = {name: tensor for name, tensor in tensors.items() if name not in experts}
-        mine.append(SavedFile(name=_own_shard(), tensors=shard | _rng_state(device)))
+        mine.append(SavedFile(name=_own_shard(), tensors=shard | extra))
     return mine
 
 
@@ -86,12 +88,12 @@ def save(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], d
     """Save a checkpoint; every rank must call this. The folder appears, or is replaced, when all shards are on disk.
 
     Args:
-        meta: entries that must be equal when the folder is loaded, parallel sizes, policy_version and steps_done.
+        meta: entries that must be equal when the folder is loaded, and the others of trainer_service/saved/files.py.
     Returns: bytes of all shards, on every rank.
     Raises: Internal: on every rank, if any of them could not write, e.g. since the disk has no room.
     """
     what, partial, leads = f"write checkpoint {folder}", partial_of(folder), dist.get_rank() == 0
-    mine = _files(tensors, device)
+    mine = _files(tensors, meta, device)
     try:
         _make_room(what, partial, mine, device)
         size = together(what, device, lambda: sum(write_file(partial, file) for file in mine))
@@ -134,7 +136,7 @@ class BackgroundSaver:
         """
         what, partial = f"write checkpoint {folder}", partial_of(folder)
         together(what, device, self._wait)
-        mine = _files(tensors, device)
+        mine = _files(tensors, meta, device)
         size = _make_room(what, partial, mine, device)
         count = together(what, device, lambda: len(mine))
         copies = self._copies.take(mine)
@@ -211,6 +213,8 @@ class Reader:
         saved = read_meta(folder)
         if not has_optimizer(saved):
             log.warning("checkpoint without optimizer: AdamW starts anew", folder=str(folder))
+        if not has_extra(saved):
+            log.warning("checkpoint without extra: learning-rate schedule, skip budget start anew", folder=str(folder))
         if parallel_of(folder, saved) == self.parallel:
             _restore_rng(folder / _own_shard(), self.device)
         else:
@@ -262,7 +266,7 @@ def _rng_state(device: torch.device) -> dict[str, Tensor]:
 def _restore_rng(path: Path, device: torch.device) -> None:
     with safe_open(path, framework="pt") as file:
         states = {name: file.get_tensor(name) for name in set(file.keys()) if name.startswith("rng/")}
-    if not states:  # an imported policy (saved/importing.py) has none
+    if not states:  # trainer.checkpoint_extra was false, or it is an imported policy (saved/importing.py)
         return
     torch.set_rng_state(states["rng/cpu"])
     if device.type == "cuda" and "rng/device" in states:

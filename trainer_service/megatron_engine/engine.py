@@ -35,7 +35,7 @@ from trainer_service.megatron_engine.reference import ReferencePolicy, check_ref
 from trainer_service.megatron_engine.schedule import MicroBatchTensors, Schedule, to_device
 from trainer_service.megatron_engine.step import StepRunner
 from trainer_service.objectives.learning_rate import learning_rate_at
-from trainer_service.saved.files import OPTIMIZER, has_optimizer, read_meta, weights_only
+from trainer_service.saved.files import EXTRA, OPTIMIZER, has_extra, has_optimizer, read_meta, weights_only
 from trainer_service.saved.parts import Held
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
@@ -219,7 +219,7 @@ class MegatronEngine:
         return logprobs, entropies
 
     def save(self, folder: Path) -> int:
-        """Save weights, AdamW's state, random states, and a reference policy that is not as it began."""
+        """Save weights, a reference policy that is not as it began, and what is configured to be kept beside them."""
         meta = self._meta()
         with self._offload.use(*CHECKPOINT, changes=False):
             return checkpoint.save(folder, gathered(self._tensors_in(meta)), meta, self._device)
@@ -237,9 +237,11 @@ class MegatronEngine:
 
     def _meta(self) -> dict[str, Any]:
         """Return the entries of the meta.json of a checkpoint."""
-        about = {"policy_version": self._version, "steps_done": self._steps_done}
-        about |= {"skipped_updates": self._skipped_updates, "reference": self._refreshes}
-        about |= {OPTIMIZER: self._config.trainer.checkpoint_optimizer}
+        settings = self._config.trainer
+        about = {"policy_version": self._version, "reference": self._refreshes}
+        about |= {OPTIMIZER: settings.checkpoint_optimizer, EXTRA: settings.checkpoint_extra}
+        if has_extra(about):
+            about |= {"steps_done": self._steps_done, "skipped_updates": self._skipped_updates}
         return {**self._reader.meta, "parallel": asdict(self._parallel), **about}
 
     def _tensors_in(self, about: Mapping[str, Any]) -> dict[str, Held]:
@@ -270,7 +272,7 @@ class MegatronEngine:
                 self._adam.forget()
             self._adam.gather()
             self._version = int(saved["policy_version"])
-            self._steps_done = int(saved.get("steps_done", self._version))
+            self._steps_done = int(saved.get("steps_done", self._version)) if has_extra(saved) else 0
             self._skipped_updates = int(saved.get("skipped_updates", 0))
             if not (self._refreshes and saved.get("reference")):
                 self._load_reference()

@@ -1,8 +1,9 @@
 """Where a trainer checkpoint has which tensors: names of its files by rank, and its meta.json. Needs no torch.
 
-meta.json                        format, optimizer, policy_version, steps_done, model, dtype, parallel sizes
+meta.json                        format, optimizer, extra, policy_version, model, dtype, parallel sizes; where extra is
+                                 true also steps_done, skipped_updates
 shard-tp00-pp00.safetensors      weights/NAME, main/NAME (bfloat16 only), exp_avg/NAME, exp_avg_sq/NAME, step/NAME,
-                                 rng/cpu, rng/device (CUDA only), rng/tracker/NAME; where meta.json says
+                                 where extra is true rng/cpu, rng/device (CUDA only), rng/tracker/NAME; where
                                  "reference": true (grpo.reference_refresh_every) also reference/NAME
 experts-etp00-ep00-pp00.safetensors    the same of experts, which have parallel sizes of their own
 digests.json                     of all of these (tandem_files/digests.py)
@@ -30,6 +31,8 @@ META = "meta.json"
 WEIGHTS = "weights"
 # In meta.json: whether there is more than weights (trainer.checkpoint_optimizer).
 OPTIMIZER = "optimizer"
+# In meta.json: whether there are random states and counts of steps (trainer.checkpoint_extra).
+EXTRA = "extra"
 # Part of the name of an expert's parameter.
 EXPERTS = ".local_experts."
 
@@ -110,6 +113,11 @@ def read_digests(folder: Path) -> tuple[dict[str, Digest], list[str]]:
 def has_optimizer(meta: Mapping[str, Any]) -> bool:
     """Whether a checkpoint holds AdamW's state; older ones, which do not say it, do."""
     return bool(meta.get(OPTIMIZER, True))
+
+
+def has_extra(meta: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint holds random states and counts of steps; older ones, which do not say it, do."""
+    return bool(meta.get(EXTRA, True))
 
 
 def weights_only(tensors: Mapping[str, Value]) -> dict[str, Value]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem_files.room import check_room
-from trainer_service.saved.files import OPTIMIZER, WEIGHTS, file_of
+from trainer_service.saved.files import EXTRA, OPTIMIZER, WEIGHTS, file_of
 from trainer_service.saved.writing import discard, leave_digest, partial_of, publish
 from weightsync.layouts.layout import Layout, Parallel
 from weightsync.layouts.megatron import megatron_layout
@@ -46,7 +46,7 @@ def import_policy(model: Path, spec: ModelSpec, parallel: Parallel, dtype: torch
             write_stream(partial / file, {name: shapes[name] for name in names}, dtype, tensors)
             leave_digest(partial / file)
         meta: dict[str, Any] = {"model": json.loads(spec.fingerprint()), "dtype": str(dtype).removeprefix("torch.")}
-        meta |= {"parallel": asdict(parallel), "policy_version": 0, "steps_done": 0, OPTIMIZER: False}
+        meta |= {"parallel": asdict(parallel), "policy_version": 0, OPTIMIZER: False, EXTRA: False}
         return publish(partial, out, meta)
     finally:
         discard(partial)

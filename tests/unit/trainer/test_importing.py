@@ -66,7 +66,7 @@ def test_every_rank_finds_its_own_in_an_imported_policy(
     assert import_policy(tmp_path / "model", spec, parallel, dtype, out) > 0
     assert damages(out, read_manifest(out)) == []
     meta = read_meta(out)
-    assert (meta["policy_version"], meta["steps_done"], meta["optimizer"]) == (0, 0, False)
+    assert (meta["policy_version"], meta["optimizer"], meta["extra"]) == (0, False, False)
     for target in (parallel, Parallel(tensor=2, pipeline=2)):
         held = megatron_layout(spec, target)
         for rank in range(target.world_size):

@@ -174,6 +174,33 @@ def test_a_checkpoint_of_weights_alone_starts_the_optimizer_anew(
     assert not any(values_of(held).any() for held in state.values())
 
 
+def test_a_checkpoint_without_extra_has_no_random_states_and_starts_the_schedule_anew(
+    engine: MegatronEngine, model: Path, tmp_path: Path
+) -> None:
+    settings = {"warmup_iterations": 4, "learning_rate": 0.8}
+    engine.save(tmp_path / "full")
+    engine._config = run_config(model, checkpoint_extra=False, **settings)
+    engine.save(tmp_path / "one")
+    full, one = (load_file(tmp_path / name / "shard-tp00-pp00.safetensors") for name in ("full", "one"))
+    extra = {name for name in full if name.startswith("rng/")}
+    assert "rng/cpu" in extra
+    assert same(one, {name: tensor for name, tensor in full.items() if name not in extra}) == []
+    assert set(read_meta(tmp_path / "full")) - set(read_meta(tmp_path / "one")) == {"steps_done", "skipped_updates"}
+
+    step(engine)
+    torch.rand(1)  # another random state than that of `full`
+    assert engine._learning_rate() == pytest.approx(0.6)  # two of four steps of the warm-up are done
+    engine._skipped_updates, random = 3, torch.get_rng_state()
+    engine.load_checkpoint(tmp_path / "one")
+    assert torch.equal(torch.get_rng_state(), random)
+    assert same({name: values_of(held) for name, held in engine._adam.tensors().items()}, one) == []  # AdamW's too
+    assert (engine.policy_version, engine._skipped_updates) == (1, 0)
+    assert engine._learning_rate() == pytest.approx(0.2)
+    engine.load_checkpoint(tmp_path / "full")
+    assert not torch.equal(torch.get_rng_state(), random)
+    assert engine._learning_rate() == pytest.approx(0.4)
+
+
 def test_without_room_nothing_is_written_and_the_one_before_stays(engine: MegatronEngine, tmp_path: Path) -> None:
     size = engine.save(tmp_path / "size")
     with small_disk(tmp_path / "small", str(SPARE_BYTES + size * 3 // 2)) as disk:
