@@ -86,7 +86,7 @@ lock: venv ## resolve requirements/cuda-*.txt and torch-cuda.txt anew
 bench-sync: venv ## measure weight sync against SGLang's own updates (half an hour, both cores)
 	@$(PY) -W ignore -m tools.bench_sync
 
-bench-train: venv ## measure a train step against transformers, TRL and the matmul floor (20 minutes, both cores)
+bench-train: venv ## measure a train step against transformers, TRL and the matmul floor (45 minutes, both cores)
 	@tools/bench_train/make_venv.sh
 	@$(PY) -W ignore -m tools.bench_train $(ARGS)
 
