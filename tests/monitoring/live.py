@@ -23,6 +23,8 @@ READY_S = 60.0
 ANSWER_S = 30.0
 # Our rules' windows are hours; a test lasts a minute.
 WINDOW = "1m"
+STAGES_S = 'tandem_weight_sync_seconds_sum{job="coordinator", stage!="total"}'
+TOTAL_S = STAGES_S.replace("!=", "=")
 
 
 class PrometheusApi:
@@ -91,6 +93,10 @@ class Prometheus(PrometheusApi):
     def without_data(self, queries: Sequence[Query]) -> list[Query]:
         """Queries that have returned no number so far."""
         return [query for query in queries if not self.values(query.over(WINDOW))]
+
+    def stages_share(self) -> float:
+        """Seconds of all stages of syncs / total seconds, by the last scrape: one may find a round half recorded."""
+        return self.values(f"sum ({STAGES_S}) / sum ({TOTAL_S})")[-1]
 
     def close(self) -> None:
         self._process.terminate()

@@ -22,8 +22,6 @@ pytestmark = [pytest.mark.integration]
 DATA_S = 90.0
 # The model of services without engines is none that the planner knows: nothing predicts their rounds.
 PREDICTED = "_predicted_"
-STAGES_S = 'tandem_weight_sync_seconds_sum{job="coordinator", stage!="total"}'
-TOTAL_S = STAGES_S.replace("!=", "=")
 COORDINATORS = [
     query
     for query in ALL
@@ -59,8 +57,6 @@ def test_every_panel_of_the_coordinator_has_data(
         except AssertionError:
             pytest.fail("no data: " + "; ".join(f"{query}: {query.over('1m')}" for query in left))
         assert len(server.without_data([query for query in ALL if PREDICTED in query.expr])) == 2
-        shares = server.values(f"sum ({STAGES_S}) / sum ({TOTAL_S})")
-        assert shares
-        assert shares == pytest.approx([1.0] * len(shares), rel=1e-6)
+        until(lambda: server.stages_share() == pytest.approx(1.0, rel=1e-6), DATA_S, "the sum of stages = total")
         until(lambda: set(server.rules().values()) == {"ok"}, DATA_S)
         assert len(server.rules()) > 30
