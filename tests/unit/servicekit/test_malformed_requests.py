@@ -108,7 +108,9 @@ async def test_the_service_refuses_it_and_logs_no_traceback(
     with caplog.at_level(logging.WARNING):
         assert says in str(await refused(address, kind, payload))
     await server.drain(0)
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    # gRPC's poller, one for all loops, may still have something for the closed loop of an earlier test
+    logged = [record for record in caplog.records if "Event loop is closed" not in str(record.exc_info)]
+    assert [record for record in logged if record.levelno >= logging.WARNING] == []
 
 
 @pytest.mark.parametrize(
