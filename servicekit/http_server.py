@@ -1,18 +1,26 @@
 """A small HTTP server for pages and metrics, with limits on connections and their time."""
 
+import contextlib
+import socket
 import threading
+import time
+from collections.abc import Iterable
 from ipaddress import ip_address
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
-from wsgiref.types import WSGIApplication
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from servicekit.addresses import listen
 
-# A client that is silent for longer loses its connection.
+# For a whole request, from the connection on, and again for the whole answer, as soon as it is made: a client that is
+# silent, or sends or reads a byte now and then, loses its connection.
 CLIENT_S = 10.0
-# Enough for a scraper and some browsers; further connections are closed.
+# Enough for a scraper and some browsers. A further one takes the place of the one that has kept us waiting longest.
 MOST_CONNECTIONS = 32
+# For the thread of a connection that was ended; it needs a millisecond.
+_LEAVE_S = 1.0
+_CONNECTION = "tandem.connection"
 
 
 class HttpServer(ThreadingMixIn, WSGIServer):
@@ -27,8 +35,19 @@ class HttpServer(ThreadingMixIn, WSGIServer):
 
     def __init__(self, host: str, port: int, application: WSGIApplication) -> None:
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._lock = threading.Lock()
+        # Connections that wait for their clients, and since when; the longest wait is first.
+        self._waiting: dict[socket.socket, float] = {}
         super().__init__((host, port), _Handler)
-        self.set_app(application)
+
+        def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+            self._waits(environ[_CONNECTION], False)  # the time that an answer takes is ours
+            try:
+                return application(environ, start_response)
+            finally:
+                self._waits(environ[_CONNECTION], True)
+
+        self.set_app(answer)
 
     def server_bind(self) -> None:
         """Bind in either family, and without WSGIServer's query to the name server, which may be unreachable."""
@@ -38,8 +57,9 @@ class HttpServer(ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Process a request in a thread, if one is free."""
-        if self._free.acquire(blocking=False):
+        """Process a request in a thread of its own."""
+        if self._free.acquire(blocking=False) or (self._end_waiting(1) and self._free.acquire(timeout=_LEAVE_S)):
+            self._waits(request, True)
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -49,7 +69,32 @@ class HttpServer(ThreadingMixIn, WSGIServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self._waits(request, False)
             self._free.release()
+
+    def service_actions(self) -> None:
+        """End the connections whose time is over; called after each connection, and twice a second."""
+        since_s = time.monotonic() - CLIENT_S
+        with self._lock:
+            late = sum(begun_s < since_s for begun_s in self._waiting.values())
+        self._end_waiting(late)
+
+    def _waits(self, connection: socket.socket, does: bool) -> None:
+        with self._lock:
+            self._waiting.pop(connection, None)
+            if does:
+                self._waiting[connection] = time.monotonic()
+
+    def _end_waiting(self, most: int) -> bool:
+        """End those that have waited longest. Returns: whether any has."""
+        with self._lock:
+            longest = list(self._waiting)[:most]
+            for connection in longest:
+                del self._waiting[connection]
+        for connection in longest:
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                connection.shutdown(socket.SHUT_RDWR)
+        return bool(longest)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore errors of a connection, e.g. of a client that disconnects."""
@@ -60,7 +105,9 @@ class HttpServer(ThreadingMixIn, WSGIServer):
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = CLIENT_S
+    def get_environ(self) -> WSGIEnvironment:
+        """Return what describes the request, which is read by now, and its connection."""
+        return super().get_environ() | {_CONNECTION: self.connection}
 
     def log_message(self, format: str, *args: Any) -> None:
         """Do not log requests."""
