@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 import time
+import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -15,10 +16,10 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from servicekit.errors import InvalidRequest, Status, to_status
+from servicekit.errors import DeadlineExceeded, InvalidRequest, Status, to_status
 from servicekit.logs import get_logger
 from servicekit.metrics import RPC_SECONDS, RPC_TOTAL
-from servicekit.rpc.limits import LONGEST_DEADLINE_S
+from servicekit.rpc.limits import LONGEST_DEADLINE_S, STREAM_SILENCE_S
 from servicekit.rpc.request_bounds import check_request
 from servicekit.security.run_token import check_token
 from servicekit.tracing import served
@@ -29,10 +30,10 @@ _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _NO_DEADLINE_NEEDED = (_HEALTH, "grpc.reflection.")
 
 CallerCheck = Callable[[str, list[str]], None]
-Boundary = Callable[[str, Any, Any], contextlib.AbstractAsyncContextManager[None]]
+Admitted = Callable[[str, Any], contextlib.AbstractContextManager[None]]
 
-# Longer than a client takes between two writes of a stream that it has at hand.
-_QUIET_S = 1.0
+# Longer than a client takes between two writes of a stream that it has at hand; and for all that it still writes.
+_QUIET_S, _READ_S = 1.0, 60.0
 # Lines about refused calls of one method and reason, per so many seconds: a client in a loop must not fill the disk.
 _LINES, _LINES_S = 10, 60.0
 
@@ -53,7 +54,7 @@ class RpcBoundary(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, check_caller: CallerCheck | None = None, token: str = "") -> None:
-        self._boundary = functools.partial(_boundary, check_caller, token)
+        self._admitted = functools.partial(_admitted, check_caller, token)
 
     async def intercept_service(
         self,
@@ -62,7 +63,7 @@ class RpcBoundary(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler:
         """Wrap the handler of a call; None if the method is not served."""
         handler = await continuation(handler_call_details)
-        wrap = functools.partial(_wrap, self._boundary)
+        wrap = functools.partial(_wrap, self._admitted)
         return None if handler is None else wrap_handler(handler, handler_call_details.method, wrap)
 
 
@@ -115,8 +116,20 @@ def _checked_one(request: Any) -> Any:
 
 
 async def _checked_each(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for request in requests:
+    count = 0
+    while True:
+        try:
+            async with asyncio.timeout(STREAM_SILENCE_S):
+                request = await anext(requests)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the stream is silent: {count} messages came, then none for {STREAM_SILENCE_S:g} s; call again"
+            ) from None
+        count += 1
         yield _checked_one(request)
+        del request  # the handler decides how long it lives
 
 
 def check_deadline(method: str, remaining_s: float | None) -> None:
@@ -135,14 +148,17 @@ def record(method: str, code: str, started_s: float) -> None:
 
 
 def status_of(method: str, error: Exception) -> Status:
-    """Map a handler's error to its status; an unexpected error is logged with its traceback."""
+    """Map a handler's error to its status; an unexpected error is logged with its traceback.
+
+    The frames of handlers are cleared: what they hold, a whole batch, would stay until the collector finds it.
+    """
     status = to_status(error)
-    if not _lines.take(f"{method} {status.reason}"):
-        return status
-    if status.code is grpc.StatusCode.INTERNAL:
-        log.error("rpc failed", method=method, error=status.message, exc_info=error)
-    else:
-        log.info("rpc refused", method=method, code=status.code.name, reason=status.reason, error=status.message)
+    if _lines.take(f"{method} {status.reason}"):
+        if status.code is grpc.StatusCode.INTERNAL:
+            log.error("rpc failed", method=method, error=status.message, exc_info=error)
+        else:
+            log.info("rpc refused", method=method, code=status.code.name, reason=status.reason, error=status.message)
+    clear_frames_of(error)
     return status
 
 
@@ -186,32 +202,16 @@ def _is_of_present_caller(record: logging.LogRecord) -> bool:
 logging.getLogger("grpc._cython.cygrpc").addFilter(_is_of_present_caller)
 
 
-@contextlib.asynccontextmanager
-async def _boundary(
-    check_caller: CallerCheck | None, token: str, method: str, request: Any, context: grpc.aio.ServicerContext
-) -> AsyncIterator[None]:
-    started_s = time.perf_counter()
-    code = grpc.StatusCode.CANCELLED.name  # what remains if the task is cancelled
-    try:
-        if token and not method.lstrip("/").startswith(_HEALTH):
-            check_token(token, method, context.invocation_metadata())
-        if check_caller is not None:
-            check_caller(method, _names(context))
-        check_deadline(method, context.time_remaining())
-        with served(method, context.invocation_metadata()):
-            yield
-        code = _set_code(context)
-    except grpc.aio.AbortError:
-        code = _set_code(context)
-        raise
-    except Exception as error:  # noqa: BLE001 - the boundary of the RPC's task
-        status = status_of(method, error)
-        code = status.code.name
-        if isinstance(request, AsyncIterator):
-            await _read_to_end(request)
-        await context.abort(status.code, status.message, trailing_metadata=status.trailing_metadata)
-    finally:
-        record(method, code, started_s)
+@contextlib.contextmanager
+def _admitted(check_caller: CallerCheck | None, token: str, method: str, context: Any) -> Iterator[None]:
+    """Check whether a call may be served, then hold its span open. Raises: TandemError: it may not."""
+    if token and not method.lstrip("/").startswith(_HEALTH):
+        check_token(token, method, context.invocation_metadata())
+    if check_caller is not None:
+        check_caller(method, _names(context))
+    check_deadline(method, context.time_remaining())
+    with served(method, context.invocation_metadata()):
+        yield
 
 
 async def _read_to_end(requests: AsyncIterator[Any]) -> None:
@@ -219,12 +219,14 @@ async def _read_to_end(requests: AsyncIterator[Any]) -> None:
 
     An asyncio client that writes to a call that has ended reports "INTERNAL: Internal error from Core" instead of the
     status (https://github.com/grpc/grpc/issues/36066), so a malformed sample in a train step would look like a bug. A
-    client that waits for a reply before it writes gets the status after a pause of _QUIET_S.
+    client that waits for a reply before it writes gets the status after a pause of _QUIET_S; one that never ends, after
+    _READ_S.
     """
     with contextlib.suppress(TimeoutError, StopAsyncIteration):
-        while True:
-            async with asyncio.timeout(_QUIET_S):
-                await anext(requests)
+        async with asyncio.timeout(_READ_S):
+            while True:
+                async with asyncio.timeout(_QUIET_S):
+                    await anext(requests)
 
 
 def _names(context: grpc.aio.ServicerContext) -> list[str]:
@@ -239,31 +241,69 @@ def _set_code(context: grpc.aio.ServicerContext) -> str:
     return name
 
 
-def _wrap(boundary: Boundary, behaviour: Any, method: str, streams_replies: bool) -> Any:
-    if not streams_replies:
-        return _wrap_single(boundary, behaviour, method)
-    if inspect.isasyncgenfunction(behaviour):
-        return _wrap_generator(boundary, behaviour, method)
-    return _wrap_single(boundary, behaviour, method)  # a coroutine that writes its replies by context.write()
+def _wrap(admitted: Admitted, behaviour: Any, method: str, streams_replies: bool) -> Any:
+    answer = _answer(behaviour, method)
+
+    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        started_s = time.perf_counter()
+        code = grpc.StatusCode.CANCELLED.name  # what remains if the task is cancelled
+        try:
+            try:
+                with admitted(method, context):
+                    reply = await answer(checked(request), context)
+                code = _set_code(context)
+                return reply
+            except grpc.aio.AbortError as error:
+                code = _set_code(context)
+                clear_frames_of(error)
+                raise
+            except Exception as error:  # noqa: BLE001 - the boundary of the RPC's task
+                status = status_of(method, error)
+                code = status.code.name
+            # Not inside of the except block: gRPC keeps the AbortError, which would keep the handler's error.
+            if isinstance(request, AsyncIterator):
+                await _read_to_end(request)
+            await context.abort(status.code, status.message, trailing_metadata=status.trailing_metadata)
+        finally:
+            record(method, code, started_s)
+            if isinstance(request, AsyncIterator):
+                await _close(request)
+            # The AbortError is in gRPC's state of this call, which `context` holds: a cycle through this frame.
+            del request, context
+
+    return call
 
 
-def _wrap_single(boundary: Boundary, behaviour: Any, method: str) -> Any:
-    async def single(request: Any, context: grpc.aio.ServicerContext) -> Any:
-        async with boundary(method, request, context):
-            if not inspect.iscoroutinefunction(behaviour):
-                raise NotImplementedError(f"{method} is not implemented here (as an async method)")
-            return await behaviour(checked(request), context)
+def _answer(behaviour: Any, method: str) -> Callable[[Any, Any], Awaitable[Any]]:
+    """Return a coroutine function that answers; one whose replies are streamed writes them itself."""
+    if inspect.iscoroutinefunction(behaviour):
+        coroutine: Callable[[Any, Any], Awaitable[Any]] = behaviour
+        return coroutine
 
-    return single
-
-
-def _wrap_generator(boundary: Boundary, behaviour: Any, method: str) -> Any:
-    async def generator(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        async with (
-            boundary(method, request, context),
-            contextlib.aclosing(behaviour(checked(request), context)) as replies,
-        ):
+    async def write(request: Any, context: grpc.aio.ServicerContext) -> None:
+        if not inspect.isasyncgenfunction(behaviour):
+            raise NotImplementedError(f"{method} is not implemented here (as an async method)")
+        async with contextlib.aclosing(behaviour(request, context)) as replies:
             async for reply in replies:
-                yield reply
+                await context.write(reply)
 
-    return generator
+    return write
+
+
+async def _close(requests: AsyncIterator[Any]) -> None:
+    """End a stream that was not read to its end: gRPC's reader and its generator hold each other, and a message."""
+    generator: Any = aiter(requests)
+    with contextlib.suppress(Exception):
+        await generator.aclose()
+
+
+def clear_frames_of(error: BaseException) -> None:
+    """Clear the locals of the frames that an error came through, and its causes; those that still run keep theirs."""
+    seen: set[int] = set()
+    errors: list[BaseException | None] = [error]
+    while errors:
+        one = errors.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            errors += [one.__cause__, one.__context__]
