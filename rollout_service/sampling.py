@@ -88,20 +88,20 @@ def _read_group(index: int, group: pb.PromptGroup, sampling: SamplingSettings, l
     name = f"group {group.group_id!r}"
     if group.num_completions < 1:
         raise InvalidRequest(f"{name}: num_completions is 0; ask for at least 1")
-    prompt_ids = list(group.prompt_ids)
-    if not prompt_ids:
+    if not group.prompt_ids:
         raise InvalidRequest(f"{name}: prompt_ids is empty; a prompt has at least one token")
+    total = len(group.prompt_ids) + sampling.max_new_tokens
+    if total > limits.longest_request:
+        raise InvalidRequest(
+            f"{name}: {len(group.prompt_ids)} prompt tokens and max_new_tokens {sampling.max_new_tokens} are {total} "
+            f"tokens; at most {limits.longest_request} fit (rollout.context_length, rollout.max_total_tokens)"
+        )
+    prompt_ids = list(group.prompt_ids)
     highest = max(prompt_ids)
     if highest >= limits.vocab_size:
         raise InvalidRequest(
             f"{name}: prompt_ids[{prompt_ids.index(highest)}] is {highest}; "
             f"the vocabulary has {limits.vocab_size} tokens, so the tokenizer is not this model's"
-        )
-    total = len(prompt_ids) + sampling.max_new_tokens
-    if total > limits.longest_request:
-        raise InvalidRequest(
-            f"{name}: {len(prompt_ids)} prompt tokens and max_new_tokens {sampling.max_new_tokens} are {total} tokens; "
-            f"at most {limits.longest_request} fit (rollout.context_length, rollout.max_total_tokens)"
         )
     return GroupRequest(
         group_id=group.group_id,

@@ -170,10 +170,10 @@ class Attack:
         if code in ("INTERNAL", "UNKNOWN", "UNAVAILABLE") or (reason is None and code not in OF_GRPC):
             self.untyped[f"{method.name} {code}: {(call.details() or '')[:200]}"] += 1
 
-    def status(self) -> None:
-        """The call that only asks answers, with odd connections beside it."""
-        path = f"{self._prefix}{'Describe' if 'reward' in self._prefix else 'GetStatus'}"
-        self._channel.unary_unary(path)(b"", timeout=CALL_S)
+    def status(self, method: str = "GetStatus") -> None:
+        """A call that only asks is answered, with odd connections beside it; "": there is none."""
+        if method:
+            self._channel.unary_unary(f"{self._prefix}{method}")(b"", timeout=CALL_S)
 
     def odd_connections(self, many: int) -> list[socket.socket]:
         """Connections that say nothing, half of HTTP/2, HTTP/1, or a header of 16 MB. They stay open."""

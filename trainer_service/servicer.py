@@ -7,13 +7,13 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from servicekit.errors import InvalidRequest, NotFinite, NotReady, TandemError
+from servicekit.errors import InvalidRequest, NotFinite, NotReady, TandemError, Unavailable
 from servicekit.logs import get_logger
 from servicekit.rpc.fence import FenceGuard
 from servicekit.versions import software_versions
@@ -41,6 +41,9 @@ SILENT_S = 5.0
 _LOOK_S = 0.1
 # A client repeats a step right after its reply was lost, so few replies need to be kept.
 KEPT_REPLIES = 4
+# Of train steps, received or trained: one is right; another may be of a coordinator that was replaced, or whose reply
+# was lost.
+MAX_BATCHES = 4
 PACKAGES = ("torch", "megatron_core", "numpy", "grpcio", "protobuf", "safetensors")
 
 log = get_logger(__name__)
@@ -73,6 +76,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         self._engine: TrainerEngine | None = None
         self._fence = FenceGuard()
         self._steps: OrderedDict[str, asyncio.Task[pb.TrainStepResponse]] = OrderedDict()
+        self._receiving = 0
         # The version that a checkpoint or the initial model has.
         self._saved_version = 0
         # That of the checkpoint begun last.
@@ -125,36 +129,63 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         """Run one GRPO step; a repeated step_id gets the first reply."""
         engine = self._ready()
         step = await receive_header(request_iterator, self._max_samples)
-        step_id = step.header.step_id
-        self._fence.admit(step.header.fence)
+        step_id, fence = step.header.step_id, step.header.fence
+        self._fence.admit(fence)
         if step_id not in self._steps:
             check_version(step.header.policy_version, engine.policy_version)
-            await receive_chunks(request_iterator, step)
-            # in a thread: a large batch must not delay health checks
-            parts = await asyncio.to_thread(_step_parts, step, engine)
-            self._fence.admit(step.header.fence)  # another coordinator may have taken over meanwhile
+            with self._room():
+                await receive_chunks(request_iterator, step, engine.limits)
+                # in a thread: a large batch must not delay health checks
+                parts = await asyncio.to_thread(_step_parts, step, engine)
+            self._fence.admit(fence)  # another coordinator may have taken over meanwhile
             if step_id not in self._steps:  # another call may have brought the same step meanwhile
-                self._steps[step_id] = asyncio.create_task(self._train(step, parts), name=f"step-{step_id}")
-                while len(self._steps) > KEPT_REPLIES:
-                    self._steps.popitem(last=False)
+                self._steps[step_id] = asyncio.create_task(
+                    self._train(step_id, step.started_s, parts), name=f"step-{step_id}"
+                )
+                self._forget_replies()
+            del parts
+        del step  # its messages: the arrays are with the task
         # a caller that disconnects must not stop a step that other ranks have begun
         return await asyncio.shield(self._steps[step_id])
 
-    async def _train(self, step: ReceivedStep, parts: Sequence[bytes]) -> pb.TrainStepResponse:
-        received_s = time.perf_counter() - step.started_s
+    @contextlib.contextmanager
+    def _room(self) -> Iterator[None]:
+        """Have room for one more batch. Raises: Unavailable: too many are in memory."""
+        training = sum(not step.done() for step in self._steps.values())
+        if self._receiving + training >= MAX_BATCHES:
+            raise Unavailable(
+                f"{self._receiving} train steps are being received and {training} are to be trained; at most "
+                f"{MAX_BATCHES} at once, call again"
+            )
+        self._receiving += 1
+        try:
+            yield
+        finally:
+            self._receiving -= 1
+
+    def _forget_replies(self) -> None:
+        """Forget the oldest replies; a step that has none yet counts as one in memory."""
+        for step_id in [name for name, step in self._steps.items() if step.done()]:
+            if len(self._steps) > KEPT_REPLIES:
+                del self._steps[step_id]
+
+    async def _train(self, step_id: str, started_s: float, parts: Sequence[bytes]) -> pb.TrainStepResponse:
+        received_s = time.perf_counter() - started_s
         try:
             replies = await asyncio.wrap_future(self._commander.submit(Command.TRAIN_STEP, parts))
         except TandemError as error:
-            self._steps.pop(step.header.step_id, None)
+            self._steps.pop(step_id, None)
             metrics.STEPS.labels(result="not_finite" if isinstance(error, NotFinite) else "failed").inc()
             raise
+        finally:
+            del parts  # an error keeps this frame
         response = pb.TrainStepResponse.FromString(replies[0])
         response.seconds["receive"] = received_s
-        response.seconds["total"] = time.perf_counter() - step.started_s
+        response.seconds["total"] = time.perf_counter() - started_s
         metrics.observe_step(response.metrics, response.seconds, response.policy_version)
         log.info(
             "train step done",
-            step_id=step.header.step_id,
+            step_id=step_id,
             policy_version=response.policy_version,
             loss=response.metrics["loss"],
             grad_norm=response.metrics["grad_norm"],

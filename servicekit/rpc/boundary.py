@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 
 from servicekit.errors import DeadlineExceeded, InvalidRequest, Status, to_status
 from servicekit.logs import get_logger
 from servicekit.metrics import RPC_SECONDS, RPC_TOTAL
+from servicekit.rpc.bounds import read_message
 from servicekit.rpc.limits import LONGEST_DEADLINE_S, STREAM_SILENCE_S
 from servicekit.rpc.request_bounds import check_request
 from servicekit.security.run_token import check_token
@@ -87,9 +88,16 @@ def _lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], An
     if deserialize is None:
         return None
 
+    # A generated one is a method of the message's class.
+    kind = getattr(deserialize, "__self__", None)
+    if isinstance(kind, type) and issubclass(kind, Message):
+        deserialize = functools.partial(read_message, kind)
+
     def read(data: bytes) -> Any:
         try:
             return deserialize(data)
+        except InvalidRequest as error:
+            return Malformed(str(error))
         except DecodeError as error:
             return Malformed(f"{len(data)} bytes that are no request of this method: {error}")
 

@@ -5,16 +5,24 @@ the memory, no name that leads out of a folder. What depends on more than the re
 where that is known.
 """
 
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from servicekit.errors import InvalidRequest
 
+# Of a request, those of its parts included: what the longest lists of the table need. An empty part takes two bytes on
+# the wire and a hundred in memory, so that 64 MiB of them would take 4 GiB before any check of their number.
+MOST_FIELDS = 2**18 + 2**10
+# Bytes of a request that no field of ours needs (of a newer release, or twice the same) are kept with it: at most as
+# many again, and these.
+_PADDING_BYTES = 2**16
 _SHOWN_CHARS = 80
 
 
@@ -86,6 +94,66 @@ Bound = Number | Text | Flag | Choice | SubMessage | Items
 Table = Mapping[str, Mapping[str, Bound]]
 # What must hold for fields together. Returns: what is wrong, "" if nothing is.
 Rules = Mapping[str, Callable[[Any], str]]
+
+
+def read_message(kind: type[Message], data: bytes) -> Message:
+    """Parse a request whose memory is in proportion to its bytes, and its bytes to its fields.
+
+    Raises: InvalidRequest: it is not; DecodeError: it is no message of this kind.
+    """
+    if _count_fields(data, kind.DESCRIPTOR) > MOST_FIELDS:
+        raise InvalidRequest(f"{kind.DESCRIPTOR.name} has more than {MOST_FIELDS} fields, those of its parts included")
+    message = kind.FromString(data)
+    message.DiscardUnknownFields()
+    needed = message.ByteSize()
+    if len(data) > 2 * needed + _PADDING_BYTES:
+        raise InvalidRequest(f"{kind.DESCRIPTOR.name} has {len(data)} bytes; its fields need {needed}")
+    return message
+
+
+def _count_fields(data: bytes, kind: Descriptor) -> int:
+    """Count the fields of a serialised message and its parts, at most MOST_FIELDS + 1, or to a byte that is wrong."""
+    count, parts = 0, [(0, len(data), _parts_of(kind))]
+    try:
+        while parts:
+            at, end, inner = parts.pop()
+            while at < end and count <= MOST_FIELDS:
+                count += 1
+                tag, at = _varint(data, at)
+                if tag & 7 == 2:
+                    length, at = _varint(data, at)
+                    if length and tag >> 3 in inner:
+                        parts.append((at, min(at + length, end), _parts_of(inner[tag >> 3])))
+                    at += length
+                else:
+                    at = _varint(data, at)[1] if tag & 7 == 0 else at + _FIXED[tag & 7]
+    except (IndexError, KeyError, ValueError):  # the parser says what is wrong
+        pass
+    return count
+
+
+@functools.cache
+def _parts_of(kind: Descriptor) -> dict[int, Descriptor]:
+    """Return the fields of a message that are messages themselves, by number."""
+    return {field.number: field.message_type for field in kind.fields if field.message_type is not None}
+
+
+# Bytes by wire type, but of varints and what has a length; 3 and 4 begin and end a group of fields.
+_FIXED = {1: 8, 3: 0, 4: 0, 5: 4}
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Read a number. Returns: it, and where the next byte is. Raises: IndexError, ValueError: there is none."""
+    value = data[at]
+    if value < 128:
+        return value, at + 1
+    value &= 127
+    for shift in range(7, 70, 7):
+        byte = data[at + shift // 7]
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at + shift // 7 + 1
+    raise ValueError("a number of more than 10 bytes")
 
 
 def check_message(message: Message, table: Table, rules: Rules, path: str = "") -> None:

@@ -1,5 +1,9 @@
-"""The services' own servicers, over fake engines, under requests that nobody should send: typed errors only."""
+"""The services' own servicers, over fake engines, under requests that nobody should send: typed errors only.
 
+Nothing of them stays in memory, without a collector of cycles.
+"""
+
+import json
 import os
 import subprocess
 import sys
@@ -7,13 +11,12 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tandem_api.coordinator.v1 import coordinator_pb2
 from tandem_api.reward.v1 import reward_pb2
-from tandem_api.rollout.v1 import rollout_pb2
+from tandem_api.rollout.v1 import rollout_pb2, worker_pb2
 from tandem_api.trainer.v1 import trainer_pb2
 from tandem_api.weights.v1 import weights_pb2
 from tests.hostile_requests import Attack, Hostile, Usage
@@ -25,7 +28,11 @@ SERVICES = {
     "rollout": rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"],
     "reward": reward_pb2.DESCRIPTOR.services_by_name["RewardService"],
     "coordinator": coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"],
+    "worker": worker_pb2.DESCRIPTOR.services_by_name["RolloutWorkerService"],
+    "ranks": weights_pb2.DESCRIPTOR.services_by_name["ShardReceiverService"],
 }
+# A call that only asks; of a worker every call is its leader's.
+ASKS = {"reward": "Describe", "ranks": "GetChecksums", "worker": ""}
 # What trainer and replica serve beside their own.
 ROUNDS = weights_pb2.DESCRIPTOR.services_by_name["RoundService"]
 CALLS = 400
@@ -53,6 +60,15 @@ class Target:
         self.address = self.process.stdout.readline().strip()
         assert self.address, self.log.read_text()
 
+    def requests_alive(self) -> dict[str, int]:
+        """What is left of requests, by kind."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        found: dict[str, int] = json.loads(self.process.stdout.readline())
+        return found
+
 
 def right_requests(name: str, target: Target) -> Near | None:
     """None: the coordinator's have no field that could be nearly right, and a reward server has no state."""
@@ -66,10 +82,10 @@ def right_requests(name: str, target: Target) -> Near | None:
 
 
 @pytest.fixture(params=list(SERVICES))
-def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Target, Any, Near | None]]:
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Target, str, Near | None]]:
     made = Target(request.param, tmp_path)
     try:
-        yield made, SERVICES[request.param], right_requests(request.param, made)
+        yield made, request.param, right_requests(request.param, made)
         assert made.process.poll() is None
         made.process.communicate("", timeout=20)
         assert made.process.returncode == 0
@@ -78,22 +94,25 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Tar
         made.process.wait(timeout=10)
 
 
-def test_every_request_is_answered_with_a_typed_error(target: tuple[Target, Any, Near | None]) -> None:
-    served, service, near = target
-    also = [ROUNDS] if service in (SERVICES["trainer"], SERVICES["rollout"]) else []
+def test_every_request_is_answered_with_a_typed_error(target: tuple[Target, str, Near | None]) -> None:
+    served, name, near = target
+    service = SERVICES[name]
+    also = [ROUNDS] if name in ("trainer", "rollout", "worker", "ranks") else []
     attack = Attack(served.address, service, also=also, leave_out=("WatchEvents",))  # which waits for what comes
     attack.send(Hostile(SEED), 20)
     before = Usage.of(served.process.pid)
     odd = attack.odd_connections(40)
     attack.send(Hostile(SEED + 1, near), CALLS)
     began = time.monotonic()
-    attack.status()
+    attack.status(ASKS.get(name, "GetStatus"))
     assert time.monotonic() - began < 5
     for connection in odd:
         connection.close()
     assert attack.untyped == {}
     assert sum(attack.answers.values()) == CALLS + 20
     assert len({answer.split()[1] for answer in attack.answers}) >= 2, attack.answers
+    # Those of a call that is just ending, and what a service must know: the round that it is in, its fence.
+    assert sum(served.requests_alive().values()) <= 8, served.requests_alive()
     after = Usage.of(served.process.pid)
     assert after.descriptors <= before.descriptors + len(odd) + 5
     assert after.rss_mib <= before.rss_mib + GROWTH_MIB

@@ -1,19 +1,25 @@
-"""`python -m tests.fakes.hostile_target trainer|rollout|reward|coordinator FOLDER`: a servicer over fake engines.
+"""`python -m tests.fakes.hostile_target trainer|rollout|reward|coordinator|worker|ranks FOLDER`: over fake engines.
 
-In a process of its own, as services are (the metrics of two do not fit into one). Prints its address, and serves until
-its standard input ends.
+In a process of its own, as services are (the metrics of two do not fit into one). Prints its address, then for each
+line of its standard input what is left of requests, and serves until that ends. Nothing finds cycles in it.
 """
 
 import asyncio
+import gc
+import json
+import socket
 import sys
 import threading
+from collections import Counter
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import numpy as np
+from google.protobuf.message import Message
 
 from servicekit.logs import configure_logging
 from servicekit.rpc.server import GrpcServer
@@ -119,6 +125,41 @@ def reward(folder: Path, server: GrpcServer) -> None:
     asyncio.get_running_loop().create_task(servicer.load())
 
 
+def worker(folder: Path, server: GrpcServer) -> None:
+    """RolloutWorkerService of a host that nobody has joined yet, and that ends for none."""
+    from rollout_service.hosts.host_ranks import HostRanks
+    from rollout_service.hosts.membership import WorkerMembership
+    from rollout_service.hosts.servicer import WorkerServicer
+    from tandem_api.rollout.v1 import worker_pb2, worker_pb2_grpc
+    from tests.unit.rollout.fake_engine import FakeRanks
+    from weightsync.round.client import SERVICE
+
+    servicer = WorkerServicer(WorkerMembership("r-1", HostRanks(host=1, nodes=2, tensor_parallel=2), 60.0), "w")
+    servicer.serve_ranks(FakeRanks())
+    name = worker_pb2.DESCRIPTOR.services_by_name["RolloutWorkerService"].full_name
+    server.add(worker_pb2_grpc.add_RolloutWorkerServiceServicer_to_server, servicer, name)
+    server.add(weights_pb2_grpc.add_RoundServiceServicer_to_server, servicer, SERVICE)
+
+
+def serve_ranks() -> tuple[grpc.Server, str]:
+    """ShardReceiverService of a rank, in threads, at a port instead of a Unix socket."""
+    from rollout_service.sglang_engine.receiver import ShardReceiver, add_receiver
+    from servicekit.rpc.sync_server import start_sync_server
+
+    member: Any = SimpleNamespace(run_phase=run_phase, load_published=lambda folder, at_least, **_: at_least)
+    member.checksums, member.poison = dict, lambda: 0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    return start_sync_server(add_receiver, ShardReceiver(member, lambda folder: None), address), address
+
+
+def requests_alive() -> dict[str, int]:
+    """Messages that only requests have, by name."""
+    kinds = [type(one).__name__ for one in gc.get_objects() if isinstance(one, Message)]
+    return dict(Counter(kind for kind in kinds if kind.endswith("Request") or kind in ("SampleChunk", "PromptGroup")))
+
+
 async def main() -> None:
     """Serves what the command line names."""
     configure_logging("hostile-target")
@@ -129,13 +170,22 @@ async def main() -> None:
         served = Served()
         await served.start()
         server, address = served.server, served.address
+    elif name == "ranks":
+        threaded, address = serve_ranks()
     else:
         server = GrpcServer(name)
-        {"trainer": trainer, "reward": reward, "coordinator": coordinator}[name](folder, server)
+        makes = {"trainer": trainer, "reward": reward, "coordinator": coordinator, "worker": worker}
+        makes[name](folder, server)
         address = await server.start()
     print(address, flush=True)
-    await asyncio.to_thread(sys.stdin.read)
-    await server.drain(0.0)
+    gc.collect()
+    gc.disable()
+    while await asyncio.to_thread(sys.stdin.readline):
+        print(json.dumps(requests_alive()), flush=True)
+    if name == "ranks":
+        threaded.stop(0).wait()
+    else:
+        await server.drain(0.0)
 
 
 if __name__ == "__main__":

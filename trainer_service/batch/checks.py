@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servicekit.errors import InvalidRequest
+from tandem_api.trainer.v1 import trainer_pb2
 from trainer_service.batch.samples import NUM_IDS, Samples
 
 
@@ -17,6 +18,18 @@ class Limits:
     vocab_size: int
     max_positions: int  # tokens of the longest sequence
     max_tokens: int  # of one micro-batch
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a sample."""
+        return min(self.max_positions, self.max_tokens)
+
+    def too_long(self, num_tokens: int) -> str:
+        """Say why a sample with so many tokens cannot be trained on."""
+        return (
+            f"has {num_tokens} tokens; the limit is {self.longest} (the model's {self.max_positions} positions, "
+            f"trainer.max_tokens_per_micro_batch {self.max_tokens})"
+        )
 
 
 def _first(bad: NDArray[np.bool_]) -> int | None:
@@ -37,6 +50,17 @@ def check(samples: Samples, limits: Limits) -> None:
     _check_finite(samples)
 
 
+def check_tokens(message: trainer_pb2.SampleChunk, limits: Limits) -> None:
+    """Check a message's number of tokens, before it is kept for the others; its fields fit its samples.
+
+    Raises: InvalidRequest: its samples cannot have so many; with the longest.
+    """
+    if len(message.token_ids) > len(message.sample_ids) * limits.longest:
+        lengths = [sum(pair) for pair in zip(message.prompt_lengths, message.completion_lengths, strict=True)]
+        longest = max(lengths)
+        raise InvalidRequest(f"sample {message.sample_ids[lengths.index(longest)]!r} {limits.too_long(longest)}")
+
+
 def _check_names(samples: Samples) -> None:
     if len(set(samples.sample_ids)) == len(samples):
         return
@@ -48,17 +72,10 @@ def _check_names(samples: Samples) -> None:
 
 
 def _check_lengths(samples: Samples, limits: Limits) -> None:
-    longest = min(limits.max_positions, limits.max_tokens)
     rules: list[tuple[NDArray[np.bool_], Callable[[int], str]]] = [
         (samples.prompt_lengths == 0, lambda i: "has an empty prompt; the first token needs something before it"),
         (samples.completion_lengths == 0, lambda i: "has an empty completion; leave the sample out"),
-        (
-            samples.lengths > longest,
-            lambda i: (
-                f"has {samples.lengths[i]} tokens; the limit is {longest} (the model's {limits.max_positions} "
-                f"positions, trainer.max_tokens_per_micro_batch {limits.max_tokens})"
-            ),
-        ),
+        (samples.lengths > limits.longest, lambda i: limits.too_long(int(samples.lengths[i]))),
     ]
     for bad, message in rules:
         index = _first(bad)

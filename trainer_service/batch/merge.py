@@ -25,7 +25,7 @@ def merge(messages: Sequence[trainer_pb2.SampleChunk], limits: Limits) -> Sample
     Raises: InvalidRequest: a message's fields have different lengths, or a sample is malformed.
     """
     for position, message in enumerate(messages):
-        _check_counts(message, position)
+        check_counts(message, position)
     samples = Samples(
         sample_ids=tuple(name for m in messages for name in m.sample_ids),
         update_index=np.repeat(
@@ -51,8 +51,8 @@ def _loss_mask(messages: Sequence[trainer_pb2.SampleChunk]) -> BoolArray:
     return np.concatenate([np.fromiter(mask, np.bool_, len(mask)) for mask in masks])
 
 
-def _check_counts(message: trainer_pb2.SampleChunk, position: int) -> None:
-    """Check that the repeated fields of one message have the lengths that its samples imply."""
+def check_counts(message: trainer_pb2.SampleChunk, position: int) -> None:
+    """Check that the repeated fields of one message have the lengths that its samples imply. Raises: InvalidRequest."""
     num_samples = len(message.sample_ids)
     if num_samples == 0:
         raise InvalidRequest(f"chunk {position} has no samples; leave it out")

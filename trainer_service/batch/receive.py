@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from servicekit.errors import InvalidRequest, TooLarge
 from tandem_api.trainer.v1 import trainer_pb2 as pb
+from trainer_service.batch.checks import Limits, check_tokens
+from trainer_service.batch.merge import check_counts
 
 
 @dataclass(kw_only=True)
@@ -39,10 +41,11 @@ async def receive_header(requests: AsyncIterator[pb.TrainStepRequest], max_sampl
     raise InvalidRequest("TrainStep got no message; send a header and chunks of samples")
 
 
-async def receive_chunks(requests: AsyncIterator[pb.TrainStepRequest], step: ReceivedStep) -> None:
-    """Read the messages after the header into `step`.
+async def receive_chunks(requests: AsyncIterator[pb.TrainStepRequest], step: ReceivedStep, limits: Limits) -> None:
+    """Read the messages after the header into `step`, at most the announced samples with the tokens that they may have.
 
-    Raises: InvalidRequest: a second header, or more samples than announced.
+    Raises: InvalidRequest: at the first message that is no chunk, whose fields do not fit its samples, or with more
+        samples than announced or more tokens than they may have.
     """
     num_samples = 0
     async for request in requests:
@@ -50,6 +53,8 @@ async def receive_chunks(requests: AsyncIterator[pb.TrainStepRequest], step: Rec
             raise InvalidRequest(
                 f"message {len(step.chunks) + 1} of step {step.header.step_id!r} is no chunk of samples"
             )
+        check_counts(request.chunk, len(step.chunks))
+        check_tokens(request.chunk, limits)
         num_samples += len(request.chunk.sample_ids)
         if num_samples > step.header.num_samples:
             raise InvalidRequest(

@@ -20,6 +20,15 @@ SERVICE = "tandem_test.v1.RestoreService"
 GARBAGE = b"\x0a" + b"\xff" * 20
 BEYOND = pb.RestorePolicyRequest(policy_version=2**64 - 1).SerializeToString()
 GOOD = pb.RestorePolicyRequest(policy_version=7).SerializeToString()
+# Two bytes each on the wire, and so many objects in memory; bytes that nobody reads, and that are kept.
+MANY = bytes([pb.RestorePolicyRequest.FENCE_FIELD_NUMBER << 3 | 2, 0]) * 300_000
+PADDED = GOOD + b"\x9a\x06" + b"\x80\x80\x40" + bytes(2**20)
+CASES = [
+    (GARBAGE, "21 bytes that are no request"),
+    (BEYOND, "policy_version is"),
+    (MANY, "RestorePolicyRequest has more than 263168 fields"),
+    (PADDED, "RestorePolicyRequest has 1048583 bytes; its fields need 2"),
+]
 KINDS = ("Unary", "Replies", "Requests", "Both")
 
 
@@ -95,9 +104,7 @@ async def refused(address: str, kind: str, payload: bytes) -> InvalidRequest:
     return error
 
 
-@pytest.mark.parametrize(
-    ("payload", "says"), [(GARBAGE, "21 bytes that are no request"), (BEYOND, "policy_version is")]
-)
+@pytest.mark.parametrize(("payload", "says"), CASES, ids=["garbage", "beyond", "many", "padded"])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_the_service_refuses_it_and_logs_no_traceback(
     kind: str, payload: bytes, says: str, caplog: pytest.LogCaptureFixture
@@ -113,9 +120,7 @@ async def test_the_service_refuses_it_and_logs_no_traceback(
     assert [record for record in logged if record.levelno >= logging.WARNING] == []
 
 
-@pytest.mark.parametrize(
-    ("payload", "says"), [(GARBAGE, "21 bytes that are no request"), (BEYOND, "policy_version is")]
-)
+@pytest.mark.parametrize(("payload", "says"), CASES, ids=["garbage", "beyond", "many", "padded"])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_so_does_a_threaded_one(kind: str, payload: bytes, says: str, tmp_path: Path) -> None:
     server = start_sync_server(add, SyncRestores(), f"unix:{tmp_path}/s")
