@@ -25,13 +25,13 @@ from servicekit.logs import get_logger
 from servicekit.metrics import GPUS, serve_metrics
 from servicekit.redis.records import AgreedSettings, ServiceRecord
 from servicekit.redis.registry import Registry
+from servicekit.rpc.fence import FenceGuard
 from servicekit.rpc.server import GrpcServer
-from tandem_api.common.v1 import common_pb2
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from tandem_config.comparing.agreeing import agreed_settings
 from tandem_config.schema import RunConfig
-from weightsync.group.coordinator_lease import newest_leader
+from weightsync.group.coordinator_lease import fence_of
 from weightsync.group.rendezvous import Rendezvous
 from weightsync.layouts.layout import Parallel
 from weightsync.round.client import SERVICE
@@ -162,8 +162,8 @@ class _Replica:
     async def _serve(self, engine: RolloutEngine) -> None:
         local = rank_clients(engine.rank_addresses)
         # Read last: a coordinator that takes over after this announces itself with TakeOver.
-        leader = await asyncio.to_thread(self._leader)
-        servicer, on_up = self._wire(engine, RankGroups([*local, *self._workers.ranks()]), leader)
+        fence = await asyncio.to_thread(self._fence)
+        servicer, on_up = self._wire(engine, RankGroups([*local, *self._workers.ranks()]), fence)
         self._server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, _FULL_NAME)
         self._server.add(weights_pb2_grpc.add_RoundServiceServicer_to_server, servicer, SERVICE)
         address = self._environment.advertised(await self._server.start())
@@ -188,12 +188,12 @@ class _Replica:
             for rank in local:
                 await rank.close()
 
-    def _leader(self) -> common_pb2.CoordinatorFence:
+    def _fence(self) -> FenceGuard:
         group = Rendezvous(self._environment.redis_url, f"tandem:{self._environment.run_id}")
-        return newest_leader(group, 2 * self._config.sync.lease_ttl_s)
+        return fence_of(group, 2 * self._config.sync.lease_ttl_s)
 
     def _wire(
-        self, engine: RolloutEngine, ranks: RankGroups, leader: common_pb2.CoordinatorFence
+        self, engine: RolloutEngine, ranks: RankGroups, fence: FenceGuard
     ) -> tuple[RolloutServicer, Callable[[], None]]:
         """Wire the servicer. Returns: it, and a function to call once it is served."""
         metrics, admission, rollout = RolloutMetrics(), Admission(), self._config.rollout
@@ -223,7 +223,7 @@ class _Replica:
             admission=admission,
             updates=updates,
             metrics=metrics,
-            leader=leader,
+            fence=fence,
             settings_digest=self._registry.settings_digest,
         )
         return servicer, lambda: on_state(updates.state, updates.policy_version)

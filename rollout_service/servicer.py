@@ -37,7 +37,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
     Args:
         max_groups: rollout.max_groups_per_call.
         parallel: parallel sizes of the replica's ranks.
-        leader: the newest coordinator that the run has had; None: it had none.
+        fence: knows the newest coordinator that the run has had; None: it had none.
         settings_digest: of the settings on which the run's services must agree.
     """
 
@@ -52,7 +52,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
         admission: Admission,
         updates: WeightUpdates,
         metrics: RolloutMetrics,
-        leader: common_pb2.CoordinatorFence | None = None,
+        fence: FenceGuard | None = None,
         settings_digest: str = "",
     ) -> None:
         self._name = name
@@ -64,9 +64,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
         self._admission = admission
         self._updates = updates
         self._metrics = metrics
-        self._fence = FenceGuard()
-        if leader is not None:
-            self._fence.remember(leader)
+        self._fence = FenceGuard() if fence is None else fence
         self._generated_tokens = 0
         self._draining = False
 
@@ -76,7 +74,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
 
     async def TakeOver(self, request: pb.TakeOverRequest, context: Any) -> pb.TakeOverResponse:
         """End the round of an earlier coordinator and say which version is served."""
-        self._fence.admit(request.fence)
+        await self._fence.admit_soon(request.fence)
         await self._updates.take_over()
         return pb.TakeOverResponse(policy_version=self._updates.policy_version)
 
@@ -119,7 +117,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
         """Run one phase of a weight-sync round on this replica, or several in turn."""
         if request.phase == weights_pb2.ROUND_PHASE_UNSPECIFIED or not request.round.round_id:
             raise InvalidRequest("phase and round.round_id must be set")
-        self._fence.admit(request.round.fence)
+        await self._fence.admit_soon(request.round.fence)
         return weights_pb2.RunPhaseResponse(reports=await run_in_turn(self._updates, request))
 
     async def LoadPublishedWeights(
@@ -128,7 +126,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
         """Load a version from the folder in which the trainer published it."""
         if not request.folder or not request.round_id:
             raise InvalidRequest("folder and round_id must be set")
-        self._fence.admit(request.fence)
+        await self._fence.admit_soon(request.fence)
         published = weights_pb2.LoadPublishedRequest(
             folder=request.folder,
             policy_version=request.policy_version,
@@ -140,13 +138,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
 
     async def PauseGeneration(self, request: pb.PauseGenerationRequest, context: Any) -> pb.PauseGenerationResponse:
         """Stop generation at a token boundary."""
-        self._fence.admit(request.fence)
+        await self._fence.admit_soon(request.fence)
         await self._updates.pause(request.mode)
         return pb.PauseGenerationResponse(state=self._updates.state)
 
     async def ResumeGeneration(self, request: pb.ResumeGenerationRequest, context: Any) -> pb.ResumeGenerationResponse:
         """Resume generation."""
-        self._fence.admit(request.fence)
+        await self._fence.admit_soon(request.fence)
         await self._updates.resume()
         return pb.ResumeGenerationResponse(state=self._updates.state)
 

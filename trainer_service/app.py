@@ -17,8 +17,8 @@ from servicekit.logs import configure_logging, get_logger
 from servicekit.metrics import GPUS, export_disk_of, serve_metrics
 from servicekit.redis.records import AgreedSettings, ServiceRecord
 from servicekit.redis.registry import Registry
+from servicekit.rpc.fence import FenceGuard
 from servicekit.rpc.server import GrpcServer
-from tandem_api.common.v1 import common_pb2
 from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2_grpc
 from tandem_config.comparing.agreeing import agreed_settings
@@ -26,7 +26,7 @@ from trainer_service.ranks.commands import Command, Commander, follow
 from trainer_service.ranks.liveness import failure_name
 from trainer_service.servicer import TrainerServicer
 from trainer_service.worker import Worker, WorkerSettings
-from weightsync.group.coordinator_lease import newest_leader
+from weightsync.group.coordinator_lease import fence_of
 from weightsync.group.rendezvous import Rendezvous
 from weightsync.round import client
 from weightsync.transfer.devices import check_device, gpus_of
@@ -103,7 +103,7 @@ class _RankZero:
             if not await _loaded(worker, stop):
                 return EXIT_OK
             # Read last: a coordinator that leads later calls TakeOver first.
-            servicer.serve_engine(worker.loaded.result(), await asyncio.to_thread(self._leader))
+            servicer.serve_engine(worker.loaded.result(), await asyncio.to_thread(self._fence))
             lost: asyncio.Future[None] = loop.create_future()
             record = self._record(address, metrics_port)
             ttl_s = self._settings.config.sync.lease_ttl_s
@@ -118,9 +118,9 @@ class _RankZero:
             with contextlib.suppress(Exception):
                 await server.drain(0.0)
 
-    def _leader(self) -> common_pb2.CoordinatorFence:
+    def _fence(self) -> FenceGuard:
         group = Rendezvous(self._environment.redis_url, f"tandem:{self._environment.run_id}")
-        return newest_leader(group, 2 * self._settings.config.sync.lease_ttl_s)
+        return fence_of(group, 2 * self._settings.config.sync.lease_ttl_s)
 
     def _record(self, address: str, metrics_port: int) -> ServiceRecord:
         return ServiceRecord(

@@ -84,14 +84,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         self._is_leaving = False
         self._asked_s = -SILENT_S
 
-    def serve_engine(self, engine: TrainerEngine, leader: common_pb2.CoordinatorFence | None = None) -> None:
+    def serve_engine(self, engine: TrainerEngine, fence: FenceGuard | None = None) -> None:
         """Serve calls from now on: the model is loaded.
 
         Args:
-            leader: the fence of the run's newest coordinator; None: there was none.
+            fence: knows the run's newest coordinator; None: there was none.
         """
-        if leader is not None:
-            self._fence.remember(leader)
+        self._fence = self._fence if fence is None else fence
         self._engine = engine
         self._saved_version = engine.policy_version
         metrics.POLICY_VERSION.set(engine.policy_version)
@@ -118,7 +117,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
     async def TakeOver(self, request: pb.TakeOverRequest, context: Any) -> pb.TakeOverResponse:
         """Refuse older coordinators from now on; answer when the work that they started is done."""
         engine = self._ready()
-        self._fence.admit(request.fence)
+        await self._fence.admit_soon(request.fence)
         await self._command(Command.NOOP, b"")  # commands run one at a time: this one waits for theirs
         await self._settled(engine)
         return pb.TakeOverResponse(policy_version=engine.policy_version)
@@ -130,7 +129,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         engine = self._ready()
         step = await receive_header(request_iterator, self._max_samples)
         step_id, fence = step.header.step_id, step.header.fence
-        self._fence.admit(fence)
+        await self._fence.admit_soon(fence)
         if step_id not in self._steps:
             check_version(step.header.policy_version, engine.policy_version)
             with self._room():
@@ -210,7 +209,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         self._ready()
         if only_phase(request) not in RULES:
             raise InvalidRequest(f"phase {request.phase} is no phase of a round")
-        self._fence.admit(request.round.fence)
+        await self._fence.admit_soon(request.round.fence)
         if request.phase == ABORT:
             # Bypasses the queue: a running command that waits for a lost peer would delay this one until its deadline.
             await asyncio.to_thread(self._interrupt, request.round.round_id)
@@ -227,7 +226,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         """Write weights, optimizer and random states to a folder, or begin to."""
         engine = self._ready()
         await asyncio.to_thread(replaceable, request.path, self._run_dir, "path", CHECKPOINT)
-        self._fence.admit(request.fence)
+        await self._fence.admit_soon(request.fence)
         await self._settled(engine)
         begun_s = time.perf_counter()
         with metrics.CHECKPOINT_BLOCKING_SECONDS.time():
@@ -244,7 +243,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
     async def FinishCheckpoint(self, request: pb.FinishCheckpointRequest, context: Any) -> pb.FinishCheckpointResponse:
         """Wait for the checkpoint that SaveCheckpoint began."""
         saving = self._ready().saving
-        self._fence.admit(request.fence)
+        await self._fence.admit_soon(request.fence)
         if saving is None or saving.folder != Path(request.path):
             raise NotReady(f"checkpoint {request.path} is not being written by this trainer")
         num_bytes = await _end_of(saving)
@@ -261,7 +260,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         """Write the policy as a Hugging Face folder."""
         self._ready()
         await asyncio.to_thread(replaceable, request.path, self._run_dir, "path", EXPORT)
-        self._fence.admit(request.fence)
+        await self._fence.admit_soon(request.fence)
         replies = await self._command(Command.EXPORT, request.SerializeToString())
         response = pb.ExportModelResponse.FromString(replies[0])
         log.info("model exported", path=request.path, policy_version=response.policy_version)
@@ -274,10 +273,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
             raise InvalidRequest(f"version {request.policy_version} is less than the trainer's own, {own}")
         if request.path:
             await asyncio.to_thread(inside, request.path, self._run_dir, "path")
-            self._fence.admit(request.fence)
+            await self._fence.admit_soon(request.fence)
             # Every rank checks its files before any rank changes a weight: a policy restored in part is useless.
             await self._command(Command.CHECK_CHECKPOINT, request.SerializeToString())
-        self._fence.admit(request.fence)
+        await self._fence.admit_soon(request.fence)
         replies = await self._command(Command.RESTORE, request.SerializeToString())
         response = pb.RestorePolicyResponse.FromString(replies[0])
         self._saved_version = response.policy_version

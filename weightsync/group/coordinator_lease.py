@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from servicekit.errors import Aborted, AlreadyExists, Unavailable
 from servicekit.logs import get_logger
+from servicekit.rpc.fence import FenceGuard
 from tandem_api.common.v1 import common_pb2
 from weightsync.group.rendezvous import COORDINATOR_SLOT, POLL_S, Rendezvous, SlotLease
 
@@ -13,17 +14,19 @@ _ASK_AGAIN_S = 0.5
 log = get_logger(__name__)
 
 
-def newest_leader(rendezvous: Rendezvous, patience_s: float) -> common_pb2.CoordinatorFence:
-    """Who leads the run, or has led it last, for a service that starts.
+def fence_of(rendezvous: Rendezvous, patience_s: float) -> FenceGuard:
+    """Return what a service that starts knows of who leads the run, or has led it last, and asks for newer ones.
 
     Args:
         patience_s: for a Redis that does not answer.
     Raises: Unavailable: it did not answer for longer.
     """
+    guard = FenceGuard(rendezvous.leader)
     deadline_s = time.monotonic() + patience_s
     while True:
         try:
-            return rendezvous.leader()
+            guard.remember(rendezvous.leader())
+            return guard
         except Unavailable as error:
             if time.monotonic() >= deadline_s:
                 raise

@@ -12,13 +12,13 @@ from threading import Barrier
 
 import pytest
 
-from servicekit.errors import Aborted, AlreadyExists, TandemError
+from servicekit.errors import Aborted, AlreadyExists, TandemError, Unavailable
 from servicekit.logs import configure_logging
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tests.integration.redis.conftest import GROUP
 from tests.kit.redis import RedisProcess
 from tests.kit.waiting import until
-from weightsync.group.coordinator_lease import CoordinatorLease, newest_leader
+from weightsync.group.coordinator_lease import CoordinatorLease, fence_of
 from weightsync.group.rendezvous import COORDINATOR_SLOT, Evicted, LeaseExpired, Rendezvous, SlotLease
 
 pytestmark = pytest.mark.integration
@@ -205,15 +205,19 @@ def test_a_coordinator_that_is_only_late_confirms_under_a_new_epoch(group: Rende
     lease.close()
 
 
-def test_the_newest_leader_is_remembered_alive_or_not(group: Rendezvous) -> None:
-    assert newest_leader(group, 0.0).token == 0
+def test_a_service_that_starts_knows_the_newest_leader_alive_or_not(group: Rendezvous) -> None:
+    assert fence_of(group, 0.0)._newest.token == 0
     first = group.lead(COORDINATOR_SLOT, "first", TTL_S)
-    assert newest_leader(group, 0.0) == CoordinatorFence(worker_id="first", token=first)
+    known = fence_of(group, 0.0)
+    assert known._newest == CoordinatorFence(worker_id="first", token=first)
     group.leave(COORDINATOR_SLOT, "first")
-    assert newest_leader(group, 0.0) == CoordinatorFence(worker_id="first", token=first)
+    assert fence_of(group, 0.0)._newest == CoordinatorFence(worker_id="first", token=first)
+    with pytest.raises(Unavailable, match="as Redis has it, coordinator first"):
+        known.admit(CoordinatorFence(worker_id="x", token=first + 1))
     second = group.lead(COORDINATOR_SLOT, "second", TTL_S)
-    assert newest_leader(group, 0.0) == CoordinatorFence(worker_id="second", token=second)
     assert second > first
+    known.admit(CoordinatorFence(worker_id="second", token=second))
+    assert fence_of(group, 0.0)._newest == known._newest == CoordinatorFence(worker_id="second", token=second)
 
 
 def test_a_coordinator_that_was_replaced_is_told_at_once(group: Rendezvous) -> None:

@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 import pytest
 
-from servicekit.errors import Fenced, PhaseOrder
+from servicekit.errors import Fenced, PhaseOrder, Unavailable
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.kit.fleet import Fleet
 from tests.kit.stores import same
+from weightsync.group.rendezvous import COORDINATOR_SLOT
 from weightsync.layouts.layout import Parallel
 from weightsync.round.phases import PHASES
 
@@ -66,6 +67,17 @@ def test_a_round_after_one_that_failed_elsewhere_meets_anew(fleet: Callable[...,
     for slot in MEMBERS:
         them.members[slot].run_phase(ABORT, failed)
     them.sync(them.round(3, failed_rounds=1))
+
+
+def test_a_token_that_redis_does_not_know_locks_nobody_out(fleet: Callable[..., Fleet]) -> None:
+    them = two(fleet)
+    leader = CoordinatorFence(worker_id="a", token=them.group.lead(COORDINATOR_SLOT, "a", 60.0))
+    made_up = CoordinatorFence(worker_id="x", token=leader.token + 1)
+    for phase in (pb.ROUND_PHASE_PREPARE, ABORT):
+        for answer in them.run(phase, them.round(1, round_id="made-up", fence=made_up)).values():
+            assert isinstance(answer, Unavailable)
+    them.sync(them.round(1, fence=leader))
+    assert same(them.stores["rollout-0/0"], them.expected("rollout-0/0")) == []
 
 
 def test_a_coordinator_that_was_replaced_changes_nothing(fleet: Callable[..., Fleet]) -> None:

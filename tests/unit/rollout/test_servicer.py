@@ -13,6 +13,7 @@ from rollout_service.weights.pauses import Pauses
 from rollout_service.weights.updates import WeightUpdates
 from servicekit.errors import REASON_KEY
 from servicekit.rpc.channel import open_channel
+from servicekit.rpc.fence import FenceGuard
 from servicekit.rpc.server import GrpcServer
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.rollout.v1 import rollout_pb2 as pb
@@ -31,6 +32,8 @@ class Served:
     """RolloutService over real gRPC, around a fake engine that has version 1."""
 
     def __init__(self, leader: CoordinatorFence | None = None) -> None:
+        fence = FenceGuard(lambda: leader or CoordinatorFence())
+        fence.remember(leader or CoordinatorFence())
         self.engine = FakeEngine()
         self.registry = CollectorRegistry()
         self.server = GrpcServer("rollout")
@@ -49,7 +52,7 @@ class Served:
             admission=admission,
             updates=self.updates,
             metrics=metrics,
-            leader=leader,
+            fence=fence,
             settings_digest="d1",
         )
         self.server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, self.servicer, NAME)
@@ -203,3 +206,18 @@ async def test_whoever_takes_over_finds_no_round_of_its_predecessor(served: Serv
         await served.rounds.RunPhase(weights_pb2.RunPhaseRequest(phase=phase, round=new), timeout=5.0)
     assert served.updates.policy_version == 2
     assert served.ranks.phases[-5:] == ["ABORT", "PREPARE", "TRANSFER", "VERIFY", "COMMIT"]
+
+
+@pytest.mark.parametrize("call", FENCED)
+async def test_a_token_that_redis_does_not_know_locks_nobody_out(call: str) -> None:
+    served = Served(leader=OLD)
+    await served.start()
+    request = type(FENCED[call])()
+    request.CopyFrom(FENCED[call])
+    (request.round.fence if call == "RunPhase" else request.fence).token = 2**53
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await getattr(served.rounds if call == "RunPhase" else served.stub, call)(request, timeout=5.0)
+    assert dict(refused.value.trailing_metadata() or ())[REASON_KEY] == "UNAVAILABLE"
+    assert "coordinator a (token 7) leads the run" in (refused.value.details() or "")
+    await served.stub.TakeOver(pb.TakeOverRequest(fence=OLD), timeout=5.0)
+    await served.server.drain(0.0)

@@ -16,7 +16,7 @@ from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tests.fakes.trainer_servicer import TrainerServicer
 from tests.kit.waiting import until
 from tests.unit.trainer.batches import message
-from tests.unit.trainer.test_fenced_calls import NEW, OLD, FakeCommander, FakeEngine
+from tests.unit.trainer.test_fenced_calls import NEW, OLD, FakeCommander, FakeEngine, led_by
 from trainer_service.batch.receive import ReceivedStep
 from trainer_service.servicer import MAX_BATCHES
 
@@ -57,7 +57,7 @@ CASES = {
 async def test_a_step_that_is_not_trained_is_not_kept(case: str, tmp_path: Path) -> None:
     commander, server = FakeCommander(), GrpcServer("trainer")
     servicer = TrainerServicer(commander, max_samples=8, run_dir=tmp_path)
-    servicer.serve_engine(FakeEngine(), NEW)  # type: ignore[arg-type]
+    servicer.serve_engine(FakeEngine(), led_by(NEW))  # type: ignore[arg-type]
     server.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, servicer, SERVICE)
     gc.collect()
     gc.disable()
@@ -87,7 +87,7 @@ def held() -> int:
 @pytest.fixture
 def servicer(tmp_path: Path) -> TrainerServicer:
     made = TrainerServicer(FakeCommander(), max_samples=8, run_dir=tmp_path)
-    made.serve_engine(FakeEngine(), NEW)  # type: ignore[arg-type]
+    made.serve_engine(FakeEngine(), led_by(NEW))  # type: ignore[arg-type]
     return made
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from servicekit.errors import Fenced, Internal, NotReady
+from servicekit.errors import Fenced, Internal, NotReady, Unavailable
+from servicekit.rpc.fence import FenceGuard
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2
@@ -58,6 +59,13 @@ def servicer(commander: FakeCommander, tmp_path: Path) -> TrainerServicer:
     return made
 
 
+def led_by(leader: CoordinatorFence) -> FenceGuard:
+    """What a service knows if Redis has this leader."""
+    guard = FenceGuard(lambda: leader)
+    guard.remember(leader)
+    return guard
+
+
 async def taken_over(servicer: TrainerServicer, commander: FakeCommander) -> pb.TakeOverResponse:
     asked = asyncio.create_task(servicer.TakeOver(pb.TakeOverRequest(fence=NEW), None))
     assert await commander.submitted.get() is Command.NOOP
@@ -102,9 +110,27 @@ async def test_a_replaced_coordinator_is_refused(
     assert commander.commands == [Command.NOOP]
 
 
+@pytest.mark.parametrize("call", [*CALLS, "TrainStep"])
+async def test_a_token_that_redis_does_not_know_locks_nobody_out(
+    servicer: TrainerServicer, commander: FakeCommander, tmp_path: Path, call: str
+) -> None:
+    servicer.serve_engine(FakeEngine(), led_by(OLD))  # type: ignore[arg-type]
+    request = pb.TrainStepHeader() if call == "TrainStep" else type(CALLS[call])()
+    request.CopyFrom(HEADER if call == "TrainStep" else CALLS[call])
+    (request.round if call == "RunPhase" else request).fence.token = 2**53
+    if "path" in request.DESCRIPTOR.fields_by_name and request.path:
+        request.path = str(tmp_path / "x")
+    with pytest.raises(Unavailable, match=r"coordinator a \(token 7\) leads the run"):
+        await getattr(servicer, call)(step(request) if call == "TrainStep" else request, None)
+    assert commander.commands == []
+    training = asyncio.create_task(servicer.TrainStep(step(HEADER), None))
+    assert await commander.submitted.get() is Command.TRAIN_STEP
+    training.cancel()
+
+
 async def test_a_trainer_that_is_started_again_refuses_it_too(commander: FakeCommander, tmp_path: Path) -> None:
     restarted = TrainerServicer(commander, max_samples=8, run_dir=tmp_path)
-    restarted.serve_engine(FakeEngine(), NEW)  # type: ignore[arg-type]
+    restarted.serve_engine(FakeEngine(), led_by(NEW))  # type: ignore[arg-type]
     with pytest.raises(Fenced, match=r"coordinator a \(token 7\)"):
         await asyncio.wait_for(restarted.TrainStep(step(HEADER), None), DEADLINE_S)
     assert commander.commands == []
