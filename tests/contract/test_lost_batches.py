@@ -1,0 +1,65 @@
+"""A train step that fails leaves no batch in the coordinator's memory: without a collector of cycles."""
+
+import gc
+import weakref
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from coordinator.clients.trainer import Trainer
+from coordinator.flow import TrainBatch
+from servicekit import errors
+from servicekit.errors import TandemError
+from servicekit.rpc.server import GrpcServer
+from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+
+SERVICE = "tandem_api.trainer.v1.TrainerService"
+
+
+class Refuses(trainer_pb2_grpc.TrainerServiceServicer):
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    async def TrainStep(self, request_iterator: AsyncIterator[Any], context: Any) -> trainer_pb2.TrainStepResponse:
+        raise self.error
+
+    async def ComputeLogprobs(self, request_iterator: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        async for _ in request_iterator:
+            raise self.error
+        yield
+
+
+@pytest.mark.parametrize("call", ["train_step", "logprobs"])
+@pytest.mark.parametrize("kind", ["WrongVersion", "Unavailable", "NotFinite", "Internal", "gone"])
+async def test_a_failed_step_leaves_no_batch(kind: str, call: str) -> None:
+    server = GrpcServer("trainer")
+    servicer = Refuses(getattr(errors, kind, errors.Internal)("no"))
+    server.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, servicer, SERVICE)
+    trainer = Trainer(await server.start())
+    if kind == "gone":
+        await server.drain(0)
+    gc.collect()
+    gc.disable()
+    try:
+        kept = await failed(trainer, call)
+        assert kept() is None
+        assert sum(isinstance(one, trainer_pb2.SampleChunk) for one in gc.get_objects()) == 0
+    finally:
+        gc.enable()
+        await trainer.close()
+        await server.drain(0)
+
+
+class Batch(TrainBatch):
+    """One that can be watched; the product's has slots."""
+
+    __slots__ = ("__weakref__",)
+
+
+async def failed(trainer: Trainer, call: str) -> "weakref.ref[Batch]":
+    chunks = tuple(trainer_pb2.SampleChunk(sample_ids=[str(i)]) for i in range(3))
+    batch = Batch(step_id="s", policy_version=0, num_samples=3, num_updates=1, chunks=chunks)
+    with pytest.raises(TandemError):
+        await (trainer.train_step(batch) if call == "train_step" else trainer.logprobs(chunks))
+    return weakref.ref(batch)
