@@ -163,7 +163,7 @@ def _evaluations(app: App, services: Services, scorer: Scorer, rollouts: Rollout
 
 def _sinks(app: App, lead: Lead, progress: Progress) -> list[Sink]:
     """Make what gets every finished iteration."""
-    in_loop = partial(asyncio.get_running_loop().call_soon_threadsafe, progress.note_left, "samples")
+    loop, note_left = asyncio.get_running_loop(), partial(progress.note_left, "samples")
     config, run_dir = app.config, app.environment.run_dir
     sinks: list[Sink] = [*build_trackers(config, run_dir, partial(_outcome, app))]
     if config.samples.enabled:
@@ -175,7 +175,7 @@ def _sinks(app: App, lead: Lead, progress: Progress) -> list[Sink]:
                 truncated=config.grpo.truncated,
                 taken=ShownColumns.of([part.reward.takes for part in app.rewards], config),
                 before_write=partial(check_lease, lead),
-                left=in_loop,
+                left=lambda texts: loop.call_soon_threadsafe(note_left, texts),
             )
         )
     return sinks

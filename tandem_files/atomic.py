@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from servicekit.errors import WRITING
+
 # Suffix of a file until it is complete; a crash may leave such a file.
 SCRATCH_SUFFIX = r"\.[0-9a-f]{32}\.tmp"
 # Suffix of what could not be removed, and is to be removed later (make_way).
@@ -51,6 +53,7 @@ def naming(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         error.filename, error.filename2 = str(path), None  # not the temporary file's, which says nothing
+        error.add_note(WRITING)
         raise
 
 

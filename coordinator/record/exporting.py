@@ -6,7 +6,7 @@ from pathlib import Path
 
 from coordinator.clients.trainer import Trainer
 from coordinator.record.progress import no_left
-from servicekit.errors import DeadlineExceeded, Internal, InvalidRequest
+from servicekit.errors import DeadlineExceeded, Internal, InvalidRequest, describe
 from tandem_files.atomic import NotRemoved
 from tandem_files.exports import FINAL, export_folder, note_template, prune_exports
 
@@ -60,7 +60,7 @@ class Exporter:
             except NotRemoved as error:
                 left = error.left
             except OSError as error:
-                left = [str(error)]
+                left = [describe(error)]
             self._left(left)
         return problem
 

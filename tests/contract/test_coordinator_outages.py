@@ -131,12 +131,12 @@ def _list_at(key: str) -> Callable[[redis.Redis], object]:
 # What another program writes, and what a person does about it; {g}: the group's prefix, {r}: the registry's.
 DAMAGES: dict[str, tuple[Callable[[redis.Redis], object], Callable[[redis.Redis], object]]] = {
     f"{field} is {text!r}": (
-        lambda client, field=field, text=text: client.hset("{tandem:t}:state", field, text),  # type: ignore[misc]
-        lambda client, field=field: client.hdel("{tandem:t}:state", field),  # type: ignore[misc]
+        lambda client, field=field, text=text: client.hset("{tandem:t}:state", field, text),
+        lambda client, field=field: client.hdel("{tandem:t}:state", field),
     )
     for field, text in (("epoch", "abc"), ("token", "-1"), ("endpoint", "nowhere"), ("endpoint_epoch", "x"))
 } | {
-    key: (_list_at(key), lambda client, key=key: client.delete(key))  # type: ignore[misc]
+    key: (_list_at(key), lambda client, key=key: client.delete(key))
     for key in (
         *(f"{{tandem:t}}:{name}" for name in ("members", "leases", "state", "facts")),
         *(

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.clients.trainer import Trainer
-from coordinator.leaving import message_of
 from coordinator.record.progress import no_left
 from coordinator.record.state import BestPolicy, RunState
-from servicekit.errors import DeadlineExceeded, Internal, NotReady
+from servicekit.errors import DeadlineExceeded, Internal, NotReady, describe, in_part
 from servicekit.life.tasks import cancel
 from servicekit.logs import get_logger
-from tandem_files.atomic import NotRemoved, make_way, no_check
+from tandem_files.atomic import NotRemoved, make_way, naming, no_check
 from tandem_files.checkpoints import (
     COORDINATOR_FILE,
     TRAINER_FOLDER,
@@ -93,7 +92,8 @@ class Checkpointer:
         async with self._clean(folder):
             # Files that a crash left under this number must not mix with the new ones.
             await asyncio.to_thread(make_way, folder)
-            folder.mkdir(parents=True)
+            with naming(folder):
+                folder.mkdir(parents=True)
             await self._trainer.save_checkpoint(self.trainer_folder(iteration), background=self._background)
 
     def trainer_folder(self, iteration: int) -> Path:
@@ -187,11 +187,12 @@ class Checkpointer:
         Raises: TandemError: the trainer is lost, which ends the run by its name.
         """
         try:
-            yield
+            with in_part(f"checkpoint {folder.name}"):
+                yield
         except (OSError, Internal, DeadlineExceeded, NotReady) as error:
             await asyncio.to_thread(remove_checkpoint, folder)  # it may fill the disk; the rest goes when it is old
             await self._trainer.status()
-            raise NotWritten(message_of(error)) from error
+            raise NotWritten(describe(error, advise=False)) from error
 
     async def mark_best(self, best: BestPolicy | None, before_write: Callable[[], None] = no_check) -> None:
         """Mark the checkpoint of the best policy, which is kept, if there is one; the initial policy has none."""
@@ -211,5 +212,5 @@ class Checkpointer:
         except NotRemoved as error:
             return error.left
         except OSError as error:
-            return [message_of(error)]
+            return [describe(error)]
         return []

@@ -16,6 +16,14 @@ from tests.kit.waiting import until
 PREFIX = "tandem:run-1"
 OURS = ServiceRecord(role="rollout", name="rollout-0", address="127.0.0.1:1", worker_id="w1")
 WHOLE = dataclasses.asdict(dataclasses.replace(OURS, name="rollout-9"))
+_WRONG: dict[str, tuple[object, ...]] = {
+    "address": (5, None, "", "nowhere", "host:99999", "a b:1", ["h:1"], True),
+    "metrics_address": (5, "nowhere"),
+    "worker_id": (5, None, ""),
+    "release": (5, None),
+    "settings": (5, {}),
+    "name": (5, "", ["x"]),
+}
 TEXTS: dict[str, str | bytes] = {
     "nothing": "",
     "half an object": "{",
@@ -30,18 +38,7 @@ TEXTS: dict[str, str | bytes] = {
     "no worker": json.dumps({name: WHOLE[name] for name in ("role", "name", "address")}),
     "of another name": json.dumps(WHOLE | {"name": "rollout-0"}),
     "of another role": json.dumps(WHOLE | {"role": "trainer"}),
-} | {
-    f"{field} {value!r}": json.dumps(WHOLE | {field: value})
-    for field, values in {
-        "address": (5, None, "", "nowhere", "host:99999", "a b:1", ["h:1"], True),
-        "metrics_address": (5, "nowhere"),
-        "worker_id": (5, None, ""),
-        "release": (5, None),
-        "settings": (5, {}),
-        "name": (5, "", ["x"]),
-    }.items()
-    for value in values
-}
+} | {f"{field} {value!r}": json.dumps(WHOLE | {field: value}) for field, values in _WRONG.items() for value in values}
 
 
 @pytest.fixture
