@@ -14,6 +14,7 @@ from coordinator.app import conduct
 from coordinator.attempts import code_after_failure
 from coordinator.leaving import Exits
 from servicekit.environment import ServiceEnvironment
+from servicekit.errors import ConfigError
 from servicekit.life.exit_codes import EXIT_FAILED, EXIT_OK
 from servicekit.life.lifecycle import run_main
 from tandem_config.loading import load_config
@@ -35,7 +36,10 @@ def main() -> int:
         return await conduct(config, environment, resume=options.resume, stop=stop, exits=exits)
 
     def failed() -> int:
-        run_dir = ServiceEnvironment.from_env().run_dir
+        try:
+            run_dir = ServiceEnvironment.from_env().run_dir
+        except ConfigError:  # something else has failed before it was read
+            return EXIT_FAILED
         return code_after_failure(run_dir, None, exits, otherwise=EXIT_FAILED)
 
     return run_main("coordinator", run, failed=failed)

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from coordinator.attempts import run_or_stop
+from coordinator.attempts import run_or_stop, say_how_it_ended
 from coordinator.build import App
 from coordinator.fleet.arrivals import note_arrivals
 from coordinator.fleet.view import FleetView
@@ -140,7 +140,9 @@ async def _serve_and_run(app: App, stop: asyncio.Event) -> int:
             await asyncio.to_thread(app.registry.close)
         # Alerts learn from it whether the run has finished, or its coordinator is lost.
         await scrapes.last(stop)
-        return code
+    if app.inputs.state.status == State.FAILED.value:  # what was logged since is no reason
+        say_how_it_ended(app.inputs.state)
+    return code
 
 
 async def _ready_rewards(
@@ -212,7 +214,11 @@ async def _serve(app: App, overview: Source, stop: asyncio.Event, scrapes: Scrap
         metrics_address=environment.advertised(metrics_port),
         worker_id=uuid.uuid4().hex,
     )
-    await announce(app.registry, record, app.config.sync.lease_ttl_s, stop, failing(app.lost))
+    try:
+        await announce(app.registry, record, app.config.sync.lease_ttl_s, stop, failing(app.lost))
+    except BaseException:
+        await server.drain(0.0)  # before the loop ends, on which gRPC would complain of it
+        raise
     server.set_ready(True)
     return server
 

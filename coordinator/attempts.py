@@ -10,14 +10,15 @@ from coordinator.build import App, build_run
 from coordinator.fleet.services import Services, find_services
 from coordinator.inputs import read_inputs
 from coordinator.lead import check_lease, may_write
-from coordinator.leaving import Exits, TrainerLost, exit_code_of, follow, message_of
+from coordinator.leaving import Exits, TrainerLost, exit_code_of, follow
 from coordinator.record.checkpoints.loading import marks
 from coordinator.record.failures import MAX_FAILURES, checkpoint_of, forget_failures, note_failure
 from coordinator.record.reserve import release_reserve, take_reserve
+from coordinator.record.state import RunState
 from coordinator.record.summary import build_summary
 from coordinator.watch.control import State
 from coordinator.watch.events import EventKind
-from servicekit.errors import AlreadyExists, Fenced, TandemError, Unavailable
+from servicekit.errors import AlreadyExists, Fenced, Internal, TandemError, Unavailable, describe, in_part, is_known
 from servicekit.life.exit_codes import EXIT_FAILED, EXIT_GIVEN_UP, EXIT_OK
 from servicekit.life.tasks import cancel, end_of, first_of
 from servicekit.logs import get_logger
@@ -41,19 +42,20 @@ async def run_or_stop(app: App, stop: asyncio.Event) -> int:
 
     Returns: the exit code.
     """
-    began = await asyncio.to_thread(checkpoint_of, app.environment.run_dir)
+    try:
+        began = await asyncio.to_thread(checkpoint_of, app.environment.run_dir)
+    except OSError:  # whoever needs the folder says so
+        began = None
     work = asyncio.create_task(_work(app), name="run")
     first = await first_of({"run": end_of(work), "lost": end_of(app.lost), "stop": stop})
     if first.name == "lost":
         await cancel(work)
-        why = str(app.lost.exception())
-        log.error("run failed", error=why)
-        await _end(app, State.FAILED, f"{why}; another coordinator leads the run")
+        await _end(app, State.FAILED, f"{app.lost.exception()}; another coordinator leads the run")
         return EXIT_FAILED
     if first.name == "stop" and await app.leaving.leave(work, app.config.run.stop_timeout_s):
         await _end(app, State.INTERRUPTED, "by a signal")
         return app.exits.interrupted
-    error = work.exception()
+    error = Internal("the run was cancelled from inside: see the log") if work.cancelled() else work.exception()
     if error is None:
         await _end(app, State.FINISHED)
         await asyncio.to_thread(forget_failures, app.environment.run_dir)
@@ -61,8 +63,9 @@ async def run_or_stop(app: App, stop: asyncio.Event) -> int:
         return EXIT_OK
     # The boundary of the run: any failure ends it, and is reported with its cause.
     await _make_room(app)
-    why = message_of(error)
-    log.error("run failed", error=why, exc_info=None if isinstance(error, Evicted | Fenced) else error)
+    why = describe(error)
+    if not is_known(error):
+        log.error("unexpected error", error=why, exc_info=error)
     await _end(app, State.FAILED, why)
     code = exit_code_of(error)
     if isinstance(error, AlreadyExists | Evicted | Fenced):  # the run and its count are another coordinator's
@@ -103,7 +106,7 @@ def code_after_failure(run_dir: Path, began: int | None, exits: Exits, *, otherw
         if failures >= MAX_FAILURES:
             forget_failures(run_dir)
     except OSError as error:
-        log.error("failure not counted", error=message_of(error))
+        log.error("failure not counted", error=describe(error))
         return otherwise
     if failures < MAX_FAILURES:
         log.info("another attempt may do better", failures_in_a_row=failures, most=MAX_FAILURES, exit_code=exits.retry)
@@ -120,7 +123,8 @@ async def _work(app: App) -> None:
 
     Raises: AlreadyExists: another coordinator is alive.
     """
-    await asyncio.to_thread(app.lead.claim, 2 * app.config.sync.lease_ttl_s)
+    with in_part("lease"):
+        await asyncio.to_thread(app.lead.claim, 2 * app.config.sync.lease_ttl_s)
     await asyncio.to_thread(take_reserve, app.environment.run_dir)
     on_disk = await asyncio.to_thread(marks, app.environment.run_dir)
     if app.inputs.resumed and on_disk != app.inputs.marks:  # a predecessor has worked while we waited for its end
@@ -146,9 +150,10 @@ async def _work(app: App) -> None:
 async def _attempt(app: App) -> bool:
     """Find the services, execute the run, write its summary. Returns: False: its trainer was lost and replaced."""
     async with AsyncExitStack() as stack:
-        services = await find_services(
-            app.config, app.registry, app.identity, stack, app.cluster, app.lead.fence, resumed=app.inputs.resumed
-        )
+        with in_part("services of the run"):
+            services = await find_services(
+                app.config, app.registry, app.identity, stack, app.cluster, app.lead.fence, resumed=app.inputs.resumed
+            )
         app.view.fleet = services.fleet
         await services.wait_for_trainer(app.config.run.startup_timeout_s)
         versions = await services.versions()
@@ -224,7 +229,16 @@ async def _end(app: App, ended: State, why: str = "") -> None:
     if await _make_room(app):
         try:
             state.save(app.environment.run_dir / STATE_FILE, lambda: check_lease(app.lead))
-        except (OSError, TandemError) as error:  # the log still says how the run ended
-            log.error("run state not written", error=message_of(error))
+        except Exception as error:  # noqa: BLE001 - the log still says how the run ended
+            log.error("run state not written", error=describe(error))
     app.control.enter(ended, why)
-    log.info(f"run {ended.value}", iteration=state.iteration, policy_version=state.policy_version, why=why)
+    say_how_it_ended(state)
+
+
+def say_how_it_ended(state: RunState) -> None:
+    """Log how the run ended: the last line of a coordinator that has failed."""
+    at = {"iteration": state.iteration, "policy_version": state.policy_version}
+    if state.status == State.FAILED.value:
+        log.error("run failed", error=state.error, **at)
+    else:
+        log.info(f"run {state.status}", why=state.error, **at)

@@ -122,6 +122,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
             keep=config.run.keep_checkpoints,
             background=config.run.checkpoint_async,
             mark=mark_of(config, app.owner.run_id),
+            left=partial(progress.note_left, "checkpoints"),
         ),
         missed=Missed(state=inputs.state, progress=progress, budget=config.run.missed_checkpoint_budget),
         exporter=Exporter(
@@ -130,6 +131,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
             every=config.run.export_every,
             keep=config.run.keep_exports,
             template=inputs.train.formats.own_template,
+            left=partial(progress.note_left, "exports"),
         ),
         control=app.control,
         dropped_prompts=inputs.dropped_prompts(),
@@ -142,7 +144,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
         checkpoint=inputs.checkpoint,
         lead=lead,
         lead_patience_s=config.sync.formation_timeout_s,
-        sinks=_sinks(app, lead),
+        sinks=_sinks(app, lead, progress),
     )
 
 
@@ -159,8 +161,9 @@ def _evaluations(app: App, services: Services, scorer: Scorer, rollouts: Rollout
     )
 
 
-def _sinks(app: App, lead: Lead) -> list[Sink]:
+def _sinks(app: App, lead: Lead, progress: Progress) -> list[Sink]:
     """Make what gets every finished iteration."""
+    loop, note_left = asyncio.get_running_loop(), partial(progress.note_left, "samples")
     config, run_dir = app.config, app.environment.run_dir
     sinks: list[Sink] = [*build_trackers(config, run_dir, partial(_outcome, app))]
     if config.samples.enabled:
@@ -172,6 +175,7 @@ def _sinks(app: App, lead: Lead) -> list[Sink]:
                 truncated=config.grpo.truncated,
                 taken=ShownColumns.of([part.reward.takes for part in app.rewards], config),
                 before_write=partial(check_lease, lead),
+                left=lambda texts: loop.call_soon_threadsafe(note_left, texts),
             )
         )
     return sinks

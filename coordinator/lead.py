@@ -3,11 +3,13 @@
 import asyncio
 from typing import Protocol
 
-from servicekit.errors import Unavailable
+from servicekit.errors import Unavailable, describe, in_part
+from servicekit.logs import get_logger
 from tandem_api.common.v1 import common_pb2
 from weightsync.group.rendezvous import Evicted
 
 _RETRY_S = 0.2
+log = get_logger(__name__)
 
 
 class Lead(Protocol):
@@ -53,7 +55,8 @@ async def check_lead(lead: Lead, patience_s: float) -> None:
     deadline_s = asyncio.get_running_loop().time() + patience_s
     while True:
         try:
-            await asyncio.to_thread(lead.hold)
+            with in_part("lease"):
+                await asyncio.to_thread(lead.hold)
             return
         except Unavailable as error:
             if lead.left_s > 0:
@@ -91,4 +94,7 @@ async def may_write(lead: Lead, lost: "asyncio.Future[None]") -> bool:
         return True
     except Evicted:
         return False
+    except Exception as error:  # noqa: BLE001 - of a run that ends, whose first error counts
+        log.warning("lead not confirmed", error=describe(error))
+        return lead.left_s > 0
     return True

@@ -1,4 +1,4 @@
-"""How a run ends early: a stop signal saves finished work first. Also texts and exit codes of failures.
+"""How a run ends early: a stop signal saves finished work first. Also exit codes of failures.
 
 When the stop signal comes
 
@@ -141,13 +141,6 @@ async def _ask_on(trainer: AsksTrainer) -> None:
         with contextlib.suppress(TandemError):
             await trainer.status(timeout_s=_STATUS_TIMEOUT_S)
         await asyncio.sleep(_ASK_S)
-
-
-def message_of(error: BaseException) -> str:
-    """Describe a failure to the user; one of a file with the file's name."""
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"cannot write {error.filename}: {error.strerror}"
-    return str(error) or type(error).__name__
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -27,7 +27,7 @@ from coordinator.learn.staleness import oldest_versions, stale_samples, stalenes
 from coordinator.record.report import IterationRecord
 from coordinator.sync.publication import is_retriable
 from coordinator.sync.weights import WeightSync
-from servicekit.errors import TandemError, WrongVersion
+from servicekit.errors import TandemError, WrongVersion, in_part
 from servicekit.life.meanwhile import Meanwhile
 from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
@@ -117,7 +117,8 @@ class GrpoLoop:
 
     def take_prompts(self, number: int) -> dict[str, Prompt]:
         """Take the next P prompts, by group id; an id consists of iteration, place and data row: `i12.g3.row77`."""
-        prompts = self.cursor.take(self.grpo.prompts_per_iteration)
+        with in_part("data"):
+            prompts = self.cursor.take(self.grpo.prompts_per_iteration)
         return {f"i{number}.g{place}.{prompt.name}": prompt for place, prompt in enumerate(prompts)}
 
     async def generate(self, prompts: Mapping[str, Prompt], policy_version: int) -> Generation:

@@ -6,9 +6,9 @@ finish     checkpoint, Hugging Face export, summary
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from coordinator.record.sinks import Finished, Sink, Sinks
 from coordinator.record.state import RunState
 from coordinator.sync.take_over import take_over
 from coordinator.watch.control import RunControl
-from servicekit.errors import TandemError, WrongVersion
+from servicekit.errors import Internal, TandemError, WrongVersion, in_part
 from servicekit.life.tasks import cancel
 from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
@@ -46,6 +46,18 @@ from tandem_files.run_config import adopt_next
 from tandem_files.run_folder import STATE_FILE
 
 log = get_logger(__name__)
+# What the end of a run calls the parts of an iteration.
+_PARTS = {
+    "generate": "generation",
+    "reward": "rewards",
+    "reference": "reference log-probs",
+    "batch": "batch",
+    "train": "trainer",
+    "evaluate": "evaluation",
+    "sync": "weight sync",
+    "checkpoint": "checkpoint",
+    "export": "export",
+}
 
 
 @dataclass(kw_only=True)
@@ -122,12 +134,14 @@ class Run:
             await self._sinks.close()
 
     async def _work(self) -> None:
-        await self._start()
+        with in_part("start of the run"):
+            await self._start()
         while not self._is_over(self.state.iteration):
             await self.control.gate()
             if not self.control.stop_requested:
                 await self._traced_iteration(self.state.iteration + 1)
-        await self._finish()
+        with in_part("end of the run"):
+            await self._finish()
 
     async def _start(self) -> None:
         await self.loop.weights.take_over()
@@ -146,7 +160,8 @@ class Run:
         await self._agree_on_version()
         self._set_damaged_aside()
         # On a resume too: replicas start without weights, and no other process would send them.
-        self.progress.note_sync(await self.loop.weights.publish(self.state.policy_version))
+        with in_part(_PARTS["sync"]):
+            self.progress.note_sync(await self.loop.weights.publish(self.state.policy_version))
         self.progress.start()
         self.missed.none()
         await self._evaluate_at_the_start()
@@ -166,7 +181,8 @@ class Run:
 
     async def _evaluate_at_the_start(self) -> None:
         """Evaluate the policy before the first iteration: the baseline of all later ones."""
-        evaluated = await self.evaluations.at_the_start()
+        with in_part(_PARTS["evaluate"]):
+            evaluated = await self.evaluations.at_the_start()
         if evaluated:
             self._note_evaluated(evaluated, self.state.iteration)
             row = self.evaluations.note_baseline()
@@ -212,7 +228,7 @@ class Run:
     async def _traced_iteration(self, number: int) -> None:
         """Run an iteration as one trace, with its number in every log line."""
         where = {"iteration": number, "policy_version": self.state.policy_version}
-        with bound_contextvars(**where), span("iteration", **where):
+        with bound_contextvars(**where), span("iteration", **where), in_part(f"iteration {number}"):
             await self._iterate(number)
 
     async def _iterate(self, number: int) -> None:
@@ -344,10 +360,18 @@ class Run:
         """Return the rows of metrics.jsonl."""
         return self._rows.rows()
 
-    def _part(self, part: str) -> AbstractContextManager[object]:
-        """Announce that a part of an iteration begins. Returns: its span."""
+    @contextlib.contextmanager
+    def _part(self, part: str) -> Iterator[None]:
+        """Announce that a part of an iteration begins; in its span, and named by its errors."""
         self._announce(part)
-        return span(part)
+        with span(part), in_part(_PARTS[part]):
+            try:
+                yield
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                raise Internal("its work was cancelled from inside, which nothing should do: see the log") from error
 
     def _announce(self, part: str) -> None:
         if part == "train":

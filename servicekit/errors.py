@@ -7,6 +7,7 @@ the state first -> FAILED_PRECONDITION; fix the request -> INVALID_ARGUMENT. The
 
 import contextlib
 import dataclasses
+import errno
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -261,11 +262,84 @@ def from_rpc_error(error: grpc.RpcError) -> TandemError:
     return Internal(f"{code.name}: {details}")
 
 
+# Note of an OSError that a write has raised.
+WRITING = "while writing"
+_PART = "part: "
+_NO_ROOM, _NO_RIGHT = "make room there, then resume", "let this user write there, then resume"
+_ADVICE = {
+    errno.ENOSPC: _NO_ROOM,
+    errno.EDQUOT: _NO_ROOM,
+    errno.EROFS: "mount it for writing, then resume",
+    errno.EACCES: _NO_RIGHT,
+    errno.EPERM: _NO_RIGHT,
+    errno.EIO: "look at its disk, then resume",
+    errno.ENOENT: "was it removed? restore it, then resume",
+}
+
+
+@contextlib.contextmanager
+def in_part(name: str) -> Iterator[None]:
+    """Note in errors of the block which part of the process they are of, for `describe`; the innermost part counts."""
+    try:
+        yield
+    except Exception as error:
+        if not any(note.startswith(_PART) for note in _notes(error)):
+            error.add_note(f"{_PART}{name}")
+        raise
+
+
+def _notes(error: BaseException) -> list[str]:
+    return list(getattr(error, "__notes__", ()))
+
+
+def is_known(error: BaseException) -> bool:
+    """Whether the message of an error says all that there is to say, so that nobody needs the traceback."""
+    return isinstance(error, TandemError) or (isinstance(error, OSError) and error.filename is not None)
+
+
+def describe(error: BaseException, *, advise: bool = True) -> str:
+    """Describe an error to the user in a line: its part of the process, what happened, what to do about it.
+
+    Args:
+        advise: say what to do about files and disks.
+
+    >>> with contextlib.suppress(KeyError), in_part("reward length"):
+    ...     raise (caught := KeyError("level"))
+    >>> describe(caught)
+    "reward length: KeyError: 'level'"
+    """
+    text = _what(error)
+    part = next((note.removeprefix(_PART) for note in _notes(error) if note.startswith(_PART)), "")
+    if part.lower() not in text.partition(":")[0].lower():
+        text = f"{part}: {text}"
+    cause: BaseException | None = error
+    while advise and cause is not None:
+        if isinstance(cause, OSError) and cause.errno in _ADVICE:
+            return f"{text} ({_ADVICE[cause.errno]})"
+        cause = cause.__cause__
+    return text
+
+
+def _what(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        verb = "write" if WRITING in _notes(error) or _ADVICE.get(error.errno or 0) == _NO_ROOM else "use"
+        return f"cannot {verb} {error.filename}: {error.strerror}"
+    if isinstance(error, grpc.RpcError) and hasattr(error, "code"):
+        error = from_rpc_error(error)
+    kind = type(error).__name__
+    if isinstance(error, MemoryError):
+        return f"{kind}: this process is out of memory"
+    if isinstance(error, TandemError):
+        return str(error) or kind
+    return " ".join(f"{kind}: {error}".split()) if str(error) else kind
+
+
 @contextlib.contextmanager
 def rpc_errors(peer: str = "") -> Iterator[None]:
     """Turn gRPC errors inside a `with` block into TandemErrors; `peer` ("rollout-0") is put before the message."""
     try:
-        yield
+        with in_part(peer) if peer else contextlib.nullcontext():
+            yield
     except grpc.RpcError as error:
         translated = from_rpc_error(error)
         if not peer:

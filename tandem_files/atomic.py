@@ -5,12 +5,16 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from servicekit.errors import WRITING
+
 # Suffix of a file until it is complete; a crash may leave such a file.
 SCRATCH_SUFFIX = r"\.[0-9a-f]{32}\.tmp"
+# Suffix of what could not be removed, and is to be removed later (make_way).
+LEFT = r"\.left-[0-9a-f]{32}"
 
 
 def no_check() -> None:
@@ -44,12 +48,12 @@ def write_bytes_atomic(
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add `path` to an OSError without a file name, e.g. that of a write to a full disk."""
+    """Let an OSError name `path`: that of a write to a full disk names nothing, others a temporary file."""
     try:
         yield
     except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
+        error.filename, error.filename2 = str(path), None  # not the temporary file's, which says nothing
+        error.add_note(WRITING)
         raise
 
 
@@ -61,13 +65,55 @@ def write_json_atomic(
     write_bytes_atomic(path, f"{text}\n".encode(), before_write, durable=durable)
 
 
+class NotRemoved(OSError):
+    """Some of the files and folders that were to be removed are still there; all others are gone.
+
+    Attributes:
+        left: which, and why, a sentence for each.
+    """
+
+    def __init__(self, left: list[str]) -> None:
+        super().__init__("; ".join(left))
+        self.left = left
+
+
+def remove_each(paths: Iterable[Path]) -> list[str]:
+    """Remove files, links and folders, as far as possible. Returns: for each that is left, what holds it, and why."""
+    left: list[str] = []
+    for path in paths:
+        errors: list[str] = []
+
+        def note(_: object, name: str, info: Any, errors: list[str] = errors) -> None:
+            if not isinstance(info[1], FileNotFoundError):  # another process removes it too
+                errors.append(f"{name}: {info[1].strerror or info[1]}")
+
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, onerror=note)
+            else:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            errors.append(f"{path}: {error.strerror or error}")
+        left += errors[:1]  # those after it follow from it
+    return left
+
+
+def make_way(path: Path) -> None:
+    """Remove what is at `path`; rename it, if something in it cannot be removed, to a name that LEFT matches.
+
+    Raises: OSError: it can be neither removed nor renamed.
+    """
+    if remove_each([path]):
+        path.rename(path.with_name(f".{path.name.removeprefix('.')}.left-{uuid.uuid4().hex}"))
+
+
 def replace_folder(finished: Path, folder: Path) -> None:
     """Replace `folder` by a finished folder on the same file system, durably.
 
     A rename cannot replace a folder that has files, so the old folder is renamed first, then removed.
     """
     old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    make_way(old)
     if folder.exists():
         folder.rename(old)
     finished.rename(folder)

@@ -12,14 +12,22 @@ complete.json holds digests: its own, and of every file of the checkpoint that i
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from servicekit.errors import ConfigError
-from tandem_files.atomic import no_check, sync_folder, write_bytes_atomic, write_json_atomic
+from tandem_files.atomic import (
+    LEFT,
+    NotRemoved,
+    make_way,
+    no_check,
+    remove_each,
+    sync_folder,
+    write_bytes_atomic,
+    write_json_atomic,
+)
 from tandem_files.digests import MANIFEST, damages, file_digest, read_manifest, text_digest
 
 COMPLETE = "complete.json"
@@ -29,6 +37,7 @@ FOLDER = "checkpoints"
 BEST_FILE = "best.json"
 LATEST_FILE = "latest"
 _STEP = re.compile(r"step-(\d{8,})")
+_LEFT = re.compile(rf"\.step-\d{{8,}}{LEFT}")
 _SET_ASIDE = "damaged-"
 _FILES, _SELF = "files", "digest"
 
@@ -255,7 +264,7 @@ def set_aside(damage: Damage) -> Path | None:
     aside = damage.folder.with_name(f"{_SET_ASIDE}{damage.folder.name}")
     if damage.unfinished or not damage.folder.exists():
         return None
-    shutil.rmtree(aside, ignore_errors=True)
+    make_way(aside)
     damage.folder.rename(aside)
     sync_folder(aside.parent)
     return aside
@@ -320,9 +329,11 @@ def mark_latest(run_dir: Path, before_write: Callable[[], None] = no_check) -> N
 def prune(run_dir: Path, keep: int) -> list[Path]:
     """Remove all but the best and the `keep` newest complete checkpoints, and unfinished ones older than the newest.
 
-    An unfinished folder newer than every complete one stays: it is being written.
+    An unfinished folder newer than every complete one stays: it is being written. What could not be removed before goes
+    first.
 
     Returns: the folders that were removed.
+    Raises: NotRemoved: some could not be; the others are gone. A checkpoint of which a part is left has no mark.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got {keep}")
@@ -333,12 +344,21 @@ def prune(run_dir: Path, keep: int) -> list[Path]:
     kept = {folder for iteration, folder in complete if best is not None and iteration == best.iteration}
     kept |= {folder for _, folder in complete[-keep:]}
     newest = complete[-1][0]
-    removed = [folder for iteration, folder in list_all(run_dir) if iteration <= newest and folder not in kept]
-    for folder in removed:
-        # The mark first, so that a crash in between leaves no partial checkpoint that counts as complete.
-        (folder / COMPLETE).unlink(missing_ok=True)
-        shutil.rmtree(folder)
-    return removed
+    old = [folder for iteration, folder in list_all(run_dir) if iteration <= newest and folder not in kept]
+    old.sort(key=lambda folder: (folder / COMPLETE).is_file())
+    left = remove_each(path for path in (run_dir / FOLDER).iterdir() if _LEFT.fullmatch(path.name))
+    left += [text for folder in old for text in remove_checkpoint(folder)]
+    if left:
+        raise NotRemoved(left)
+    return sorted(old)
+
+
+def remove_checkpoint(folder: Path) -> list[str]:
+    """Remove a checkpoint as far as possible. Returns: what is left, and why, as remove_each."""
+    if folder.is_symlink():
+        return remove_each([folder])  # where its owner has moved it, it stays whole
+    # The mark first, so that a crash in between leaves no partial checkpoint that counts as complete.
+    return remove_each([folder / COMPLETE]) or remove_each([folder])
 
 
 def list_all(run_dir: Path) -> list[tuple[int, Path]]:

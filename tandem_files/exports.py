@@ -7,6 +7,7 @@ An export takes from the model's folder, and from the tokenizer's, what its read
 also hold old weights in other formats (*.gguf, *.bin, original/), which are not this policy's.
 """
 
+import contextlib
 import json
 import re
 import shutil
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from servicekit.errors import ConfigError
-from tandem_files.atomic import sync_file, write_bytes_atomic
+from tandem_files.atomic import LEFT, NotRemoved, remove_each, sync_file, write_bytes_atomic
 from tandem_files.run_paths import FolderKind
 
 FINAL = "hf"
@@ -27,8 +28,8 @@ CHAT_TEMPLATE = "chat_template.jinja"
 _TEMPLATES = "additional_chat_templates"
 EXPORT = FolderKind(name="an exported model", mark=MARK, entry=re.compile(r"[\w.-]+"), folders=frozenset({_TEMPLATES}))
 _ITERATION = re.compile(r"iteration-(\d{6,})")
-# What a trainer that was killed while it wrote an export leaves.
-_UNFINISHED = re.compile(r"\.iteration-\d{6,}\.(partial|old)")
+# What a trainer that was killed while it wrote an export leaves, and what could not be removed.
+_UNFINISHED = re.compile(rf"\.iteration-\d{{6,}}(\.(partial|old))?({LEFT})?")
 
 _CONFIG, _GENERATION, _TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 _MODEL_FILES = (_CONFIG, _GENERATION, "LICENSE*", "NOTICE*")
@@ -62,16 +63,21 @@ def prune_exports(run_dir: Path, newest: int, keep: int) -> list[Path]:
     Exports after iteration `newest` are of iterations that a resumed run repeats: they neither count nor are removed.
 
     Returns: the exports that were removed.
+    Raises: NotRemoved: some could not be; the others are gone. One of which a part is left is no export any more, and
+        goes first the next time.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got {keep}")
-    for path in (run_dir / FOLDER).iterdir():
-        if _UNFINISHED.fullmatch(path.name):
-            shutil.rmtree(path)
-    removed = [path for number, path in list_exports(run_dir) if number <= newest][:-keep]
-    for path in removed:
-        shutil.rmtree(path)
-    return removed
+    left = remove_each(path for path in (run_dir / FOLDER).iterdir() if _UNFINISHED.fullmatch(path.name))
+    old = [path for number, path in list_exports(run_dir) if number <= newest][:-keep]
+    for path in old:
+        aside = path.with_name(f".{path.name}.old")
+        with contextlib.suppress(OSError):  # else it is removed where it is
+            path.rename(aside)
+        left += remove_each([path, *([aside] if aside.exists() else [])])
+    if left:
+        raise NotRemoved(left)
+    return old
 
 
 def list_exports(run_dir: Path) -> list[tuple[int, Path]]:

@@ -26,7 +26,7 @@ from coordinator.data.scan import Scan
 from coordinator.data.sources import RowSource, SourceFile
 from servicekit.logs import get_logger
 from tandem_config.schema import DataSection
-from tandem_files.atomic import write_bytes_atomic
+from tandem_files.atomic import remove_each, write_bytes_atomic
 from tandem_files.digests import text_digest
 from tandem_files.rows.reading import Row
 
@@ -76,8 +76,8 @@ class RowIndex:
 
 def write_indices(run_dir: Path, indices: Sequence[RowIndex]) -> None:
     """Replace the indices in a run's folder. Raises: OSError."""
-    for earlier in (run_dir / FOLDER).glob("*.npz"):
-        earlier.unlink()
+    for text in remove_each((run_dir / FOLDER).glob("*.npz")):  # of other data than the run's, or replaced below
+        log.warning("earlier index of the data not removed", why=text)
     for index in indices:
         index.write(run_dir)
 

@@ -14,7 +14,7 @@ from coordinator.flow import Group, Scored
 from coordinator.learn.rewards.base import ScoredText, Scores
 from coordinator.learn.rewards.registry import Part
 from coordinator.learn.rewards.work import MAX_LATE_SHARE, late_budget
-from servicekit.errors import Internal
+from servicekit.errors import Internal, in_part
 from servicekit.life.tasks import cancel
 from tandem_files.tokenizer import TextCodec
 
@@ -94,7 +94,8 @@ class Scorer:
 
 
 async def _score_in_budget(part: Part, items: Sequence[ScoredText]) -> Scores:
-    scores = await part.reward.score(items)
+    with in_part(f"reward {part.name}"):
+        scores = await part.reward.score(items)
     total, failed = len(items), _failed(scores)
     if failed and part.on_error == "stop":
         raise Internal(

@@ -1,10 +1,13 @@
 """Writes the policy as Hugging Face folders, every n iterations and at the end; a failure does not end the run."""
 
 import asyncio
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from coordinator.clients.trainer import Trainer
-from servicekit.errors import DeadlineExceeded, Internal, InvalidRequest
+from coordinator.record.progress import no_left
+from servicekit.errors import DeadlineExceeded, Internal, InvalidRequest, describe
+from tandem_files.atomic import NotRemoved
 from tandem_files.exports import FINAL, export_folder, note_template, prune_exports
 
 
@@ -15,14 +18,25 @@ class Exporter:
         every: iterations between exports; None: only the final one.
         keep: number of newest exports to keep, beside the final one.
         template: the chat template that replaces the tokenizer's; None: none does.
+        left: called with what could not be removed of old exports (tandem_files.atomic.remove_each).
     """
 
-    def __init__(self, *, run_dir: Path, trainer: Trainer, every: int | None, keep: int, template: str | None) -> None:
+    def __init__(
+        self,
+        *,
+        run_dir: Path,
+        trainer: Trainer,
+        every: int | None,
+        keep: int,
+        template: str | None,
+        left: Callable[[Sequence[str]], object] = no_left,
+    ) -> None:
         self._run_dir = run_dir.absolute()
         self._trainer = trainer
         self._every = every
         self._keep = keep
         self._template = template
+        self._left = left
 
     def note_template(self) -> None:
         """Record the chat template in the run's folder, for the trainer's exports and those of `tandem export`."""
@@ -40,10 +54,14 @@ class Exporter:
         """
         problem = await self._write(export_folder(self._run_dir, iteration))
         if not problem:
+            left: list[str] = []
             try:
                 await asyncio.to_thread(prune_exports, self._run_dir, iteration, self._keep)
+            except NotRemoved as error:
+                left = error.left
             except OSError as error:
-                problem = f"old exports not removed: {error}"
+                left = [describe(error)]
+            self._left(left)
         return problem
 
     async def export_final(self) -> str:

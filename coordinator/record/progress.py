@@ -22,6 +22,10 @@ MAX_SKIPPED_IN_A_ROW = 10
 log = get_logger(__name__)
 
 
+def no_left(left: Sequence[str]) -> None:
+    """Tell nobody what could not be removed."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Progress:
     """The progress of a run.
@@ -37,6 +41,8 @@ class Progress:
     _remarked_rows: dict[str, set[str]] = field(default_factory=dict, init=False)
     _curves: list[dict[str, float]] = field(default_factory=list, init=False)
     _watch: Watch = field(default_factory=Watch, init=False)
+    # By what it is of, files that could not be removed.
+    _left: dict[str, list[str]] = field(default_factory=dict, init=False)
 
     def load(self, rows: Sequence[Row]) -> None:
         """Begin with the rows of earlier processes."""
@@ -45,6 +51,7 @@ class Progress:
     def start(self) -> None:
         """Set the metrics to the state with which the first iteration begins."""
         self._set_position()
+        self.state.not_removed = []  # of the process before: tried again
         metrics.LOGPROB_DIFF_LIMIT.set(self.logprob_diff_limit)
         if self.state.initial_accuracy is not None:
             metrics.INITIAL_ACCURACY.set(self.state.initial_accuracy)
@@ -66,6 +73,22 @@ class Progress:
         """Warn, if there is a message."""
         if message:
             self.warn(kind, message)
+
+    def note_left(self, what: str, left: Sequence[str]) -> None:
+        """Show what could not be removed as a trouble of the run; warn of it once, and when it changes.
+
+        Args:
+            what: "checkpoints", ...
+            left: which files, and why.
+        """
+        if list(left) == self._left.get(what, []):
+            return
+        self._left[what] = list(left)
+        before = self.state.not_removed
+        self.state.not_removed = [_not_removed(name, texts) for name, texts in self._left.items() if texts]
+        self.state.troubles = [*(text for text in self.state.troubles if text not in before), *self.state.not_removed]
+        if left:
+            self.warn("not_removed", _not_removed(what, left))
 
     def note_dropped_prompts(self, dropped: Mapping[DataKey, Mapping[str, int]]) -> None:
         """Warn of dropped prompts (data.overlong_prompts: drop), by part and source: they change what is trained."""
@@ -149,7 +172,14 @@ class Progress:
         """Record the troubles of the training, and warn of new ones."""
         self._curves.append(numeric(row))
         now = troubles(self._curves, self.state.initial_accuracy, self.logprob_diff_limit)
-        self.state.troubles = [*self.state.missed_checkpoints[-1:], *(trouble.text for trouble in now)]
+        of_disk = [*self.state.missed_checkpoints[-1:], *self.state.not_removed]
+        self.state.troubles = [*of_disk, *(trouble.text for trouble in now)]
         for trouble in self._watch.begun(now):
             if trouble.kind != "mismatch":  # a remark of each iteration
                 self.warn("training", f"iteration {self.state.iteration}: {trouble.text}")
+
+
+def _not_removed(what: str, left: Sequence[str]) -> str:
+    """Describe what could not be removed."""
+    more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+    return f"Old {what} cannot be removed, and fill the disk ({left[0]}{more}); each is tried again with the next."

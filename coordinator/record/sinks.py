@@ -138,7 +138,7 @@ class _Feed:
                     self._complaints.put(remark)
             if remark := self._sink.close():
                 self._complaints.put(remark)
-        except Exception as error:
+        except BaseException as error:  # a library's exit, too, ends its sink alone
             self._failed = True
             log.warning("sink failed", sink=self._sink.name, exc_info=True)
             self._complaints.put(

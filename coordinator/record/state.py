@@ -133,6 +133,8 @@ class RunState(BaseModel):
     damaged_checkpoints: list[str] = Field(default_factory=list)
     # Why the checkpoints since the newest written one were not written, as sentences.
     missed_checkpoints: list[str] = Field(default_factory=list)
+    # What is left of old checkpoints, exports and samples that could not be removed, as sentences.
+    not_removed: list[str] = Field(default_factory=list)
     # Troubles of the training after the last iteration, as sentences (health.py).
     troubles: list[str] = Field(default_factory=list)
     # Consecutive iterations without anything to train on.

@@ -228,6 +228,7 @@ for _kind in (
     "kubernetes",
     "dropped_prompts",
     "missed_checkpoint",
+    "not_removed",
 ):
     WARNINGS.labels(kind=_kind)
 

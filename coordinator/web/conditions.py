@@ -38,6 +38,7 @@ class Conditions:
         failed_rounds: number of failed ones among the last rounds.
         disk_free: free share of the run folder's disk.
         missed_checkpoints: why those since the newest written one were not written.
+        not_removed: what is left of old files that could not be removed.
         initial_accuracy: on held-out prompts, before the first iteration.
     """
 
@@ -52,6 +53,7 @@ class Conditions:
     failed_rounds: int
     disk_free: float
     missed_checkpoints: Sequence[str] = ()
+    not_removed: Sequence[str] = ()
     initial_accuracy: float | None = None
 
 
@@ -68,6 +70,8 @@ def _of_the_run(now: Conditions) -> Iterator[Alert]:
         yield Alert(name="TandemNoProgress", text=f"No progress for {now.standstill_s / 60:.0f} minutes.")
     for text in now.missed_checkpoints[-1:]:
         yield Alert(name="TandemCheckpointsMissed", text=text)
+    for text in now.not_removed:
+        yield Alert(name="", text=text)
     if now.disk_free < DISK_FULL:
         yield Alert(name="TandemDiskFull", text=f"{now.disk_free:.1%} of the run folder's disk is free.")
 

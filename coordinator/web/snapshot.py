@@ -79,6 +79,7 @@ class Source:
             failed_rounds=sum(sync.error != "" for sync in rounds[-_ROUNDS_CHECKED:]),
             disk_free=disk_free(self.run_dir),
             missed_checkpoints=list(self.state.missed_checkpoints),
+            not_removed=list(self.state.not_removed),
             initial_accuracy=self.state.initial_accuracy,
         )
         return [*alerts(seen), *(Alert(name="", text=trouble) for trouble in self.troubles())]

@@ -7,7 +7,7 @@ from typing import Any
 
 import uvloop
 
-from servicekit.errors import ConfigError, ConfigurationSkew, Internal, ReleaseSkew, Unavailable
+from servicekit.errors import ConfigError, Internal, describe, is_known
 from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
 from servicekit.life.tasks import Wait, first_of
 from servicekit.logs import configure_logging, get_logger
@@ -88,18 +88,14 @@ def run_main(
         start_tracing(service)
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             code = runner.run(with_signals())
-    except ConfigError as error:
-        log.error("bad configuration", error=str(error))
-        record_failure(service, name or service, str(error))
-        return EXIT_BAD_CONFIG
-    except (Unavailable, ReleaseSkew, ConfigurationSkew) as error:  # no bug: the message says more than a traceback
-        log.error("service failed", error=str(error))
-        record_failure(service, name or service, str(error))
-        return failed()
-    except Exception as error:  # the boundary of the process
-        log.error("service failed", error=f"{type(error).__name__}: {error}", exc_info=error)
-        record_failure(service, name or service, f"{type(error).__name__}: {error}")
-        return failed()
+    except (Exception, asyncio.CancelledError) as error:  # the boundary of the process
+        why, bad = describe(error), isinstance(error, ConfigError)
+        code = EXIT_BAD_CONFIG if bad else failed()
+        record_failure(service, name or service, why)
+        # The last line. Internal may be a bug of ours.
+        known = is_known(error) and type(error) is not Internal
+        log.error("bad configuration" if bad else "service failed", error=why, exc_info=None if known else error)
+        return code
     finally:
         stop_tracing()
     return EXIT_OK if code is None else code

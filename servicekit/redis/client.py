@@ -5,6 +5,8 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 import redis
@@ -26,6 +28,14 @@ TLS_OPTIONS = {
     "TANDEM_REDIS_KEY": "ssl_keyfile",
 }
 _RETRY_S = 0.5
+Kind = Literal["string", "set", "hash", "sorted set"]
+# Commands with an empty or short answer that a key of another type refuses.
+_PROBES: Mapping[Kind, tuple[str, tuple[str, ...]]] = {
+    "string": ("GET", ()),
+    "set": ("SMEMBERS", ()),
+    "hash": ("HGET", ("",)),
+    "sorted set": ("ZRANGEBYSCORE", ("1", "0")),
+}
 
 
 class AccessRefused(Unavailable):
@@ -62,6 +72,7 @@ def _connect(url: str, decode_responses: bool) -> redis.Redis:
         client = redis.Redis.from_url(
             url,
             decode_responses=decode_responses,
+            encoding_errors="replace",  # text of others that is no UTF-8 must not fail halfway through an answer
             socket_connect_timeout=CONNECT_TIMEOUT_S,
             socket_timeout=ANSWER_TIMEOUT_S,
             health_check_interval=30,
@@ -97,9 +108,11 @@ def with_tls_files(url: str, environ: Mapping[str, str]) -> str:
 
 
 @contextlib.contextmanager
-def redis_errors() -> Iterator[None]:
+def redis_errors(client: redis.Redis | None = None, kinds: Mapping[str, Kind] = MappingProxyType({})) -> Iterator[None]:
     """Turn errors of the Redis commands inside into Unavailable: outages, fail-overs and full memory may all pass.
 
+    Args:
+        kinds: what the keys of the commands hold; with `client`, a key that holds something else is named.
     Raises: AccessRefused, an Unavailable: the user lacks a right now. Registry() checks at the start that it has them.
     """
     try:
@@ -110,7 +123,23 @@ def redis_errors() -> Iterator[None]:
             "that `python -m servicekit.redis.acl` prints?"
         ) from error
     except redis.RedisError as error:
-        raise Unavailable(f"Redis failed: {error}") from error
+        wrong = _of_other_kind(client, kinds) if client is not None and "WRONGTYPE" in str(error) else []
+        raise Unavailable(f"Redis failed: {'; '.join(wrong) or error}") from error
+
+
+def _of_other_kind(client: redis.Redis, kinds: Mapping[str, Kind]) -> list[str]:
+    """Describe the keys that hold something else than they should; as far as Redis answers."""
+    found = []
+    for key, kind in kinds.items():
+        command, arguments = _PROBES[kind]
+        try:
+            client.execute_command(command, key, *arguments)
+        except redis.ResponseError as error:
+            if "WRONGTYPE" in str(error):
+                found.append(f"the key {key} is no {kind}: another program has written it; remove it (redis-cli del)")
+        except redis.RedisError:
+            break
+    return found
 
 
 def redact(url: str) -> str:

@@ -6,7 +6,9 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
+from typing import Any
 
+from servicekit.addresses import split_address
 from servicekit.errors import ConfigError
 from servicekit.versions import release
 
@@ -96,11 +98,39 @@ Failures = list[Failure]
 
 def read_record(text: str) -> ServiceRecord:
     """Read a record from its JSON. Raises: ConfigError: it is not one of ours."""
+    defaults = {"metrics_address": "", "release": "of a release that does not say", "settings": ""}
+    # A newer release may have more fields: they are ignored here; its field `release` is compared elsewhere.
+    record: ServiceRecord = _read(ServiceRecord, text, defaults)
     try:
-        fields = {"release": "of a release that does not say", "settings": "", **json.loads(text)}
-        # A newer release may have more fields: ignore them here; its field `release` is compared elsewhere.
-        return ServiceRecord(**{field.name: fields[field.name] for field in dataclasses.fields(ServiceRecord)})
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(
-            f"a service record in Redis cannot be read ({error}): {text[:200]}; does another program use this run id?"
-        ) from error
+        for address in (record.address, record.metrics_address or record.address):
+            split_address(address)
+    except ValueError as error:
+        raise _unreadable(text, error) from None
+    if not (record.name and record.worker_id):
+        raise _unreadable(text, "it has no name or no worker_id")
+    return record
+
+
+def read_failure(text: str) -> Failure:
+    """Read why a service ended from its JSON. Raises: ConfigError: it is not one of ours."""
+    failure: Failure = _read(Failure, text, {})
+    return failure
+
+
+def _read(kind: type[Any], text: str, defaults: Mapping[str, str]) -> Any:
+    """Make a dataclass whose fields are texts and numbers of its JSON, each of the type that it has."""
+    try:
+        given = {**defaults, **json.loads(text)}
+        for field in dataclasses.fields(kind):
+            wanted = (int, float) if field.type in (float, "float") else str
+            if isinstance(given[field.name], bool) or not isinstance(given[field.name], wanted):
+                raise TypeError(f"{field.name} is {given[field.name]!r:.60}")
+        return kind(**{field.name: given[field.name] for field in dataclasses.fields(kind)})
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _unreadable(text, error) from error
+    except KeyError as error:
+        raise _unreadable(text, f"it has no {error.args[0]}") from error
+
+
+def _unreadable(text: str, why: object) -> ConfigError:
+    return ConfigError(f"it cannot be read ({why}): {text[:200]!r}; does another program use this run id?")

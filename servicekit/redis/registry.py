@@ -46,6 +46,7 @@ from servicekit.redis.records import (
     Failures,
     Records,
     ServiceRecord,
+    read_failure,
     read_record,
 )
 
@@ -63,9 +64,21 @@ SETTINGS_ADVICE = (
 )
 _CLOSED = "the registry was closed while waiting"
 
-_WITHDRAW = """
+# The worker whose record a text is; nil: it is no record.
+_WORKER_OF = """
+local function worker_of(text)
+  local read, record = pcall(cjson.decode, text)
+  if not read or type(record) ~= 'table' then return nil end
+  for _, field in ipairs({'role', 'name', 'address', 'worker_id'}) do
+    if type(record[field]) ~= 'string' then return nil end
+  end
+  return record['worker_id']
+end
+"""
+
+_WITHDRAW = f"""{_WORKER_OF}
 local current = redis.call('GET', KEYS[1])
-if current and cjson.decode(current)['worker_id'] == ARGV[2] then
+if current and worker_of(current) == ARGV[2] then
   redis.call('DEL', KEYS[1])
   redis.call('SREM', KEYS[2], ARGV[1])
   return 1
@@ -73,16 +86,16 @@ end
 return 0
 """
 
-# Returns the record of the worker that holds the name, or nil when it is ours now. Keys from the second on, values that
-# we have published among them, are kept for ARGV[5] seconds more.
-_CLAIM = """
+# Returns the record of the worker that holds the name, or nil when it is ours now; '' when something else was there,
+# which is replaced. Keys from the second on, values that we have published among them, are kept for ARGV[5] seconds.
+_CLAIM = f"""{_WORKER_OF}
 local current = redis.call('GET', KEYS[1])
-if current and cjson.decode(current)['worker_id'] ~= ARGV[2] then
-  return current
-end
+local holder = current and worker_of(current)
+if holder and holder ~= ARGV[2] then return current end
 redis.call('SET', KEYS[1], ARGV[3], 'PX', ARGV[4])
 redis.call('SADD', KEYS[2], ARGV[1])
 for i = 2, #KEYS do redis.call('EXPIRE', KEYS[i], ARGV[5]) end
+if current and not holder then return '' end
 return nil
 """
 
@@ -119,6 +132,7 @@ class Registry:
         self._record: ServiceRecord | None = None
         self._lease: Lease | None = None
         self._values: set[str] = set()  # keys of values that we keep alive with our record
+        self._told: set[tuple[str, str]] = set()  # keys and texts that were warned about
         self._closed = threading.Event()
         self._check_rights(deadline_s)
 
@@ -213,7 +227,7 @@ class Registry:
             theirs = self.get_value(f"settings:{digest}")
             if self._settings is not None and theirs is not None:
                 return self._settings.differences(theirs)
-        except (Unavailable, ValueError) as error:
+        except (Unavailable, ValueError, RecursionError) as error:
             log.warning("settings of another service not read", error=str(error))
         return f"the digest of its settings is {digest[:12]}, here it is {self.settings_digest[:12]}"
 
@@ -224,7 +238,7 @@ class Registry:
         record, self._lease, self._record = self._record, None, None
         if record is None:
             return
-        with redis_errors():
+        with self._errors(record):
             self._remove(keys=self._keys(record), args=[record.name, record.worker_id])
 
     def remove_refusing(self, role: str, name: str) -> bool:
@@ -236,7 +250,7 @@ class Registry:
         """
         for record in self.list(role):
             if record.name == name and _refuses(record.address):
-                with redis_errors():
+                with self._errors(record):
                     return bool(self._remove(keys=self._keys(record), args=[record.name, record.worker_id]))
         return False
 
@@ -250,13 +264,32 @@ class Registry:
         self._redis.close()
 
     def list(self, role: str) -> Records:
-        """Return the live records of a role, sorted by name."""
-        with redis_errors():
-            names: Any = self._redis.smembers(f"{self._prefix}:names:{role}")
+        """Return the live records of a role, sorted by name; those that cannot be read are warned of, and left out."""
+        names_key = f"{self._prefix}:names:{role}"
+        with redis_errors(self._redis, {names_key: "set"}):
+            names: Any = sorted(self._redis.smembers(names_key))
             if not names:
                 return []
-            texts: Any = self._redis.mget([self._service_key(role, name) for name in sorted(names)])
-        return [read_record(text) for text in texts if text is not None]
+            texts: Any = self._redis.mget([self._service_key(role, name) for name in names])
+        found: Records = []
+        for name, text in zip(names, texts, strict=True):
+            with self._telling(self._service_key(role, name), text):
+                if text is not None:
+                    record = read_record(text)
+                    if (record.role, record.name) != (role, name):
+                        raise ConfigError(f"it is the record of {record.role} {record.name!r:.60}")
+                    found.append(record)
+        return found
+
+    @contextlib.contextmanager
+    def _telling(self, key: str, text: str | None) -> Iterator[None]:
+        """Warn of a record that cannot be read, once: one that another program has written must not end a run."""
+        try:
+            yield
+        except ConfigError as error:
+            if (key, str(text)) not in self._told:
+                self._told.add((key, str(text)))
+                log.warning("record in Redis left out: remove it, or write it anew", key=key, error=str(error))
 
     def wait_for(self, role: str, names: Sequence[str] | int, timeout_s: float) -> Records:
         """Wait until services are announced.
@@ -292,7 +325,7 @@ class Registry:
         Args:
             ttl_s: how long it stays; None: for as long as our record is renewed, and a week.
         """
-        with redis_errors():
+        with redis_errors():  # of whatever kind it was
             self._redis.set(
                 self._value_key(key), value, px=round(1000 * _KEPT_S) if ttl_s is None else max(1, round(ttl_s * 1000))
             )
@@ -301,7 +334,7 @@ class Registry:
 
     def get_value(self, key: str) -> str | None:
         """Return a value of the run; None if it is not set."""
-        with redis_errors():
+        with redis_errors(self._redis, {self._value_key(key): "string"}):
             found: Any = self._redis.get(self._value_key(key))
         return None if found is None else str(found)
 
@@ -312,26 +345,30 @@ class Registry:
     def report_failure(self, role: str, name: str, reason: str) -> None:
         """Record why a service, or its rank `<service>-rank-<number>`, ends; announce() of the service removes it."""
         failure = Failure(role=role, name=name, reason=reason, unix_s=time.time())
-        with redis_errors():
+        with redis_errors(self._redis, {self._failures_key: "set"}):
             self._redis.set(self._failure_key(role, name), json.dumps(dataclasses.asdict(failure)), ex=_KEPT_S)
-            self._redis.sadd(f"{self._prefix}:failures", f"{role}:{name}")
-            self._redis.expire(f"{self._prefix}:failures", _KEPT_S)
+            self._redis.sadd(self._failures_key, f"{role}:{name}")
+            self._redis.expire(self._failures_key, _KEPT_S)
 
     def failures(self) -> Failures:
         """Return the failures of all services that have not been announced again, sorted by role and name."""
-        with redis_errors():
-            members: Any = self._redis.smembers(f"{self._prefix}:failures")
-            if not members:
-                return []
-            texts: Any = self._redis.mget([self._failure_key(*member.split(":", 1)) for member in sorted(members)])
-        return [Failure(**json.loads(text)) for text in texts if text is not None]
+        with redis_errors(self._redis, {self._failures_key: "set"}):
+            members: Any = self._redis.smembers(self._failures_key)
+            keys = [self._failure_key(*member.split(":", 1)) for member in sorted(members) if ":" in member]
+            texts: Any = self._redis.mget(keys) if keys else []
+        found: Failures = []
+        for key, text in zip(keys, texts, strict=True):
+            with self._telling(key, text):
+                if text is not None:
+                    found.append(read_failure(text))
+        return found
 
     def _forget_failures(self, role: str, name: str) -> None:
         for failure in self.failures():
             if failure.role == role and (failure.name == name or failure.name.startswith(f"{name}-rank-")):
-                with redis_errors():
+                with redis_errors(self._redis, {self._failures_key: "set"}):
                     self._redis.delete(self._failure_key(role, failure.name))
-                    self._redis.srem(f"{self._prefix}:failures", f"{role}:{failure.name}")
+                    self._redis.srem(self._failures_key, f"{role}:{failure.name}")
 
     def _poll(self, look: Callable[[], T | None], missing: Callable[[], str], timeout_s: float) -> T:
         """Call `look` at growing intervals until it returns something."""
@@ -366,14 +403,24 @@ class Registry:
     def _put(self, record: ServiceRecord, ttl_s: float) -> None:
         text = json.dumps(dataclasses.asdict(record))
         arguments: tuple[str | int, ...] = (record.name, record.worker_id, text, max(1, round(ttl_s * 1000)), _KEPT_S)
-        with redis_errors():
+        with self._errors(record):
             held_by: Any = self._claim(keys=[*self._keys(record), *sorted(self._values)], args=arguments)
-        if held_by is not None:
-            other = read_record(held_by)
+        if held_by == "":
+            log.warning("our record in Redis could not be read, and was written anew", key=self._keys(record)[0])
+        elif held_by is not None:
+            other = json.loads(held_by)  # of the fields that the script has checked
             raise AlreadyExists(
-                f"{record.role} {record.name!r} is held by worker {other.worker_id!r} at {other.address}; "
+                f"{record.role} {record.name!r} is held by worker {other['worker_id']!r} at {other['address']}; "
                 "stop it, or wait until its lease has expired"
             )
+
+    def _errors(self, record: ServiceRecord) -> contextlib.AbstractContextManager[None]:
+        record_key, names_key = self._keys(record)
+        return redis_errors(self._redis, {record_key: "string", names_key: "set"})
+
+    @property
+    def _failures_key(self) -> str:
+        return f"{self._prefix}:failures"
 
     def _keys(self, record: ServiceRecord) -> tuple[str, str]:
         return self._service_key(record.role, record.name), f"{self._prefix}:names:{record.role}"

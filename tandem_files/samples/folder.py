@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from servicekit.errors import ConfigError
-from tandem_files.atomic import no_check, write_bytes_atomic
+from tandem_files.atomic import no_check, remove_each, write_bytes_atomic
 from tandem_files.samples.schema import (
     COMPRESSION,
     HEAD_COLUMNS,
@@ -71,10 +71,9 @@ class SampleFolder:
             for iteration, files in self._files().items()
         }
 
-    def remove(self, iteration: int) -> None:
-        """Remove all samples of an iteration."""
-        for path in self._files().get(iteration, {}).values():
-            path.unlink(missing_ok=True)
+    def remove(self, iteration: int) -> list[str]:
+        """Remove all samples of an iteration. Returns: what is left, and why, as remove_each."""
+        return remove_each(self._files().get(iteration, {}).values())
 
     def resolve(self, iteration: int | None, kind: str | None) -> tuple[int, str]:
         """Find the samples that are meant.

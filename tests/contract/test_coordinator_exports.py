@@ -87,4 +87,5 @@ async def test_an_old_export_that_cannot_be_removed_is_warned_of(
     monkeypatch.setattr("coordinator.record.exporting.prune_exports", fail)
     code, exported = await run(config, environment)
     assert (code, len(exported)) == (0, 3)
-    assert "old exports not removed: [Errno 30] Read-only file system" in caplog.text
+    assert "Old exports cannot be removed" in caplog.text
+    assert "Read-only file system" in caplog.text

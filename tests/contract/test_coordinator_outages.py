@@ -118,3 +118,51 @@ async def test_every_key_of_a_run_goes_by_itself(
             lifetimes = {key: client.ttl(key) for key in client.keys("*")}
     assert {key.rpartition(":")[2] for key in lifetimes} >= {"members", "leases", "state", "facts", "page_url"}
     assert all(0 < seconds <= 7 * 86_400 for seconds in lifetimes.values()), lifetimes
+
+
+def _list_at(key: str) -> Callable[[redis.Redis], object]:
+    def write(client: redis.Redis) -> None:
+        client.delete(key)
+        client.rpush(key, "x")
+
+    return write
+
+
+# What another program writes, and what a person does about it; {g}: the group's prefix, {r}: the registry's.
+DAMAGES: dict[str, tuple[Callable[[redis.Redis], object], Callable[[redis.Redis], object]]] = {
+    f"{field} is {text!r}": (
+        lambda client, field=field, text=text: client.hset("{tandem:t}:state", field, text),
+        lambda client, field=field: client.hdel("{tandem:t}:state", field),
+    )
+    for field, text in (("epoch", "abc"), ("token", "-1"), ("endpoint", "nowhere"), ("endpoint_epoch", "x"))
+} | {
+    key: (_list_at(key), lambda client, key=key: client.delete(key))
+    for key in (
+        *(f"{{tandem:t}}:{name}" for name in ("members", "leases", "state", "facts")),
+        *(
+            f"tandem:t:{name}"
+            for name in ("names:rollout", "names:trainer", "failures", "service:coordinator:coordinator")
+        ),
+    )
+}
+GHOSTS = ("{", "[]", "null", '{"address": 5}', '{"name": 1}', b"\xff" * 10)
+
+
+async def test_what_another_program_writes_into_our_keys_ends_nothing(
+    config: RunConfig, environment: ServiceEnvironment, redis_process: Callable[..., RedisProcess]
+) -> None:
+    """Records that cannot be read are left out at once; the rest is waited for until somebody repairs it."""
+    async with running(config, environment, redis_process()) as run:
+        with run.client() as client:
+            for number, text in enumerate(GHOSTS):
+                for role, name in (("rollout", f"rollout-{7 + number}"), ("trainer", f"x{number}")):
+                    client.set(f"tandem:t:service:{role}:{name}", text)
+                    client.sadd(f"tandem:t:names:{role}", name)
+                client.set(f"tandem:t:failure:rollout:{number}", text)
+                client.sadd("tandem:t:failures", f"rollout:{number}", "x")
+            await run.goes_on()
+            for damage, repair in DAMAGES.values():
+                damage(client)
+                await asyncio.to_thread(throughout, lambda: True, RANKS_TTL_S / 3 + 0.2)  # every rank notices
+                repair(client)
+                await run.goes_on()

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +13,8 @@ import pytest
 
 from servicekit.environment import ServiceEnvironment
 from servicekit.life.exit_codes import EXIT_LOST_TRAINER
+from servicekit.redis.records import ServiceRecord
+from servicekit.redis.registry import Registry
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import rows, saved_state, variables_of, with_settings, write_config
 from tests.kit.waiting import until
@@ -68,8 +71,27 @@ def test_a_dead_service_ends_the_run_by_name(
     fleet.kill()
     code, last = end_of(process)
     assert (code, last["message"]) == (EXIT_LOST_TRAINER, "run failed")
-    assert "rollout-" in last["why"] or "trainer" in last["why"]
-    assert saved_state(environment)["error"] == last["why"]
+    assert "rollout-" in last["error"] or "trainer" in last["error"]
+    assert saved_state(environment)["error"] == last["error"]
+
+
+def test_a_coordinator_whose_name_is_taken_says_so_last_and_nothing_else_complains(
+    config: RunConfig, environment: ServiceEnvironment, start: Start, tmp_path: Path
+) -> None:
+    config = with_settings(config, sync={"lease_ttl_s": 0.5})
+    registry = Registry(environment.redis_url, environment.run_id)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        registry.announce(ServiceRecord(role="coordinator", name="coordinator", address=address, worker_id="w"), 30)
+        process = start("coordinator", "--config", write_config(config, tmp_path))
+        _, text = process.communicate(timeout=60)
+    registry.close()
+    assert process.returncode == 1
+    assert "Exception ignored" not in text
+    assert "Traceback" not in text
+    last = json.loads(text.splitlines()[-1])
+    assert last["message"] == "service failed"
+    assert last["error"].startswith(f"coordinator 'coordinator' is held by worker 'w' at {address}")
 
 
 @pytest.mark.parametrize(

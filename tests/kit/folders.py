@@ -167,6 +167,26 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
+@contextlib.contextmanager
+def held(*paths: Path) -> Iterator[None]:
+    """Mount files or folders onto themselves, so that they cannot be removed; where what they are in may be renamed to.
+
+    Skip the test where that is not allowed.
+    """
+    places = {path.name for path in paths}
+    try:
+        for path in paths:
+            done = subprocess.run(["mount", "--bind", path, path], capture_output=True, text=True)
+            if done.returncode != 0:
+                pytest.skip(f"nothing can be mounted: {done.stderr.strip()}")
+        yield
+    finally:
+        mounted = [line.split(" ")[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+        for place in mounted:
+            if Path(place).name in places and str(paths[0].parents[-2]) in place:
+                subprocess.run(["umount", "--lazy", place], check=True)
+
+
 def fill(folder: Path) -> None:
     """Take every byte that is left."""
     with (folder / "filler").open("wb", buffering=0) as file:

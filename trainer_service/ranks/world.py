@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from servicekit.addresses import join_address
 from servicekit.environment import ServiceEnvironment
-from servicekit.errors import ConfigError, DeadlineExceeded
+from servicekit.errors import ConfigError, DeadlineExceeded, Unavailable
 from servicekit.logs import get_logger
 from servicekit.redis.registry import Registry
 from weightsync.transfer.communicators.interfaces import GLOO_INTERFACE, address_of, interface_of
@@ -108,8 +108,11 @@ def _find_store(place: Place, registry: Registry, timeout_s: float) -> dist.TCPS
     """Try the published address until it leads to rank 0 of *this* start of the trainer."""
 
     def look(left_s: float) -> dist.TCPStore | None:
-        address, port, incarnation = registry.wait_value(STORE_KEY, left_s).split(" ")
-        return _try_store(place, address, int(port), timeout_s, incarnation)
+        text = registry.wait_value(STORE_KEY, left_s)
+        match text.split(" "):
+            case [address, port, incarnation] if port.isdecimal():
+                return _try_store(place, address, int(port), timeout_s, incarnation)
+        raise Unavailable(f"value {STORE_KEY} in Redis is {text[:80]!r}, not rank 0's: restart the trainer")
 
     return _retry(look, timeout_s, f"rank {place.rank}: the address in the registry")
 

@@ -1,5 +1,6 @@
 """The members of a weight group: slots, leases and epochs in Redis, changed by one Lua script."""
 
+import json
 import threading
 import time
 import uuid
@@ -8,14 +9,16 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+from servicekit.addresses import split_address
 from servicekit.errors import Aborted, AlreadyExists, DeadlineExceeded, SlotTaken, Unavailable
 from servicekit.logs import get_logger
 from servicekit.metrics import LEASE_FAILURES
-from servicekit.redis.client import connect, redis_errors
+from servicekit.redis.client import Kind, connect, redis_errors
 from servicekit.redis.lease import Lease
 from tandem_api.common.v1 import common_pb2
 
 POLL_S = 0.01  # a poll of a condition in Redis; a pass costs 0.1 ms, members appear within tens of ms
+_KINDS: dict[str, Kind] = {"members": "hash", "leases": "sorted set", "state": "hash", "facts": "hash"}
 COORDINATOR_SLOT = "coordinator"  # held by the one that may begin rounds
 
 log = get_logger(__name__)
@@ -53,12 +56,23 @@ class Rendezvous:
         source = resources.files("weightsync.group").joinpath("lua/group.lua").read_text(encoding="utf-8")
         self._script = self._redis.register_script(source)
         # One hash tag: all keys of a group live in one Redis Cluster slot.
-        self._keys = [f"{{{group}}}:{name}" for name in ("members", "leases", "state", "facts")]
+        self._kinds: dict[str, Kind] = {f"{{{group}}}:{name}": kind for name, kind in _KINDS.items()}
 
     def _call(self, *args: str | int) -> list[Any]:
-        with redis_errors():
-            reply = self._script(keys=self._keys, args=list(args))
-        return [item.decode() if isinstance(item, bytes) else item for item in reply]
+        """Run an operation of the script. Raises: Unavailable: no answer, or what Redis holds is not a group's."""
+        with redis_errors(self._redis, self._kinds):
+            reply = self._script(keys=list(self._kinds), args=list(args))
+        answer = [item.decode() if isinstance(item, bytes) else item for item in reply]
+        if answer[0] == "damaged":
+            raise self._damaged("state", str(answer[2]), str(answer[3]), "no number of ours")
+        return answer
+
+    def _damaged(self, key: str, field: str, text: str, what: str) -> Unavailable:
+        name = f"{{{self.group}}}:{key}"
+        return Unavailable(
+            f"the weight group in Redis is damaged: {field} of the hash {name} is {text[:80]!r}, {what}: "
+            f"remove it (redis-cli hdel '{name}' {field}), and it is made anew"
+        )
 
     def join(self, slot: str, worker_id: str, ttl_s: float, facts: str = "{}") -> int:
         """Take a slot, even from another worker.
@@ -128,7 +142,12 @@ class Rendezvous:
     def snapshot(self) -> Membership:
         """Return the group as it is now, after removing expired leases."""
         _, epoch, endpoint_epoch, endpoint, flat = self._call("snapshot")
-        bound = endpoint_epoch != "" and int(endpoint_epoch) == int(epoch)
+        bound = str(endpoint_epoch) == str(epoch)
+        if bound:
+            try:
+                split_address(str(endpoint).partition(" ")[0])
+            except ValueError:
+                raise self._damaged("state", "endpoint", str(endpoint), "no host:port") from None
         return Membership(
             epoch=int(epoch),
             members=_pairs(flat),
@@ -136,8 +155,19 @@ class Rendezvous:
         )
 
     def facts(self) -> dict[str, str]:
-        """Read the facts that the members gave when they joined, by slot."""
-        return _pairs(self._call("facts")[2])
+        """Read the facts that the members gave when they joined, by slot.
+
+        Raises: Unavailable: some cannot be read; their member notices, and tells them again.
+        """
+        found = _pairs(self._call("facts")[2])
+        for slot, text in found.items():
+            try:
+                facts = json.loads(text)
+            except (ValueError, RecursionError):
+                facts = None
+            if not isinstance(facts, dict):
+                raise self._damaged("facts", slot, text, "no JSON object")
+        return found
 
     def settle(self, slots: Iterable[str], timeout_s: float) -> Membership:
         """Wait until all slots are taken, or for `timeout_s`. Returns: the group then, complete or not."""

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from servicekit.errors import ConfigError, SlotTaken
+from servicekit.errors import ConfigError, SlotTaken, Unavailable
 from servicekit.versions import software_versions
 from weightsync.group.nccl_settings import NCCL_SETTINGS
 from weightsync.plans.plan import PLAN_FORMAT
@@ -48,8 +48,8 @@ def check_facts(published: Mapping[str, str], slots: Sequence[str]) -> None:
 
     Args:
         published: facts as JSON, by slot.
-    Raises: ConfigError: the slots that differ, the fact, and both values; or a slot has published nothing; SlotTaken:
-        the holder of a slot is not a rank.
+    Raises: ConfigError: the slots that differ, the fact, and both values; Unavailable: a slot has published nothing, or
+        what it had was lost; SlotTaken: the holder of a slot is not a rank.
     """
     first = _read(published, slots[0])
     differences: dict[tuple[str, str, str], list[str]] = {}
@@ -71,7 +71,7 @@ def _sentence(first: str, name: str, mine: str, theirs: str, who: Sequence[str])
 
 def _read(published: Mapping[str, str], slot: str) -> dict[str, str]:
     if slot not in published:
-        raise ConfigError(f"{slot} does not say what it runs: is it of another Tandem release?")
+        raise Unavailable(f"{slot} does not say what it runs; its rank tells it again within a lease's time")
     facts = dict(json.loads(published[slot]))
     if not facts:
         raise SlotTaken(f"{slot} is held by a process that is not a rank: it has published no facts")

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from servicekit.errors import ConfigError
-from tandem_files.atomic import replace_folder
+from tandem_files.atomic import make_way, replace_folder
 from tandem_files.exports import copy_companions, settle
 from tandem_files.model.safetensors_header import TRAINABLE
 from weightsync.layouts.hf import hf_layout
@@ -201,7 +201,7 @@ def write_folder(
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    make_way(partial)
     partial.mkdir()
     try:
         dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")

@@ -13,6 +13,7 @@ from coordinator.learn.rewards.math_verify import MathVerify
 from coordinator.learn.rewards.regex import FormatMatch, RegexMatch
 from coordinator.learn.rewards.servers.remote import RemoteScores
 from coordinator.learn.rewards.taken import columns_of, rows_without
+from servicekit.errors import in_part
 from servicekit.life.tasks import cancel
 from servicekit.security.tls import Identity
 from tandem_config.checks.reward import entry_key
@@ -89,7 +90,8 @@ async def start_rewards(parts: Sequence[Part], scans: Sequence[Scan]) -> None:
 
 async def _start(part: Part, columns: Sequence[str]) -> None:
     try:
-        await part.reward.start(columns)
+        with in_part(f"reward {part.name}"):
+            await part.reward.start(columns)
     except ValueError as error:
         raise ValueError(f"{part.key}: {error}") from error
 

@@ -8,20 +8,19 @@ checkpoints/step-00000012/trainer/           the trainer's: weights, optimizer, 
 
 import asyncio
 import contextlib
-import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from coordinator.clients.trainer import Trainer
-from coordinator.leaving import message_of
+from coordinator.record.progress import no_left
 from coordinator.record.state import BestPolicy, RunState
-from servicekit.errors import DeadlineExceeded, Internal, NotReady
+from servicekit.errors import DeadlineExceeded, Internal, NotReady, describe, in_part
 from servicekit.life.tasks import cancel
 from servicekit.logs import get_logger
-from tandem_files.atomic import no_check
+from tandem_files.atomic import NotRemoved, make_way, naming, no_check
 from tandem_files.checkpoints import (
     COORDINATOR_FILE,
     TRAINER_FOLDER,
@@ -30,6 +29,7 @@ from tandem_files.checkpoints import (
     mark_complete,
     mark_latest,
     prune,
+    remove_checkpoint,
     step_folder,
 )
 
@@ -56,13 +56,22 @@ class Checkpointer:
         mark: what complete.json says of the run (tandem_config.comparing.resuming.mark_of).
         keep: number of newest checkpoints to keep.
         background: let the trainer continue while its part is written.
+        left: called with what could not be removed of old checkpoints (tandem_files.atomic.remove_each).
     Attributes:
         newest: iteration of the newest checkpoint that is complete or being finished; -1: none.
         running: the one that is being finished; None: none is.
     """
 
     def __init__(
-        self, *, run_dir: Path, model: str, trainer: Trainer, keep: int, background: bool, mark: Mapping[str, Any]
+        self,
+        *,
+        run_dir: Path,
+        model: str,
+        trainer: Trainer,
+        keep: int,
+        background: bool,
+        mark: Mapping[str, Any],
+        left: Callable[[Sequence[str]], object] = no_left,
     ) -> None:
         self._run_dir = run_dir
         self._mark = dict(mark)
@@ -70,6 +79,7 @@ class Checkpointer:
         self._trainer = trainer
         self._keep = keep
         self._background = background
+        self._left = left
         self.newest = -1
         self.running: Running | None = None
 
@@ -81,8 +91,9 @@ class Checkpointer:
         folder = step_folder(self._run_dir, iteration)
         async with self._clean(folder):
             # Files that a crash left under this number must not mix with the new ones.
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-            folder.mkdir(parents=True)
+            await asyncio.to_thread(make_way, folder)
+            with naming(folder):
+                folder.mkdir(parents=True)
             await self._trainer.save_checkpoint(self.trainer_folder(iteration), background=self._background)
 
     def trainer_folder(self, iteration: int) -> Path:
@@ -136,7 +147,7 @@ class Checkpointer:
             await check_lead()
             await asyncio.to_thread(mark)
         await asyncio.to_thread(point)
-        await asyncio.to_thread(self._prune)
+        self._left(await asyncio.to_thread(self._prune))
 
     async def settle(self) -> None:
         """Wait until the checkpoint that is being finished is complete, if there is one.
@@ -176,11 +187,12 @@ class Checkpointer:
         Raises: TandemError: the trainer is lost, which ends the run by its name.
         """
         try:
-            yield
+            with in_part(f"checkpoint {folder.name}"):
+                yield
         except (OSError, Internal, DeadlineExceeded, NotReady) as error:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)  # it may fill the disk
+            await asyncio.to_thread(remove_checkpoint, folder)  # it may fill the disk; the rest goes when it is old
             await self._trainer.status()
-            raise NotWritten(message_of(error)) from error
+            raise NotWritten(describe(error, advise=False)) from error
 
     async def mark_best(self, best: BestPolicy | None, before_write: Callable[[], None] = no_check) -> None:
         """Mark the checkpoint of the best policy, which is kept, if there is one; the initial policy has none."""
@@ -193,8 +205,12 @@ class Checkpointer:
         except OSError as error:  # the checkpoint is complete without it
             log.warning("latest checkpoint not marked", error=str(error))
 
-    def _prune(self) -> None:
+    def _prune(self) -> list[str]:
+        """Remove the oldest checkpoints. Returns: what is left of them; the next one removes it too."""
         try:
             prune(self._run_dir, self._keep)
-        except OSError as error:  # the next one removes them too
-            log.warning("old checkpoints not removed", error=str(error))
+        except NotRemoved as error:
+            return error.left
+        except OSError as error:
+            return [describe(error)]
+        return []

@@ -1,6 +1,6 @@
 """The sink that stores samples: turns a finished iteration into Parquet files, and keeps them within their budget."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from coordinator.learn.evaluation import Evaluated
 from coordinator.learn.rewards.taken import ShownColumns
+from coordinator.record.progress import no_left
 from coordinator.record.report import IterationRecord
 from coordinator.record.samples.table import Batch, table_of_batch
 from coordinator.record.sinks import Finished
@@ -29,6 +30,7 @@ class SampleSink:
         truncated: grpo.truncated.
         taken: the columns that the rewards take.
         before_write: called immediately before a file is written; raises if this coordinator no longer leads the run.
+        left: called, in the sink's thread, with what could not be removed (tandem_files.atomic.remove_each).
     """
 
     folder: SampleFolder
@@ -37,7 +39,10 @@ class SampleSink:
     truncated: Literal["keep", "mask"]
     taken: ShownColumns = field(default_factory=ShownColumns)
     before_write: Callable[[], None] = no_check
+    left: Callable[[Sequence[str]], object] = no_left
     _sizes: dict[int, int] | None = field(default=None, init=False)
+    # Iterations that are to be removed.
+    _old: set[int] = field(default_factory=set, init=False)
 
     @property
     def name(self) -> str:
@@ -57,8 +62,9 @@ class SampleSink:
         if written:
             sizes[iteration] = sizes.get(iteration, 0) + written
         for number in surplus(sizes, self.settings.max_mib * _MIB):
-            self.folder.remove(number)
+            self._old.add(number)
             del sizes[number]
+        self._remove_old()
 
     def close(self) -> None:
         """Do nothing: files are complete when they are written."""
@@ -68,10 +74,19 @@ class SampleSink:
         if self._sizes is None:
             self._sizes = self.folder.sizes()
             for number in [number for number in self._sizes if number >= iteration]:
-                self.before_write()
-                self.folder.remove(number)
+                self._old.add(number)
                 del self._sizes[number]
+            if self._old:
+                self.before_write()
+                self._remove_old()
+        self._old.discard(iteration)  # what is left of it is replaced now
         return self._sizes
+
+    def _remove_old(self) -> None:
+        """Remove what does not count any more; what cannot be removed is tried again with the next iteration."""
+        left = {number: self.folder.remove(number) for number in sorted(self._old)}
+        self._old = {number for number, texts in left.items() if texts}
+        self.left([text for texts in left.values() for text in texts])
 
     def _trained(self, iteration: int, record: IterationRecord) -> Batch:
         return Batch(

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from coordinator.record.progress import Progress
 from coordinator.record.state import RunState
 from coordinator.watch.events import EventLog
 from servicekit.errors import Internal, TandemError, Unavailable
-from tandem_files.checkpoints import list_all, newest_sound
+from tandem_files.checkpoints import list_all, newest_sound, step_folder
 from tandem_files.room import SPARE_BYTES, check_room
-from tests.kit.folders import fill, small_disk
+from tests.kit.folders import fill, held, small_disk
 from tests.unit.coordinator.test_state import state_at
 
 
@@ -98,6 +99,44 @@ async def test_no_room_for_the_coordinators_own_files_is_a_miss_too(tmp_path: Pa
             await checkpointer.complete(state_at(4), lead)
         assert [iteration for iteration, _ in list_all(disk)] == [2]
         assert newest(disk) == 2
+
+
+async def test_old_ones_that_cannot_be_removed_are_told_once_and_do_not_keep_the_others(tmp_path: Path) -> None:
+    client: Any = FakeTrainerClient()
+    state, events = state_at(2), EventLog()
+    progress = Progress(state=state, events=events, logprob_diff_limit=1.0)
+    left = partial(progress.note_left, "checkpoints")
+    checkpointer = Checkpointer(
+        run_dir=tmp_path, model="m", trainer=client, keep=2, background=False, mark={"run_id": "r"}, left=left
+    )
+    await write(checkpointer, 2)
+    stuck = step_folder(tmp_path, 2) / "trainer" / "weights"
+    with held(stuck):
+        for iteration in range(4, 16, 2):
+            await write(checkpointer, iteration)
+        assert [iteration for iteration, _ in list_all(tmp_path)] == [2, 12, 14]
+        assert state.totals.warnings == 1
+        (text,) = state.troubles
+        assert text.startswith(f"Old checkpoints cannot be removed, and fill the disk ({stuck}: Device or resource")
+        assert state.not_removed == [text]
+    await write(checkpointer, 16)
+    assert [iteration for iteration, _ in list_all(tmp_path)] == [14, 16]
+    assert (state.troubles, state.not_removed, state.totals.warnings) == ([], [], 1)
+
+
+async def test_what_a_crash_left_under_the_number_of_a_checkpoint_is_not_in_its_way(tmp_path: Path) -> None:
+    _, checkpointer = make(tmp_path)
+    left = step_folder(tmp_path, 4) / "trainer" / "weights"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    with held(left):
+        await write(checkpointer, 4)
+        assert newest(tmp_path) == 4
+    await write(checkpointer, 6)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()) == [
+        "step-00000004",
+        "step-00000006",
+    ]
 
 
 async def test_one_that_is_written_beside_the_training_counts_when_it_is_complete(tmp_path: Path) -> None:

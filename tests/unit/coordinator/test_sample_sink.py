@@ -19,7 +19,7 @@ from tandem_config.schema import SamplesSection
 from tandem_files.samples.folder import SampleFolder
 from tandem_files.samples.schema import MaskedSpan, StoredSample, TextSpan
 from tandem_files.tokenizer import TextCodec
-from tests.kit.folders import EOS, encode, write_model
+from tests.kit.folders import EOS, encode, held, write_model
 
 PROMPT = Prompt(file="train.jsonl", row=7, token_ids=encode("1+2="), answer="3", text="1+2=", columns={"level": 3})
 
@@ -194,6 +194,41 @@ def test_the_budget_is_kept(make_sink: Any, tmp_path: Path, monkeypatch: pytest.
     assert sum(kept.values()) <= 6.5 * size
     assert 5 <= len(kept) <= 6
     assert {1, 38, 39} <= set(kept)
+
+
+def test_a_file_that_cannot_be_removed_is_told_and_tried_again(
+    make_sink: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.record.samples.sink._MIB", 2**12)
+    sink, told = make_sink(max_mib=8), list[list[str]]()
+    sink.left = lambda texts: told.append(list(texts))
+    for number in (1, 2):
+        sink.take(finished(number))
+    stuck = tmp_path / "samples" / "00000002.train.parquet"
+    with held(stuck):
+        for number in range(3, 30):
+            sink.take(finished(number))
+        stored = SampleFolder(tmp_path).iterations()
+        assert ({1, 2} <= set(stored), max(stored)) == (True, 29)
+        others = sum(size for number, size in SampleFolder(tmp_path).sizes().items() if number != 2)
+        assert others <= 8 * 2**12
+        assert told[-1] == [f"{stuck}: Device or resource busy"]
+    sink.take(finished(30))
+    assert told[-1] == []
+    assert 2 not in SampleFolder(tmp_path).iterations()
+
+
+def test_a_resume_stores_over_what_it_cannot_remove(make_sink: Any, tmp_path: Path) -> None:
+    make_sink().take(finished(3))
+    make_sink().take(finished(7))
+    sink, told = make_sink(), list[list[str]]()
+    sink.left = lambda texts: told.append(list(texts))
+    with held(tmp_path / "samples" / "00000007.train.parquet"):
+        for number in (4, 5, 6):
+            sink.take(finished(number))
+    sink.take(finished(7))
+    assert list(SampleFolder(tmp_path).iterations()) == [3, 4, 5, 6, 7]
+    assert (len(told[0]), told[-1]) == (1, [])
 
 
 def test_what_is_kept_lies_further_and_further_apart() -> None:

@@ -1,12 +1,15 @@
 """Sinks get every iteration in order; one that fails or blocks is warned of and harms nothing."""
 
+import asyncio
 import threading
 from dataclasses import dataclass, field
 
+import pyarrow as pa
 import pytest
 
 from coordinator.record import sinks as module
 from coordinator.record.sinks import MAX_WAITING, Finished, Sinks
+from servicekit.errors import ERRORS
 
 
 @dataclass
@@ -55,6 +58,39 @@ async def test_a_sink_that_fails_is_named_and_the_others_go_on() -> None:
     await sinks.close()
     assert [bad.got, good.got] == [[0], [0, 1, 2, 3]]
     assert warnings == ["wandb failed and is left out from now on: OSError: no space left"]
+
+
+FAULTS: list[BaseException] = [
+    *(kind("boom") for kind in ERRORS),
+    OSError(28, "No space left on device", "f"),
+    KeyError("x"),
+    MemoryError(),
+]
+FAULTS += [
+    ValueError(),
+    RuntimeError("x"),
+    pa.ArrowInvalid("x"),
+    TimeoutError(),
+    asyncio.CancelledError(),
+    SystemExit(3),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault!r:.40}")
+@pytest.mark.parametrize("when", ["take", "close"])
+async def test_nothing_that_a_sink_raises_leaves_it(fault: BaseException, when: str) -> None:
+    def fails(*_: object) -> None:
+        raise fault
+
+    bad, good, warnings = FakeSink(name="mlflow"), FakeSink(), list[str]()
+    setattr(bad, when, fails)
+    sinks = Sinks([bad, good], warnings.append)
+    for number in range(3):
+        sinks.take(finished(number))
+    await sinks.close()
+    assert (good.got, good.closed) == ([0, 1, 2], True)
+    (warning,) = warnings
+    assert warning.startswith(f"mlflow failed and is left out from now on: {type(fault).__name__}")
 
 
 async def test_a_sink_that_blocks_delays_neither_iterations_nor_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

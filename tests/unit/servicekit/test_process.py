@@ -86,6 +86,8 @@ async def main(stop):
         raise ConfigError("grpo.group_size is 1")
     if mode == "fail":
         raise PeerLost("rank 3 is gone")
+    if mode == "bug":
+        raise KeyError("rank")
     print("up", flush=True)
     await lifecycle.run_until_stopped(stop, {})
 
@@ -119,14 +121,15 @@ def test_a_stop_signal_ends_a_service_with_success(sent: signal.Signals) -> None
     [
         ("early", 2, "TANDEM_RUN_ID is not set"),
         ("config", 2, "grpo.group_size is 1"),
-        ("fail", 1, "PeerLost: rank 3 is gone"),
+        ("fail", 1, "rank 3 is gone"),
+        ("bug", 1, "KeyError: 'rank'"),
     ],
 )
 def test_a_failure_is_told_by_code_and_last_line(mode: str, expected: int, error: str) -> None:
     code, lines = run_program(mode)
     assert code == expected
     assert lines[-1]["error"] == error
-    assert ("exception" in lines[-1]) == (mode == "fail")  # a traceback is for bugs, not for typing errors
+    assert ("exception" in lines[-1]) == (mode == "bug")  # a traceback is for bugs
 
 
 def test_log_lines_of_ours_and_of_libraries_are_json_with_the_same_fields() -> None:

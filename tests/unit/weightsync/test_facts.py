@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from servicekit.errors import ConfigError
+from servicekit.errors import ConfigError, Unavailable
 from weightsync.group.nccl_settings import NCCL_SETTINGS
 from weightsync.transfer.facts import check_facts, own_facts
 
@@ -62,10 +62,10 @@ def test_every_difference_and_everybody_who_differs_is_named() -> None:
         assert part in str(caught.value)
 
 
-def test_a_rank_that_tells_nothing_is_of_another_release() -> None:
+def test_a_rank_whose_facts_are_lost_is_asked_again() -> None:
     facts = told()
     del facts["rollout-1/0"]
-    with pytest.raises(ConfigError, match="rollout-1/0 does not say what it runs"):
+    with pytest.raises(Unavailable, match="rollout-1/0 does not say what it runs"):
         check_facts(facts, SLOTS)
 
 

@@ -1,9 +1,11 @@
 -- The state machine of a weight group. Each operation answers {status, epoch, ...}; the statuses are
 --   ok        done; lead: the third value is the holder's token
---   unknown   heartbeat, bind, confirm: the slot is free (the lease ran out, or Redis lost its data)
+--   unknown   heartbeat, bind, confirm: the slot is free (the lease ran out, or Redis lost its data); heartbeat: or
+--             its facts are lost. A claim helps
 --   held      claim, lead: a live worker has the slot (third value)
 --   evicted   another worker has the slot (lead: has had it since): the caller changes nothing
 --   stale     bind, confirm: the epoch is over
+--   damaged   a field of state (third value) is no number (fourth value): nothing was changed
 -- KEYS: members (hash slot -> worker id), leases (zset slot -> expiry in ms), state (hash: epoch, endpoint_epoch,
 -- endpoint, token, leader), facts (hash slot -> what its holder tells of itself). ARGV[1] names the operation. Redis TIME is the only
 -- clock; every change of the membership makes a new epoch, and a caller that no longer holds its slot changes nothing.
@@ -17,14 +19,31 @@ local function keep()
   for _, key in ipairs(KEYS) do redis.call('EXPIRE', key, KEPT_S) end
 end
 
+-- What another program, or a damaged dump, has left here must be repaired by a person. Nothing is changed before: a key
+-- of another type fails here, and not halfway through an operation.
+for _, key in ipairs({members, state, facts}) do redis.call('HGET', key, '') end
+for _, field in ipairs({'epoch', 'token'}) do
+  local text = redis.call('HGET', state, field)
+  if text and (#text > 15 or not string.match(text, '^%d+$')) then return {'damaged', 0, field, text} end
+end
+
 -- An empty Redis begins at its clock (ms), so that epochs grow even if it has lost its data: no number comes twice.
 local function new_epoch()
   redis.call('HSETNX', state, 'epoch', string.format('%d', now))
   return redis.call('HINCRBY', state, 'epoch', 1)
 end
 
+-- A group with members always has an epoch, also after the loss of its state.
 local function epoch()
-  return tonumber(redis.call('HGET', state, 'epoch') or '0')
+  local now_is = redis.call('HGET', state, 'epoch')
+  if not now_is and #redis.call('ZRANGEBYSCORE', leases, '-inf', '+inf', 'LIMIT', 0, 1) > 0 then return new_epoch() end
+  return tonumber(now_is or '0')
+end
+
+-- Whether a slot has told what it runs, in a form that others can read.
+local function told(slot)
+  local read, found = pcall(cjson.decode, redis.call('HGET', facts, slot) or '')
+  return read and type(found) == 'table'
 end
 
 local function remove(slot)
@@ -68,6 +87,7 @@ if operation == 'lead' then
     new_epoch()
   end
   redis.call('HSET', state, 'token', string.format('%d', token), 'leader', worker)
+  redis.call('HSET', facts, slot, '{}')
   redis.call('ZADD', leases, now + tonumber(ARGV[4]), slot)
   keep()
   return {'ok', epoch(), token}
@@ -82,6 +102,7 @@ end
 if operation == 'heartbeat' then
   if not holder then return {'unknown', epoch()} end
   if holder ~= worker then return {'evicted', epoch()} end
+  if not told(slot) then return {'unknown', epoch()} end -- lost: the claim that follows tells it again
   redis.call('ZADD', leases, now + tonumber(ARGV[4]), slot)
   keep()
   return {'ok', epoch()}

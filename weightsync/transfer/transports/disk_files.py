@@ -8,11 +8,11 @@
 A file gets its name when it is complete (written beside, then renamed), the manifest after all others.
 """
 
+import functools
 import json
 import mmap
 import os
 import re
-import shutil
 import struct
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +25,8 @@ import torch
 import xxhash
 
 from servicekit.errors import ConfigError, DigestMismatch, NotReady, StaleVersion
-from tandem_files.atomic import SCRATCH_SUFFIX, write_bytes_atomic
+from servicekit.logs import get_logger
+from tandem_files.atomic import SCRATCH_SUFFIX, remove_each, write_bytes_atomic
 from tandem_files.model.safetensors_header import DamagedFile, TensorInfo, parse_header
 from tandem_files.run_paths import FolderKind
 from weightsync.layouts.layout import SHARD_DTYPE, Ids, Layout
@@ -40,6 +41,7 @@ PUBLISHED = FolderKind(
     mark="",
     entry=re.compile(rf"\.?(rank-\d+\.(json|safetensors)|manifest\.json)({SCRATCH_SUFFIX})?"),
 )
+log = get_logger(__name__)
 _LENGTH = struct.Struct("<Q")
 _KEY = re.compile(r"^(.+)\|(\d+)\+(\d+)\|(\d+)\+(\d+)$")
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -141,7 +143,14 @@ def write_manifest(
     for old in folder.parent.glob("v*-*"):
         # The folder may be shared with other programs: remove only what is ours.
         if old.name not in keep and VERSION.fullmatch(old.name) and PUBLISHED.is_in(old):
-            shutil.rmtree(old, ignore_errors=True)
+            for text in remove_each([old]):
+                _tell_left(text)
+
+
+@functools.cache
+def _tell_left(text: str) -> None:
+    """Warn of a file that could not be removed, once."""
+    log.warning("old published weights not removed, tried again with the next", why=text)
 
 
 def latest_folder(folder: Path) -> Path:
