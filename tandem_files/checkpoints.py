@@ -13,7 +13,7 @@ complete.json holds digests: its own, and of every file of the checkpoint that i
 import json
 import re
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -181,7 +181,7 @@ def choose(run_dir: Path, which: str) -> Sound:
     if which == "best":
         best = read_best(run_dir)
         if best is None or best.iteration not in there:
-            raise ConfigError(f"{run_dir} has no best checkpoint (evaluation.best): give an iteration, {_those(there)}")
+            raise ConfigError(f"{run_dir} {_why_no_best(there)}: give an iteration, {_those(there)}")
         which = str(best.iteration)
     if not which.isdecimal():
         raise ConfigError(f"there is no checkpoint {which!r}: give last, best or an iteration, {_those(there)}")
@@ -194,6 +194,20 @@ def choose(run_dir: Path, which: str) -> Sound:
     if damage is not None:
         raise DamagedCheckpoint(f"{damage}: choose another one, {_those(there)}")
     return Sound(iteration=int(which), folder=folder, skipped=[])
+
+
+def _why_no_best(there: Mapping[int, Path]) -> str:
+    """Say why no checkpoint is the best: by the state of the newest, the best policy is that before the training."""
+    try:
+        best = json.loads((there[max(there)] / COORDINATOR_FILE).read_text(encoding="utf-8"))["best"]
+        if best["iteration"] == 0:
+            return (
+                f"has no best checkpoint: by evaluation.best the best policy is the one before the training "
+                f"({best['metric']} {best['value']:.3f}), the model in model.path"
+            )
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return "has no best checkpoint (evaluation.best)"
 
 
 def _those(there: Collection[int]) -> str:
