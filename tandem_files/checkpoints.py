@@ -3,6 +3,7 @@
 <run_dir>/checkpoints/step-00000012/trainer/...        written by the trainer, with a manifest (digests.py)
                                     coordinator.json   written by the coordinator
                                     complete.json      written last: without it the checkpoint is unfinished
+                                    kept               it is not removed when it is old (`keep_checkpoint`)
                       damaged-step-00000016/           complete once, then found damaged, and skipped
                       best.json                        which one is the best (evaluation.best)
                       latest                           name of the newest complete one, for other programs
@@ -28,6 +29,7 @@ TRAINER_FOLDER = "trainer"
 FOLDER = "checkpoints"
 BEST_FILE = "best.json"
 LATEST_FILE = "latest"
+KEPT_FILE = "kept"
 _STEP = re.compile(r"step-(\d{8,})")
 _SET_ASIDE = "damaged-"
 _FILES, _SELF = "files", "digest"
@@ -316,6 +318,18 @@ def mark_best(run_dir: Path, best: BestCheckpoint | None, before_write: Callable
     return True
 
 
+def keep_checkpoint(run_dir: Path, iteration: int, before_write: Callable[[], None] = no_check) -> None:
+    """Keep a complete checkpoint, if it is there, until a user removes its folder. Raises: OSError."""
+    folder = step_folder(run_dir, iteration)
+    if (folder / COMPLETE).is_file():
+        write_bytes_atomic(folder / KEPT_FILE, b"remove this folder when you do not need it\n", before_write)
+
+
+def is_kept(folder: Path) -> bool:
+    """Whether `keep_checkpoint` has been called for a checkpoint."""
+    return (folder / KEPT_FILE).is_file()
+
+
 def mark_latest(run_dir: Path, before_write: Callable[[], None] = no_check) -> None:
     """Write the name of the newest complete checkpoint's folder into `latest`; without one remove the file.
 
@@ -332,7 +346,7 @@ def mark_latest(run_dir: Path, before_write: Callable[[], None] = no_check) -> N
 
 
 def prune(run_dir: Path, keep: int) -> list[Path]:
-    """Remove all but the best and the `keep` newest complete checkpoints, and unfinished ones older than the newest.
+    """Remove all but the best, kept and `keep` newest complete checkpoints, and unfinished ones older than the newest.
 
     An unfinished folder newer than every complete one stays: it is being written.
 
@@ -345,7 +359,7 @@ def prune(run_dir: Path, keep: int) -> list[Path]:
         return []
     best = read_best(run_dir)
     kept = {folder for iteration, folder in complete if best is not None and iteration == best.iteration}
-    kept |= {folder for _, folder in complete[-keep:]}
+    kept |= {folder for _, folder in complete[-keep:]} | {folder for _, folder in complete if is_kept(folder)}
     newest = complete[-1][0]
     removed = [folder for iteration, folder in list_all(run_dir) if iteration <= newest and folder not in kept]
     for folder in removed:

@@ -120,6 +120,13 @@ def build_row(record: IterationRecord, heldout: Scored | None, timing: Timing) -
     }
 
 
+def baseline_row(policy_version: int, heldout: Scored | None) -> Row:
+    """Make row 0 of metrics.jsonl, of the evaluation before the first iteration, without the columns of its sets."""
+    measured = {} if heldout is None else _scores_row("heldout_", heldout) | _parts_row("heldout_", heldout)
+    accuracy = {} if heldout is None else {"heldout_accuracy": heldout.accuracy}
+    return {"iteration": 0, "policy_version": policy_version, **accuracy, **measured}
+
+
 def _scores_row(prefix: str, scored: Scored | None) -> Row:
     """Count the scored completions, and those whose score of 0 is not the policy's fault."""
     return {
