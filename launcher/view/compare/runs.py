@@ -93,7 +93,8 @@ def begun(runs: Sequence[RunCurves]) -> tuple[list[RunCurves], list[RunCurves]]:
 
 def check_metrics(runs: Sequence[RunCurves], metrics: Sequence[str]) -> None:
     """Check that each metric was measured in one of the runs. Raises: ConfigError: names it, and what there is."""
-    known = sorted({name for run in runs for row in (*run.rows, run.baseline.row) for name, value in row.items() if value is not None})
+    rows = [row for run in runs for row in (*run.rows, run.baseline.row)]
+    known = sorted({name for row in rows for name, value in row.items() if value is not None})
     for metric in metrics:
         if metric not in known:
             close = difflib.get_close_matches(metric, known, 1, 0.5)
