@@ -33,6 +33,7 @@ _TRAINER_FIELDS = (
     "kl_loss",
     "kl_reward",
     "skipped_updates",
+    "engine_logprobs_not_finite",
     "correction_weight_mean",
     "correction_outside_fraction",
     "learning_rate",

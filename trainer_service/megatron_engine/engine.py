@@ -130,10 +130,12 @@ class MegatronEngine:
     @property
     def limits(self) -> Limits:
         """The limits of samples."""
+        grpo = self._config.grpo
         return Limits(
             vocab_size=self._spec.vocab_size,
             max_positions=self._spec.max_positions,
             max_tokens=self._ranks.max_tokens,
+            needs_engine_logprobs=grpo.old_logprobs == "rollout" and grpo.on_non_finite == "fail",
         )
 
     def load(self, folder: Path) -> None:
