@@ -15,7 +15,7 @@ from coordinator.data.scan import Scan
 from coordinator.flow import Prompt
 from coordinator.learn.rewards.source import source_file
 from coordinator.record.state import BestPolicy, DataOrder, RunState, SourceOrder
-from tandem_config.comparing.resuming import difference
+from tandem_config.comparing.resuming import MAY_CHANGE, difference
 from tandem_config.schema import EvaluationSet, RunConfig
 from tandem_config.sections.reward import FunctionReward, split_reference
 from tandem_config.sections.rewards.base import RewardSection
@@ -173,11 +173,15 @@ def _changed_sets(
     """Return why sets begin anew, or end, by the set."""
     marked = [section for section in config.reward if section.accuracy]
     reward = f"reward {(marked or config.reward)[0].label}: "
-    now = reward_facts(config) if state.rewards else {}
-    scored = _differences(
-        {key: text for key, text in state.rewards.items() if key.startswith(reward)},
-        {key: text for key, text in now.items() if key.startswith(reward)},
+    saved, now = (
+        {
+            key: text
+            for key, text in facts.items()
+            if key.startswith(reward) and f"reward.{key.removeprefix(reward)}" not in MAY_CHANGE
+        }
+        for facts in (state.rewards, reward_facts(config) if state.rewards else {})
     )
+    scored = _differences(saved, now)
     found = {name: "is not evaluated any more" for name in old if name not in new}
     for name, facts in new.items():
         if name not in old:

@@ -95,6 +95,11 @@ CHANGES: dict[str, tuple[Callable[[RunConfig, Path], RunConfig], set[str], str]]
     "the same rows in another file": (moved, set(), ""),
     "as many prompts as there are": (setting(num_prompts=10), set(), ""),
     "when it is evaluated": (setting(every=3), set(), ""),
+    "processes of the accuracy": (
+        lambda config, _: with_settings(config, reward=[config.reward[0].model_dump() | {"workers": 3}]),
+        set(),
+        "",
+    ),
     "another file's content": (rows("test.jsonl", [*ROWS[:9], (99, 1)]), {"test"}, "prompts: 10 ("),
     "fewer rows": (rows("test.jsonl", ROWS[:9]), {"test"}, "9 ("),
     "held-out rows": (rows("heldout.jsonl", ROWS[2:6]), {"heldout"}, "evaluation set heldout has changed (prompts: 4"),
