@@ -39,7 +39,7 @@ from servicekit.security.tls import Identity
 from tandem_api.coordinator.v1.coordinator_pb2_grpc import add_CoordinatorServiceServicer_to_server
 from tandem_config.comparing.agreeing import agreed_settings
 from tandem_config.schema import RunConfig
-from tandem_files.metrics_file import METRICS_FILE, MetricsFile
+from tandem_files.metrics_file import METRICS_FILE, Baseline, MetricsFile
 from tandem_files.run_folder import RunIdentity, claim_run_dir
 from tandem_files.samples.folder import SampleFolder
 from weightsync.group.coordinator_lease import CoordinatorLease
@@ -227,7 +227,8 @@ async def _overview(app: App, stack: AsyncExitStack) -> Source:
     """Make the source of the run's overview, for the web page and `tandem top`, and follow events from now on."""
     environment, state = app.environment, app.inputs.state
     rows = await asyncio.to_thread(MetricsFile(environment.run_dir / METRICS_FILE).rows)
-    history = History([numeric(row) for row in rows if (row["iteration"] or 0) <= state.iteration])
+    since = Baseline(renewed=state.renewed)
+    history = History([numeric(since.comparable(row)) for row in rows if (row["iteration"] or 0) <= state.iteration])
     stack.push_async_callback(cancel, asyncio.create_task(history.follow(app.events), name="history"))
     return Source(
         run=app.config.run.name,

@@ -137,6 +137,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
         dropped_prompts=inputs.dropped_prompts(),
         reward_facts=app.reward_facts,
         comparison=inputs.comparison,
+        renewal=inputs.renewal,
         leaving=app.leaving,
         state=inputs.state,
         progress=progress,

@@ -6,20 +6,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import yaml
 
 from coordinator.data.cursor import DataCursor
 from coordinator.data.prompts import PromptSet, load_prompts
 from coordinator.data.scan import Scan
 from coordinator.flow import DataKey
 from coordinator.record.checkpoints.loading import Newest, load_newest, marks
-from coordinator.record.resuming import order_differences, order_of
+from coordinator.record.resuming import Renewal, begin_sets_anew, order_differences, order_of, set_facts
 from coordinator.record.state import RunState
 from servicekit.errors import ConfigError
 from tandem_config.comparing.resuming import RunComparison, refuse
 from tandem_config.schema import EvaluationSet, RunConfig
 from tandem_files.checkpoints import Sound, list_complete
-from tandem_files.metrics_file import METRICS_FILE
+from tandem_files.metrics_file import METRICS_FILE, MetricsFile
 from tandem_files.model.fingerprint import model_fingerprint
+from tandem_files.run_config import RESOLVED_CONFIG
 from tandem_files.run_folder import read_identity
 from tandem_files.tokenizer import TextCodec
 
@@ -32,6 +34,7 @@ class Inputs:
         resumed: whether the run was started with --resume, so may have begun earlier.
         checkpoint: the one that it resumes from; None: it starts from the beginning.
         comparison: of the run with that checkpoint.
+        renewal: what is not compared with that checkpoint's evaluations.
         marks: the checkpoints found on disk, to notice later ones.
     """
 
@@ -45,6 +48,7 @@ class Inputs:
     resumed: bool
     checkpoint: Sound | None = None
     comparison: RunComparison | None = None
+    renewal: Renewal = field(default_factory=Renewal)
     marks: dict[str, int] = field(default_factory=dict)
 
     def dropped_prompts(self) -> dict[DataKey, dict[str, int]]:
@@ -70,6 +74,7 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
             chosen.name: evaluation_prompts(config, chosen, codec, run_dir) for chosen in config.evaluation_sets()
         }
         fingerprint = model_fingerprint(config.model.path)
+        facts = set_facts(config, evaluation)
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
     cursor = DataCursor(train, seed=config.run.seed, shuffle=config.data.shuffle)
@@ -79,13 +84,16 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
         batch_rng=dict(rng.bit_generator.state),
         model_fingerprint=fingerprint,
         order=order_of(config, train.scans, train.formats),
+        sets=facts,
     )
-    newest, found = None, marks(run_dir)
+    newest, renewal, found = None, Renewal(), marks(run_dir)
     if not resume:
         _refuse_used_folder(run_dir)
     else:
         newest = load_newest(run_dir, config, fingerprint, read_identity(run_dir))
-        state = state if newest is None else _checked(newest, state)
+        if newest is not None:
+            state = _checked(newest, state)
+            renewal = begin_sets_anew(state, config, facts, _config_so_far(run_dir))
         _restore(cursor, rng, state)
     return Inputs(
         codec=codec,
@@ -97,6 +105,7 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
         resumed=resume,
         checkpoint=None if newest is None else newest.sound,
         comparison=None if newest is None else newest.comparison,
+        renewal=renewal,
         marks=found,
     )
 
@@ -113,6 +122,14 @@ def _checked(newest: Newest, fresh: RunState) -> RunState:
     return newest.state
 
 
+def _config_so_far(run_dir: Path) -> RunConfig | None:
+    """Read with what configuration the run was trained so far; None: it cannot be read."""
+    try:
+        return RunConfig.model_validate(yaml.safe_load((run_dir / RESOLVED_CONFIG).read_text(encoding="utf-8")))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+
+
 def _restore(cursor: DataCursor, rng: np.random.Generator, state: RunState) -> None:
     try:
         cursor.restore(state.cursor)
@@ -122,6 +139,5 @@ def _restore(cursor: DataCursor, rng: np.random.Generator, state: RunState) -> N
 
 
 def _refuse_used_folder(run_dir: Path) -> None:
-    metrics_file = run_dir / METRICS_FILE
-    if list_complete(run_dir) or (metrics_file.exists() and metrics_file.stat().st_size > 0):
+    if list_complete(run_dir) or MetricsFile(run_dir / METRICS_FILE).rows():
         raise ConfigError(f"{run_dir} already holds a run: continue it with --resume, or choose another run.name")

@@ -156,6 +156,8 @@ class GrpoLoop:
             old_T = await self.trainer.logprobs(chunks)
         else:
             old_T = np.concatenate([np.asarray(sample.completion.logprobs, np.float32) for sample in samples])
+            # A token without a log-prob of the engine is taken to be as likely as under the reference.
+            old_T = np.where(np.isfinite(old_T), old_T, reference_T)
         return diverge(samples, present_PG, old_T, reference_T, self.grpo, watch.total_s())
 
     def learn(self, scored: Scored, divergence: Divergence | None = None) -> Learnt:

@@ -28,7 +28,7 @@ from coordinator.record.exporting import Exporter
 from coordinator.record.progress import Progress
 from coordinator.record.remarks import check_same_model
 from coordinator.record.report import IterationRecord, Timing, build_row
-from coordinator.record.resuming import reward_warning
+from coordinator.record.resuming import Renewal, reward_warning
 from coordinator.record.sinks import Finished, Sink, Sinks
 from coordinator.record.state import RunState
 from coordinator.sync.take_over import take_over
@@ -40,8 +40,8 @@ from servicekit.stopwatch import Stopwatch
 from servicekit.tracing import span
 from tandem_config.comparing.resuming import UNRECORDED, RunComparison
 from tandem_config.schema import RunSection
-from tandem_files.checkpoints import Sound
-from tandem_files.metrics_file import METRICS_FILE, MetricsFile, Row
+from tandem_files.checkpoints import Sound, keep_checkpoint
+from tandem_files.metrics_file import METRICS_FILE, Baseline, MetricsFile, Row
 from tandem_files.run_config import adopt_next
 from tandem_files.run_folder import STATE_FILE
 
@@ -75,6 +75,7 @@ class Run:
         lead_patience_s: how long to wait for Redis to confirm that we lead the run.
         reward_facts: what the scores depend on (resuming.py).
         comparison: of the run with the checkpoint that it resumes from; None: it does not.
+        renewal: what is not compared with that checkpoint's evaluations.
         dropped_prompts: by part of the data and name of the source, prompts dropped since they are longer than
             data.max_prompt_tokens.
         leaving: the state shared with the code that stops the run.
@@ -96,12 +97,15 @@ class Run:
     lead_patience_s: float
     reward_facts: Mapping[str, str] = field(default_factory=dict)
     comparison: RunComparison | None = None
+    renewal: Renewal = field(default_factory=Renewal)
     dropped_prompts: Mapping[DataKey, Mapping[str, int]] = field(default_factory=dict)
     leaving: Leaving = field(default_factory=Leaving)
     sinks: Sequence[Sink] = ()
     resumed: bool = False
     checkpoint: Sound | None = None
     _report_s: float = field(default=0.0, init=False)
+    # Baselines that a resume has measured: they stand in the next row.
+    _renewed: list[Evaluated] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self._rows = MetricsFile(self.run_dir / METRICS_FILE)
@@ -150,11 +154,13 @@ class Run:
         if lost:
             message = f"{METRICS_FILE} lacks the rows of {lost} iterations up to {self.state.iteration}"
             self.progress.warn("lost_rows", f"{message}: lost in a crash or on a full disk")
-        self.progress.load(self._rows.rows())
+        since = Baseline(renewed=self.state.renewed)
+        self.progress.load([since.comparable(row) for row in self._rows.rows()])
         self.progress.note_dropped_prompts(self.dropped_prompts)
         self._note_comparison()
         self.progress.warn_if("reward_changed", reward_warning(self.state.rewards, self.reward_facts))
         self.state.rewards = dict(self.reward_facts)
+        await self._note_renewal()
         self.exporter.note_template()
         self._announce("sync")
         await self._agree_on_version()
@@ -179,14 +185,28 @@ class Run:
         if self.comparison.changed:
             log.info("resumed with other settings", changed=self.comparison.changed)
 
+    async def _note_renewal(self) -> None:
+        """Warn of evaluation sets that begin anew, and keep the checkpoint of the best policy by the former ones."""
+        best = self.renewal.former_best
+        if best is not None and best.iteration:
+            await asyncio.to_thread(keep_checkpoint, self.run_dir, best.iteration, self._check_lease)
+        for message in self.renewal.messages:
+            self.progress.warn("evaluation_changed", message)
+
     async def _evaluate_at_the_start(self) -> None:
         """Evaluate the policy before the first iteration: the baseline of all later ones."""
         with in_part(_PARTS["evaluate"]):
             evaluated = await self.evaluations.at_the_start()
-        if evaluated:
-            self._note_evaluated(evaluated, self.state.iteration)
-            row = self.evaluations.note_baseline()
-            self._sinks.take(Finished(record=None, row=row, evaluated=evaluated))
+        if not evaluated:
+            return
+        self._note_evaluated(evaluated, self.state.iteration)
+        row = self.evaluations.note_baseline(evaluated)
+        if self.state.iteration:
+            self._renewed = evaluated
+            return
+        await self._check_lead()
+        self._rows.append(row, self._check_lease)
+        self._sinks.take(Finished(record=None, row=row, evaluated=evaluated))
 
     async def _agree_on_version(self) -> None:
         """Bring run and trainer to one policy version.
@@ -238,6 +258,7 @@ class Run:
         check_same_model(record, self.logprob_diff_stop)
         evaluated = await before.result() or []
         self._note_evaluated(evaluated, number - 1)
+        evaluated, self._renewed = [*self._renewed, *evaluated], []
         improved = False
         if self.evaluations.is_due(number, last=self._is_over(number)):
             with watch.part("evaluate"):

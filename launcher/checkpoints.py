@@ -13,7 +13,17 @@ from rich.text import Text
 from launcher.view.run_view import make_console
 from servicekit.errors import ConfigError
 from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
-from tandem_files.checkpoints import COMPLETE, FOLDER, TRAINER_FOLDER, inspect, list_all, read_best, read_complete
+from tandem_files.checkpoints import (
+    COMPLETE,
+    FOLDER,
+    TRAINER_FOLDER,
+    inspect,
+    is_kept,
+    list_all,
+    read_best,
+    read_complete,
+    step_folder,
+)
 from tandem_files.model.safetensors_header import read_header
 from trainer_service.saved.files import parallel_of, read_meta
 from weightsync.layouts.layout import Parallel
@@ -137,4 +147,6 @@ def _marks(run_dir: Path, rows: list[_Row]) -> Iterator[tuple[int, list[str]]]:
         notes = ["a resume continues here"] if usable and row.iteration == usable[-1] else []
         if best is not None and best.iteration == row.iteration:
             notes.append(f"best by {best.metric} ({best.value:g})")
+        if is_kept(step_folder(run_dir, row.iteration)):
+            notes.append("kept: the best by an evaluation set that has changed")
         yield row.iteration, notes

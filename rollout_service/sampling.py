@@ -4,12 +4,9 @@ import math
 
 from rollout_service.engine import EngineLimits, GroupRequest, SamplingSettings
 from servicekit.errors import InvalidRequest, TooLarge
+from servicekit.rpc.limits import MAX_COMPLETIONS_PER_CALL
 from tandem_api.rollout.v1 import rollout_pb2 as pb
-
-# Below this SGLang treats a temperature as 0; far above it sampling is uniform.
-LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-3, 100.0
-# All completions of a call are held in memory together.
-MAX_COMPLETIONS_PER_CALL = 1 << 17
+from tandem_config.sections.base import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 
 
 def read_request(

@@ -3,6 +3,7 @@
 <run_dir>/checkpoints/step-00000012/trainer/...        written by the trainer, with a manifest (digests.py)
                                     coordinator.json   written by the coordinator
                                     complete.json      written last: without it the checkpoint is unfinished
+                                    kept               it is not removed when it is old (`keep_checkpoint`)
                       damaged-step-00000016/           complete once, then found damaged, and skipped
                       best.json                        which one is the best (evaluation.best)
                       latest                           name of the newest complete one, for other programs
@@ -12,7 +13,7 @@ complete.json holds digests: its own, and of every file of the checkpoint that i
 
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ TRAINER_FOLDER = "trainer"
 FOLDER = "checkpoints"
 BEST_FILE = "best.json"
 LATEST_FILE = "latest"
+KEPT_FILE = "kept"
 _STEP = re.compile(r"step-(\d{8,})")
 _LEFT = re.compile(rf"\.step-\d{{8,}}{LEFT}")
 _SET_ASIDE = "damaged-"
@@ -190,7 +192,7 @@ def choose(run_dir: Path, which: str) -> Sound:
     if which == "best":
         best = read_best(run_dir)
         if best is None or best.iteration not in there:
-            raise ConfigError(f"{run_dir} has no best checkpoint (evaluation.best): give an iteration, {_those(there)}")
+            raise ConfigError(f"{run_dir} {_why_no_best(there)}: give an iteration, {_those(there)}")
         which = str(best.iteration)
     if not which.isdecimal():
         raise ConfigError(f"there is no checkpoint {which!r}: give last, best or an iteration, {_those(there)}")
@@ -203,6 +205,20 @@ def choose(run_dir: Path, which: str) -> Sound:
     if damage is not None:
         raise DamagedCheckpoint(f"{damage}: choose another one, {_those(there)}")
     return Sound(iteration=int(which), folder=folder, skipped=[])
+
+
+def _why_no_best(there: Mapping[int, Path]) -> str:
+    """Say why no checkpoint is the best: by the state of the newest, the best policy is that before the training."""
+    try:
+        best = json.loads((there[max(there)] / COORDINATOR_FILE).read_text(encoding="utf-8"))["best"]
+        if best["iteration"] == 0:
+            return (
+                f"has no best checkpoint: by evaluation.best the best policy is the one before the training "
+                f"({best['metric']} {best['value']:.3f}), the model in model.path"
+            )
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return "has no best checkpoint (evaluation.best)"
 
 
 def _those(there: Collection[int]) -> str:
@@ -311,6 +327,18 @@ def mark_best(run_dir: Path, best: BestCheckpoint | None, before_write: Callable
     return True
 
 
+def keep_checkpoint(run_dir: Path, iteration: int, before_write: Callable[[], None] = no_check) -> None:
+    """Keep a complete checkpoint, if it is there, until a user removes its folder. Raises: OSError."""
+    folder = step_folder(run_dir, iteration)
+    if (folder / COMPLETE).is_file():
+        write_bytes_atomic(folder / KEPT_FILE, b"remove this folder when you do not need it\n", before_write)
+
+
+def is_kept(folder: Path) -> bool:
+    """Whether `keep_checkpoint` has been called for a checkpoint."""
+    return (folder / KEPT_FILE).is_file()
+
+
 def mark_latest(run_dir: Path, before_write: Callable[[], None] = no_check) -> None:
     """Write the name of the newest complete checkpoint's folder into `latest`; without one remove the file.
 
@@ -327,7 +355,7 @@ def mark_latest(run_dir: Path, before_write: Callable[[], None] = no_check) -> N
 
 
 def prune(run_dir: Path, keep: int) -> list[Path]:
-    """Remove all but the best and the `keep` newest complete checkpoints, and unfinished ones older than the newest.
+    """Remove all but the best, kept and `keep` newest complete checkpoints, and unfinished ones older than the newest.
 
     An unfinished folder newer than every complete one stays: it is being written. What could not be removed before goes
     first.
@@ -342,7 +370,7 @@ def prune(run_dir: Path, keep: int) -> list[Path]:
         return []
     best = read_best(run_dir)
     kept = {folder for iteration, folder in complete if best is not None and iteration == best.iteration}
-    kept |= {folder for _, folder in complete[-keep:]}
+    kept |= {folder for _, folder in complete[-keep:]} | {folder for _, folder in complete if is_kept(folder)}
     newest = complete[-1][0]
     old = [folder for iteration, folder in list_all(run_dir) if iteration <= newest and folder not in kept]
     old.sort(key=lambda folder: (folder / COMPLETE).is_file())

@@ -111,7 +111,7 @@ def copy_companions(
         model: folder with config.json.
         tokenizer: folder of the tokenizer and its chat template; None: the model's.
         dtype: of the weights, for config.json.
-        about: JSON values for the mark.
+        about: JSON values for the mark, which is published with the folder: no paths.
         template: the chat template, in place of all of the tokenizer's; None: the tokenizer's.
     Raises: OSError; ConfigError: `tokenizer` has no tokenizer.json, config.json is not JSON.
     """
@@ -128,10 +128,10 @@ def copy_companions(
     if template is not None:
         _replace_template(out, template)
     config = _read_json(model / _CONFIG)
-    config.pop("torch_dtype", None)  # of older transformers
-    config["dtype"] = dtype
+    # Readers of before transformers 5, vLLM among them, know the second name only, and take float32 without it.
+    config["dtype"] = config["torch_dtype"] = dtype
     (out / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (out / MARK).write_text(json.dumps({"template": str(model), **about}) + "\n", encoding="utf-8")
+    (out / MARK).write_text(json.dumps({"template": model.absolute().name, **about}) + "\n", encoding="utf-8")
 
 
 def _replace_template(out: Path, template: str) -> None:

@@ -1,11 +1,17 @@
-"""metrics.jsonl: a row per iteration, written by the coordinator, read by launcher and tools."""
+"""metrics.jsonl: a row per iteration, written by the coordinator, read by launcher and tools.
+
+Row 0 is the evaluation before the first iteration: it has the columns of evaluations, and none of training. Older
+releases did not write it.
+"""
 
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tandem_files.atomic import naming, no_check, write_bytes_atomic
 
@@ -13,6 +19,7 @@ METRICS_FILE = "metrics.jsonl"
 Row = dict[str, float | int | None]
 # The mean of each reward's own scores, and of each part that a server gives.
 REWARD_MEAN = re.compile(r"reward/(.+)_mean")
+_OF_SET = re.compile(r"eval/(?P<name>[^/]+)/.+|(?P<heldout>heldout)_.+")
 # Parts of a train step, as the trainer names them and in their order; seconds in the rows' fields `train_PART_s`.
 STEP_PARTS = ("receive", "onload", "pack", "old_logprobs", "reference", "forward_backward", "optimizer", "offload")
 
@@ -47,7 +54,11 @@ class MetricsFile:
             os.fsync(file.fileno())
 
     def rows(self) -> list[Row]:
-        """Read all complete rows, without lines that a crash has torn."""
+        """Read the rows of iterations, without row 0, and without lines that a crash has torn."""
+        return [row for row in self.with_baseline() if row["iteration"] != 0]
+
+    def with_baseline(self) -> list[Row]:
+        """Read all complete rows, row 0 first if there is one."""
         if not self._path.exists():
             return []
         rows: list[Row] = []
@@ -61,10 +72,58 @@ class MetricsFile:
         return rows
 
     def cut_after(self, iteration: int) -> int:
-        """Remove rows after `iteration`, and torn ones, atomically. Returns: how many rows up to it are missing."""
-        kept = [row for row in self.rows() if (row["iteration"] or 0) <= iteration]
+        """Remove rows after `iteration`, and torn ones, atomically. Returns: how many rows up to it are missing.
+
+        A run that begins anew, at 0, keeps none: it measures its baseline again.
+        """
+        kept = [row for row in self.with_baseline() if (row["iteration"] or 0) <= iteration and iteration > 0]
         write_bytes_atomic(self._path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept).encode())
-        return iteration - len(kept)
+        return iteration - sum(row["iteration"] != 0 for row in kept)
+
+
+def set_of(column: str) -> str | None:
+    """Return the evaluation set that a column is of; None: it is of none.
+
+    >>> set_of("eval/aime/mean@8"), set_of("heldout_accuracy"), set_of("reward_mean")
+    ('aime', 'heldout', None)
+    """
+    found = _OF_SET.fullmatch(column)
+    return None if found is None else found["name"] or found["heldout"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """Where the curves of evaluation sets begin.
+
+    Attributes:
+        row: columns of the evaluation before the training; of a set that a resume changed, of the one at the resume.
+        renewed: the iterations of those resumes, by the set.
+    """
+
+    row: Mapping[str, float | None] = field(default_factory=dict)
+    renewed: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> "Baseline":
+        """Read it from a run's state, of any release."""
+        row = {"heldout_accuracy": state.get("initial_accuracy")} | dict(state.get("baseline") or {})
+        return cls(row=row, renewed=dict(state.get("renewed") or {}))
+
+    def begin(self, column: str, points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+        """Put a column's baseline in front of its curve, in place of what was measured on another set of the name.
+
+        >>> Baseline(row={"eval/a/mean@1": 0.5}, renewed={"a": 4}).begin("eval/a/mean@1", [(2, 0.9), (6, 0.7)])
+        [(4, 0.5), (6, 0.7)]
+        """
+        since = self.renewed.get(set_of(column) or "", 0)
+        first = self.row.get(column)
+        return [*([] if first is None else [(since, first)]), *(point for point in points if point[0] > since)]
+
+    def comparable(self, row: Row) -> Row:
+        """Return a row without the columns of sets that were others then."""
+        number = row["iteration"] or 0
+        gone = {name for name, since in self.renewed.items() if number <= since}
+        return {column: value for column, value in row.items() if set_of(column) not in gone} if gone else row
 
 
 def reward_means(row: Mapping[str, float | None]) -> dict[str, float | None]:

@@ -119,6 +119,15 @@ def read_identity(run_dir: Path) -> RunIdentity | None:
     return identity
 
 
+def run_id_of(run_dir: Path | None) -> str:
+    """Return the id of the run whose folder it is, for marks; "": there is none, or it cannot be read."""
+    try:
+        identity = None if run_dir is None else read_identity(run_dir)
+    except (ConfigError, OSError):
+        identity = None
+    return "" if identity is None else identity.run_id
+
+
 def _create_identity(run_dir: Path, run_id: str) -> RunIdentity:
     """Make run.json, unless another process was first. Returns: what it says."""
     identity = RunIdentity(run_id=_id_of_checkpoints(run_dir) or run_id)

@@ -118,7 +118,7 @@ def type_text(field: FieldInfo) -> str:
 
     >>> from tandem_config.schema import GrpoSection
     >>> type_text(GrpoSection.model_fields["group_size"])
-    'integer >= 2'
+    'integer >= 2 <= 65536'
     """
     return _type(field.annotation, field.metadata)
 
@@ -155,7 +155,8 @@ def _bounds(metadata: typing.Sequence[Any]) -> list[str]:
     for entry in metadata:
         inner = entry.metadata if isinstance(entry, FieldInfo) else [entry]
         for item in inner:
-            found += [f"{sign} {getattr(item, name):g}" for name, sign in _BOUNDS.items() if hasattr(item, name)]
+            limits = [(sign, getattr(item, name)) for name, sign in _BOUNDS.items() if hasattr(item, name)]
+            found += [f"{sign} {limit}" if isinstance(limit, int) else f"{sign} {limit:g}" for sign, limit in limits]
     return found
 
 

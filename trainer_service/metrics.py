@@ -21,6 +21,10 @@ SKIPPED_UPDATES = Counter(
     "tandem_train_skipped_updates_total",
     "Optimizer updates that were left out, since a loss or gradient was not finite (grpo.on_non_finite: skip).",
 )
+ENGINE_NOT_FINITE = Counter(
+    "tandem_train_engine_logprobs_not_finite_total",
+    "Completion tokens of the policy whose log-prob the engine gave as NaN or infinite.",
+)
 TOKENS = Counter("tandem_train_tokens_total", "Completion tokens of the policy in the samples of all train steps.")
 SAMPLES = Counter("tandem_train_samples_total", "Samples of all train steps.")
 POLICY_VERSION = Gauge("tandem_policy_version", "Policy version that the trainer holds.")
@@ -93,6 +97,7 @@ def observe_step(metrics: Mapping[str, float], seconds: Mapping[str, float], pol
     STEPS.labels(result="ok").inc()
     TOKENS.inc(metrics["tokens"])
     SKIPPED_UPDATES.inc(metrics["skipped_updates"])
+    ENGINE_NOT_FINITE.inc(metrics.get("engine_logprobs_not_finite", 0.0))
     SAMPLES.inc(metrics["samples"])
     POLICY_VERSION.set(policy_version)
     GRAD_NORM.set(metrics["grad_norm"])

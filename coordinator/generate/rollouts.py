@@ -8,6 +8,7 @@ from coordinator.generate.dispatch import Dispatch, Warn
 from coordinator.generate.joiners import Patience, Seed
 from coordinator.generate.order import Order
 from servicekit.logs import get_logger
+from servicekit.rpc.limits import MAX_COMPLETIONS_PER_CALL
 
 log = get_logger(__name__)
 
@@ -53,7 +54,8 @@ class Rollouts:
             TandemError: seeding a joiner failed for good, while no other replica works.
         """
         # Balanced: as many equal chunks as whole rounds over the replicas need.
-        num_chunks = max(1, len(self._fleet.serving()), -(-len(prompts) // self._max_groups_per_call))
+        most = min(self._max_groups_per_call, max(1, MAX_COMPLETIONS_PER_CALL // order.num_completions))
+        num_chunks = max(1, len(self._fleet.serving()), -(-len(prompts) // most))
         size = max(1, -(-len(prompts) // num_chunks))
         ids = list(prompts)
         chunks = [ids[start : start + size] for start in range(0, len(ids), size)]

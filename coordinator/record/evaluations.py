@@ -4,10 +4,11 @@
 |-----------------------|----------------------------------------------|--------------------|
 | false                 | after iteration N                            | the row of N       |
 | true                  | beside scoring and training of iteration N+1 | the row of N+1     |
-| both: N = 0           | before iteration 1, which is the baseline    | state, an event    |
+| both: N = 0           | before iteration 1, which is the baseline    | row 0              |
 | both: N the last      | after it                                     | the row of N       |
 
-Columns `eval/<set>/policy_version` say which policy it was.
+Columns `eval/<set>/policy_version` say which policy it was. A set that a resume adds or changes has its baseline then,
+in the row of the next iteration.
 """
 
 import math
@@ -18,13 +19,13 @@ from functools import partial
 from coordinator.flow import Scored
 from coordinator.learn.evaluation import Evaluated, Evaluator
 from coordinator.leaving import Leaving
-from coordinator.record.report import numeric
+from coordinator.record.report import baseline_row, numeric
 from coordinator.record.state import BestPolicy, RunState
 from coordinator.watch import metrics
 from coordinator.watch.events import EventKind, EventLog
 from servicekit.life.meanwhile import Meanwhile
 from tandem_config.schema import HELDOUT, EvaluationSection
-from tandem_files.metrics_file import Row
+from tandem_files.metrics_file import Row, set_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +44,15 @@ class Evaluations:
     leaving: Leaving
 
     async def at_the_start(self) -> list[Evaluated]:
-        """Evaluate the policy before the first iteration, unless an earlier process has done so."""
+        """Evaluate the policy before the first iteration, or with what begins anew at a resume."""
         state = self.state
-        if state.baseline or state.initial_accuracy is not None:
-            return []
-        return await self.evaluator.evaluate(self.evaluator.sets, state.policy_version)
+        lacking = [asked for asked in self.evaluator.sets if state.iteration == 0 or self._is_renewed(asked.name)]
+        return await self.evaluator.evaluate(lacking, state.policy_version) if lacking else []
+
+    def _is_renewed(self, name: str) -> bool:
+        """Whether a set has begun anew at this resume, and has no baseline yet."""
+        measured = {set_of(column) for column in self.state.baseline}
+        return self.state.renewed.get(name) == self.state.iteration and name not in measured
 
     def beside(self, number: int) -> Meanwhile[list[Evaluated] | None]:
         """Make the evaluation, beside iteration `number`, of the policy with which it begins."""
@@ -86,12 +91,12 @@ class Evaluations:
             return False
         return note_best(self.state, self.settings.best, evaluated, iteration)
 
-    def note_baseline(self) -> Row:
-        """Keep the evaluations so far as those that later ones are compared with. Returns: them, as a row."""
-        self.state.baseline = dict(self.state.evaluations)
+    def note_baseline(self, evaluated: Sequence[Evaluated]) -> Row:
+        """Keep evaluations as those that later ones are compared with. Returns: row 0, if there is no iteration yet."""
+        self.state.baseline.update(evaluation_row(evaluated))
         if self.state.initial_accuracy is not None:
             metrics.INITIAL_ACCURACY.set(self.state.initial_accuracy)
-        return {"iteration": self.state.iteration, "policy_version": self.state.policy_version, **self.state.baseline}
+        return baseline_row(self.state.policy_version, heldout_of(evaluated)) | evaluation_row(evaluated)
 
     def wants_checkpoint(self, number: int, *, improved: bool) -> bool:
         """Whether iteration `number` is to be saved as the best; improved: it has made the best policy so far."""

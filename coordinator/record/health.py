@@ -117,6 +117,13 @@ def _mismatch(now: _Curves) -> Iterator[Trouble]:
         )
 
 
+def _engine_logprobs(now: _Curves) -> Iterator[Trouble]:
+    count = now.rows[-1].get("engine_logprobs_not_finite", 0.0) if now.rows else 0.0
+    if count:
+        text = f"The engine gave no finite log-prob for {count:.0f} tokens of the last iteration."
+        yield Trouble(kind="engine_logprobs", name="TandemLogprobMismatch", text=text)
+
+
 def _accuracy(now: _Curves) -> Iterator[Trouble]:
     last = now.last("heldout_accuracy")
     if last is not None and now.initial_accuracy is not None and last < now.initial_accuracy - ACCURACY_LOST:
@@ -191,6 +198,7 @@ def _scoring(now: _Curves) -> Iterator[Trouble]:
 _FINDERS: tuple[Callable[[_Curves], Iterator[Trouble]], ...] = (
     _not_finite,
     _mismatch,
+    _engine_logprobs,
     _scoring,
     _accuracy,
     _reward,

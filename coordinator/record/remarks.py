@@ -12,14 +12,25 @@ _NAMED_ROWS = 5
 _CHARACTERS = 300
 
 
+# Tokens without a log-prob of the engine that is a number: a few are chance, in bfloat16; many hide another model.
+MAX_UNKNOWN_SHARE = 0.1
+
+
 def check_same_model(record: IterationRecord, stop_at: float | None) -> None:
     """Check that trainer and engine compute the same model.
 
     Args:
         stop_at: grpo.logprob_diff_stop; None: no limit.
-    Raises: Internal: their mean difference is larger.
+    Raises: Internal: their mean difference is larger, or too many tokens cannot be compared.
     """
     metrics = {} if record.step is None else record.step.metrics
+    unknown, tokens = metrics.get("engine_logprobs_not_finite", 0.0), metrics.get("tokens", 0.0)
+    if stop_at is not None and unknown > MAX_UNKNOWN_SHARE * tokens:
+        raise Internal(
+            f"iteration {record.iteration}: the engine gave no finite log-prob for {unknown:.0f} of {tokens:.0f} "
+            f"tokens, more than {MAX_UNKNOWN_SHARE:.0%}, so that nothing of the iteration is kept: see the replicas' "
+            "logs, model.dtype and the model's weights; grpo.logprob_diff_stop: null continues nevertheless"
+        )
     mean = metrics.get("logprob_abs_diff_mean")
     # NaN does not pass either.
     if stop_at is None or mean is None or mean <= stop_at:

@@ -33,6 +33,7 @@ _TRAINER_FIELDS = (
     "kl_loss",
     "kl_reward",
     "skipped_updates",
+    "engine_logprobs_not_finite",
     "correction_weight_mean",
     "correction_outside_fraction",
     "learning_rate",
@@ -118,6 +119,13 @@ def build_row(record: IterationRecord, heldout: Scored | None, timing: Timing) -
         **_parts_row("heldout_", heldout),
         **_time_row(record, timing),
     }
+
+
+def baseline_row(policy_version: int, heldout: Scored | None) -> Row:
+    """Make row 0 of metrics.jsonl, of the evaluation before the first iteration, without the columns of its sets."""
+    measured = {} if heldout is None else _scores_row("heldout_", heldout) | _parts_row("heldout_", heldout)
+    accuracy = {} if heldout is None else {"heldout_accuracy": heldout.accuracy}
+    return {"iteration": 0, "policy_version": policy_version, **accuracy, **measured}
 
 
 def _scores_row(prefix: str, scored: Scored | None) -> Row:

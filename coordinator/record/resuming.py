@@ -1,18 +1,22 @@
-"""Compares a resumed run with its checkpoint: the order of its prompts, which must be the same, and its rewards.
+"""Compares a resumed run with its checkpoint: the order of its prompts, which must be the same; rewards; evaluations.
 
 A position in the data is meaningless in another order. Settings are compared by tandem_config/comparing/resuming.py;
-other code of a reward is reported, since the scores before and after it do not compare.
+other code of a reward is reported, since the scores before and after it do not compare. An evaluation set that has
+other prompts, or is sampled or scored otherwise, begins anew: its baseline, its latest figures, the best policy by it.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 
 from coordinator.data.formatting import PromptFormat
 from coordinator.data.scan import Scan
+from coordinator.flow import Prompt
 from coordinator.learn.rewards.source import source_file
-from coordinator.record.state import DataOrder, RunState, SourceOrder
-from tandem_config.comparing.resuming import difference
-from tandem_config.schema import RunConfig
+from coordinator.record.state import BestPolicy, DataOrder, RunState, SourceOrder
+from tandem_config.comparing.resuming import MAY_CHANGE, difference
+from tandem_config.schema import EvaluationSet, RunConfig
 from tandem_config.sections.reward import FunctionReward, split_reference
 from tandem_config.sections.rewards.base import RewardSection
 from tandem_files.digests import file_digest, text_digest
@@ -21,6 +25,8 @@ from tandem_files.digests import file_digest, text_digest
 _SHOWN_CHARS, _DIGEST_CHARS = 80, 12
 # Settings that change no score.
 _NO_SCORE = {"trial"}
+# What is known of the prompts of an evaluation set: their contents, or in the checkpoint of an older release the names.
+_PROMPTS, _BY_CONTENT = "prompts", {"files", "num_prompts"}
 
 
 def order_of(config: RunConfig, scans: Sequence[Scan], formats: PromptFormat) -> DataOrder:
@@ -85,14 +91,137 @@ def reward_warning(old: Mapping[str, str], new: Mapping[str, str]) -> str:
         old: `reward_facts` of the checkpoint; {} of a new run, and of an older release.
         new: those of the run.
     """
-    different = [
+    different = _differences(old, new)
+    if not old or not different:
+        return ""
+    return f"{'; '.join(different)}: the scores before and after this resume do not compare"
+
+
+def _differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    return [
         difference(key, old.get(key, "unset"), new.get(key, "unset"))
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]
-    if not old or not different:
-        return ""
-    return f"{'; '.join(different)}: the scores before and after this resume do not compare"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Renewal:
+    """What a resume begins anew.
+
+    Attributes:
+        messages: for the run's user.
+        former_best: the best policy of before, which is compared with no later one.
+    """
+
+    messages: Sequence[str] = ()
+    former_best: BestPolicy | None = None
+
+
+def set_facts(config: RunConfig, prompts: Mapping[str, Iterable[Prompt]]) -> dict[str, dict[str, str]]:
+    """Return what the figures of each evaluation set depend on, beside its reward.
+
+    Args:
+        prompts: by the sets' names.
+    Raises: OSError, ValueError: as reading the prompts.
+    """
+    return {
+        chosen.name: dict(_settings_of_set(config, chosen))
+        | {_PROMPTS: _content_of(islice(prompts[chosen.name], chosen.num_prompts))}
+        for chosen in config.evaluation_sets()
+    }
+
+
+def begin_sets_anew(
+    state: RunState, config: RunConfig, facts: Mapping[str, Mapping[str, str]], before: RunConfig | None
+) -> Renewal:
+    """Forget in a checkpoint's state what later evaluations do not compare with; record what they depend on now.
+
+    Args:
+        facts: `set_facts` of the run.
+        before: the run's configuration so far, for the checkpoint of a release that has not recorded such facts.
+    """
+    old: Mapping[str, Mapping[str, str]] | None = state.sets
+    if old is None and before is not None:
+        old = {chosen.name: dict(_settings_of_set(before, chosen)) for chosen in before.evaluation_sets()}
+    was_best, messages = state.best, list(_unknown(state, facts))
+    why = {} if old is None else _changed_sets(state, config, old, facts)
+    for name, text in why.items():
+        state.forget_set(name)
+        if name in facts:
+            state.renewed[name] = state.iteration
+            text += f": its baseline is measured with the policy after iteration {state.iteration}"
+        messages.append(f"evaluation set {name} {text}")
+    asked = config.evaluation.best
+    if state.best is not None and asked is not None and asked != state.best.metric:
+        state.best = None
+        messages.append(f"evaluation.best is {asked} now")
+    former = was_best if state.best is None else None
+    if former is not None:
+        kept = "" if former.iteration == 0 else "; its checkpoint is kept until you remove its folder"
+        place = f"after iteration {former.iteration}" if former.iteration else "before the training"
+        messages.append(
+            f"the best policy so far, {place} ({former.metric} {former.value:.3f}), is compared with no later one{kept}"
+        )
+    state.sets = {name: dict(texts) for name, texts in facts.items()}
+    return Renewal(messages=messages, former_best=former)
+
+
+def _changed_sets(
+    state: RunState, config: RunConfig, old: Mapping[str, Mapping[str, str]], new: Mapping[str, Mapping[str, str]]
+) -> dict[str, str]:
+    """Return why sets begin anew, or end, by the set."""
+    marked = [section for section in config.reward if section.accuracy]
+    reward = f"reward {(marked or config.reward)[0].label}: "
+    saved, now = (
+        {
+            key: text
+            for key, text in facts.items()
+            if key.startswith(reward) and f"reward.{key.removeprefix(reward)}" not in MAY_CHANGE
+        }
+        for facts in (state.rewards, reward_facts(config) if state.rewards else {})
+    )
+    scored = _differences(saved, now)
+    found = {name: "is not evaluated any more" for name in old if name not in new}
+    for name, facts in new.items():
+        if name not in old:
+            found[name] = "is new"
+            continue
+        # The same prompts in files of another name are the same set.
+        by_content = _BY_CONTENT if _PROMPTS in old[name] else {_PROMPTS}
+        texts = [{key: text for key, text in each.items() if key not in by_content} for each in (old[name], facts)]
+        if different := [*_differences(*texts), *scored]:
+            found[name] = f"has changed ({'; '.join(different)})"
+    return found
+
+
+def _unknown(state: RunState, facts: Mapping[str, object]) -> Iterator[str]:
+    """Yield what cannot be compared with the checkpoint of an older release."""
+    if state.sets is None and facts and (state.baseline or state.initial_accuracy is not None):
+        yield (
+            "the checkpoint does not say which prompts its evaluation sets had, as an older release wrote it: if their "
+            "files have changed since, figures before and after this resume do not compare"
+        )
+
+
+def _settings_of_set(config: RunConfig, chosen: EvaluationSet) -> Iterator[tuple[str, str]]:
+    for key in ("samples", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+        yield key, str(getattr(chosen, key))
+    if chosen.samples > 1:  # pass@k is measured
+        yield "evaluation.right_from", str(config.evaluation.right_from)
+    own = chosen.max_new_tokens
+    yield "max_new_tokens", str(config.grpo.max_new_tokens if own is None else own)
+    yield "num_prompts", str(chosen.num_prompts)
+    yield "files", ", ".join(source.path.name for source in chosen.data)
+
+
+def _content_of(prompts: Iterable[Prompt]) -> str:
+    """Return the number of prompts and a digest of all that they are scored by, in any order."""
+    rows = sorted(
+        text_digest(json.dumps([prompt.text, list(prompt.token_ids), prompt.answer, prompt.columns], sort_keys=True))
+        for prompt in prompts
+    )
+    return f"{len(rows)} ({text_digest(' '.join(rows))[:_DIGEST_CHARS]})"
 
 
 def _settings(section: RewardSection) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from coordinator.data.cursor import CursorState
 from coordinator.flow import Scored
 from servicekit.errors import ConfigError
+from tandem_config.schema import HELDOUT
 from tandem_files.atomic import no_check, write_bytes_atomic
+from tandem_files.metrics_file import set_of
 
 # Weight syncs whose times are kept; bounded, since the file is written in every iteration.
 KEPT_SYNCS = 256
@@ -129,6 +131,10 @@ class RunState(BaseModel):
     evaluations: dict[str, float | None] = Field(default_factory=dict)
     # By evaluation.best.
     best: BestPolicy | None = None
+    # What the figures of each evaluation set depend on (resuming.py); None: an older release has not recorded it.
+    sets: dict[str, dict[str, str]] | None = None
+    # By set that a resume added or changed, the iteration after which its baseline was measured.
+    renewed: dict[str, int] = Field(default_factory=dict)
     # Descriptions of checkpoints that were found damaged and skipped.
     damaged_checkpoints: list[str] = Field(default_factory=list)
     # Why the checkpoints since the newest written one were not written, as sentences.
@@ -182,6 +188,17 @@ class RunState(BaseModel):
         """Copy another state into this object, so that all readers of this object see it."""
         for name in type(self).model_fields:
             setattr(self, name, getattr(other, name))
+
+    def forget_set(self, name: str) -> None:
+        """Forget what was measured on an evaluation set, which has changed or is gone."""
+        for columns in (self.baseline, self.evaluations):
+            for column in [column for column in columns if set_of(column) == name]:
+                del columns[column]
+        if name == HELDOUT:
+            self.initial_accuracy = self.last_accuracy = self.best_accuracy = None
+        if self.best is not None and self.best.metric.rpartition("/")[0] == name:
+            self.best = None
+        self.renewed.pop(name, None)
 
     def note_accuracy(self, accuracy: float) -> None:
         """Record a held-out accuracy."""

@@ -40,6 +40,8 @@ def build_summary(state: RunState, rows: Sequence[Row], versions: Mapping[str, s
             "initial": dict(state.baseline),
             "final": dict(state.evaluations),
             "best": None if state.best is None else state.best.model_dump(),
+            # By set that a resume added or changed, the iteration after which `initial` was measured.
+            "renewed": dict(state.renewed),
         },
         "wall_s": state.wall_s,
         "generated_tokens": totals.generated_tokens,

@@ -14,7 +14,7 @@ from coordinator.web.history import History
 from coordinator.web.picture import Picture
 from coordinator.web.snapshot import disk_free
 from servicekit.errors import ConfigError
-from tandem_files.metrics_file import METRICS_FILE, MetricsFile
+from tandem_files.metrics_file import METRICS_FILE, Baseline, MetricsFile
 from tandem_files.run_config import RESOLVED_CONFIG
 from tandem_files.run_folder import STATE_FILE, is_locked, read_state
 
@@ -38,7 +38,8 @@ class FolderSource:
         """Make the page's data."""
         del query
         now_s, state = time.time(), read_state(self._run_dir)
-        history, settings = self._history(), self._settings()
+        since = Baseline.of_state(state)
+        history, settings = self._history(since), self._settings()
         status, error = self._status(state, now_s)
         seen = Conditions(
             state=status,
@@ -65,6 +66,7 @@ class FolderSource:
             worked_s=state.get("wall_s", 0.0),
             history=history,
             initial_accuracy=state.get("initial_accuracy"),
+            baseline=since,
             best_accuracy=state.get("best_accuracy"),
             alerts=[asdict(alert) for alert in [*alerts(seen), *damaged]],
         ).plain()
@@ -81,11 +83,11 @@ class FolderSource:
             return "interrupted", f"it last wrote its state {quiet_s / 60:.0f} minutes ago, and not how it ended"
         return status, state.get("error", "")
 
-    def _history(self) -> History:
+    def _history(self, since: Baseline) -> History:
         file = self._run_dir / METRICS_FILE
         changed = file.stat().st_mtime_ns if file.is_file() else 0
         if changed != self._rows[0]:
-            self._rows = (changed, History([numeric(row) for row in MetricsFile(file).rows()]))
+            self._rows = (changed, History([numeric(since.comparable(row)) for row in MetricsFile(file).rows()]))
         return self._rows[1]
 
     def _settings(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.web.history import History, Row
-from tandem_files.metrics_file import REWARD_MEAN, STEP_PARTS
+from tandem_files.metrics_file import REWARD_MEAN, STEP_PARTS, Baseline
 
 # Fields of metrics.jsonl that are drawn, in the page's order, with their titles and units.
 CURVES = (
@@ -36,7 +36,7 @@ CURVES = (
 # Fields of rows that depend on the configuration beside scores by reward: measures of evaluation sets (`mean@4`).
 _OF_SET = re.compile(r"eval/(.+)/([a-z]+@\d+)")
 _MOST_FURTHER = 24
-# The curve that begins before the first iteration.
+# The curve that is drawn with a line at its baseline.
 _HELDOUT = "heldout_accuracy"
 _CURRENT = ("reward_mean", _HELDOUT, "tokens_per_s", "sync_s", "iteration_s", "logprob_abs_diff_max")
 # Parts of an iteration; seconds in the rows' fields of these names and `_s`.
@@ -68,6 +68,7 @@ class Picture:
     history: History
     left_s: float | None = None
     initial_accuracy: float | None = None
+    baseline: Baseline = field(default_factory=Baseline)
     best_accuracy: float | None = None
     part: str = ""
     part_since_s: float = 0.0
@@ -108,10 +109,8 @@ class Picture:
         }
 
     def _curve(self, name: str, title: str, unit: str) -> dict[str, Any]:
-        points = self.history.curve(name)
+        points = self.baseline.begin(name, self.history.curve(name))
         start = self.initial_accuracy if name == _HELDOUT else None
-        if start is not None:
-            points = [(0.0, start), *points]
         return {"field": name, "title": title, "unit": unit, "points": points, "start": start}
 
 

@@ -13,6 +13,7 @@ from coordinator.watch.observed import Observed
 from coordinator.web.conditions import Alert, Conditions, alerts
 from coordinator.web.history import History
 from coordinator.web.picture import Picture
+from tandem_files.metrics_file import Baseline
 from tandem_files.pace import remaining_s
 
 _ROUNDS_CHECKED = 5
@@ -56,6 +57,7 @@ class Source:
                 checkpoint_every=self.checkpoint_every,
             ),
             initial_accuracy=self.state.initial_accuracy,
+            baseline=Baseline.of_state(vars(self.state)),
             best_accuracy=self.state.best_accuracy,
             awaited=self.observed.awaited,
             arrived=self.observed.arrived,

@@ -13,6 +13,7 @@ from coordinator.record.state import RunState
 from launcher.check.data.rows import CheckedData
 from launcher.check.host import is_writable
 from servicekit.errors import ConfigError
+from tandem_config.comparing.described import base_key
 from tandem_config.comparing.resuming import RUN_ID, UNRECORDED, RunComparison, compare, in_one_list
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
@@ -74,7 +75,8 @@ def check_resume(
     if not comparison.recorded:
         yield replace(_problem("--resume", run_dir, UNRECORDED, ""), severity="warning")
     yield from _check_same(run_dir, sound.folder, comparison.refused, config, spec, data)
-    yield from _check_rewards(run_dir, sound.folder, config)
+    if not any(base_key(text.partition(":")[0]).startswith("reward.") for text in comparison.refused):
+        yield from _check_rewards(run_dir, sound.folder, config)
 
 
 def note_model(run_dir: Path, spec: ModelSpec) -> None:

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from tandem_files.run_folder import metrics_rows, read_summary
+from tandem_files.metrics_file import Baseline
+from tandem_files.run_folder import metrics_rows, read_state
 
 
 def plot_rewards(run_dir: Path) -> Path | None:
@@ -16,15 +17,14 @@ def plot_rewards(run_dir: Path) -> Path | None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    initial = (read_summary(run_dir) or {}).get("initial_accuracy")
+    baseline = Baseline.of_state(read_state(run_dir))
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for metric, label, style in (
         ("reward_mean", "training reward, mean", "-"),
         ("heldout_accuracy", "held-out accuracy, greedy", "o-"),
     ):
-        points = [(row["iteration"], row[metric]) for row in rows if row.get(metric) is not None]
-        if metric == "heldout_accuracy" and initial is not None:
-            points.insert(0, (0, initial))
+        found = [(row["iteration"] or 0, value) for row in rows if (value := row.get(metric)) is not None]
+        points = baseline.begin(metric, found)
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
     axes.set(xlabel="iteration", ylabel="share", title=run_dir.name)

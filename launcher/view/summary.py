@@ -63,7 +63,13 @@ def _number(values: Mapping[str, Any], key: str, form: str, unit: str = "") -> s
 
 def _accuracy(summary: Mapping[str, Any]) -> str:
     before, after = summary.get("initial_accuracy"), summary.get("final_accuracy")
-    return "" if before is None or after is None else f"{before:.3f} -> {after:.3f}"
+    return "" if before is None or after is None else f"{before:.3f} -> {after:.3f}{_since(summary, 'heldout')}"
+
+
+def _since(summary: Mapping[str, Any], name: str) -> str:
+    """Say since when the figures of a set compare, if a resume has changed it; "" if none has."""
+    number = ((summary.get("evaluation") or {}).get("renewed") or {}).get(name)
+    return "" if number is None else f" (since iteration {number}, when the set was changed)"
 
 
 def rewards_text(rows: Sequence[Mapping[str, float | None]]) -> str:
@@ -85,7 +91,8 @@ def _evaluations(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         name, _, measure = column.removeprefix("eval/").rpartition("/")
         if "@" in measure and "_" not in measure and name != "heldout" and after is not None:
             start = before.get(column)
-            yield name, measure, f"{after:.3f}" if start is None else f"{start:.3f} -> {after:.3f}"
+            text = f"{after:.3f}" if start is None else f"{start:.3f} -> {after:.3f}"
+            yield name, measure, text + _since(summary, name)
 
 
 def _best(summary: Mapping[str, Any]) -> str:

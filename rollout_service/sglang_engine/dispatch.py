@@ -150,8 +150,10 @@ def _completion(out: dict[str, Any]) -> SampledCompletion:
         raise RuntimeError(f"SGLang refused a request: {reason.get('message', reason)}")
     token_ids = list(out["output_ids"])
     logprobs = [entry[0] for entry in meta.get("output_token_logprobs", ())][: len(token_ids)]
-    if len(logprobs) != len(token_ids) or any(value is None or math.isnan(value) for value in logprobs):
+    if len(logprobs) != len(token_ids):
         raise RuntimeError(f"SGLang gave {len(token_ids)} tokens with log-probs {logprobs}")
+    # None becomes NaN: the trainer counts such tokens, and knows what they are needed for.
+    logprobs = [math.nan if value is None else value for value in logprobs]
     return SampledCompletion(
         token_ids=token_ids,
         logprobs=logprobs,

@@ -6,6 +6,9 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 # sample that is larger goes alone.
 SAMPLE_CHUNK_BYTES = MAX_MESSAGE_BYTES // 16
 
+# Of a GenerateGroups call: all of them are held in memory together.
+MAX_COMPLETIONS_PER_CALL = 1 << 17
+
 _MESSAGE_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

@@ -5,6 +5,7 @@ from collections import Counter
 from tandem_config.checks.registry import check
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
+from tandem_config.sections.base import LOWEST_TEMPERATURE
 
 
 @check("evaluation.sets", "data.heldout")
@@ -34,28 +35,28 @@ def _no_set_is_called_train(config: RunConfig) -> ConfigProblem | None:
 
 
 @check("evaluation.sets")
-def _samples_of_a_greedy_set_are_equal(config: RunConfig) -> ConfigProblem | None:
+def _sets_can_be_sampled(config: RunConfig) -> ConfigProblem | None:
     for number, chosen in enumerate(config.evaluation.sets, 1):
-        if chosen.samples > 1 and chosen.temperature == 0.0:
-            return ConfigProblem(
-                key="evaluation.sets",
-                value=chosen.name,
-                message=f"entry {number}: samples: {chosen.samples} with temperature 0: all completions would be equal",
-                suggestion="set a temperature, e.g. 1.0, or samples: 1",
-            )
-    return None
-
-
-@check("evaluation.sets")
-def _top_k_keeps_a_token(config: RunConfig) -> ConfigProblem | None:
-    for number, chosen in enumerate(config.evaluation.sets, 1):
-        if chosen.top_k == 0:
-            return ConfigProblem(
-                key="evaluation.sets",
-                value=chosen.name,
-                message=f"entry {number}: top_k: 0 keeps no token",
-                suggestion="use -1 for all tokens",
-            )
+        for is_wrong, message, suggestion in (
+            (
+                chosen.samples > 1 and chosen.temperature == 0.0,
+                f"samples: {chosen.samples} with temperature 0: all completions would be equal",
+                "set a temperature, e.g. 1.0, or samples: 1",
+            ),
+            (
+                0.0 < chosen.temperature < LOWEST_TEMPERATURE,
+                f"temperature {chosen.temperature:g} is below {LOWEST_TEMPERATURE:g}, the lowest that replicas take",
+                f"use 0 (greedy), or {LOWEST_TEMPERATURE:g} and more",
+            ),
+            (chosen.top_k == 0, "top_k: 0 keeps no token", "use -1 for all tokens"),
+        ):
+            if is_wrong:
+                return ConfigProblem(
+                    key="evaluation.sets",
+                    value=chosen.name,
+                    message=f"entry {number}: {message}",
+                    suggestion=suggestion,
+                )
     return None
 
 

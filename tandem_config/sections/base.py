@@ -9,6 +9,11 @@ PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 # As a request may contain (servicekit/rpc/request_bounds.py); a day is longer than any round.
 RoundSeconds = Annotated[float, Field(ge=0.001, le=86_400)]
+# As a rollout service takes them (rollout_service/sampling.py). Below the lowest temperature SGLang treats it as 0; far
+# above the highest sampling is uniform.
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-3, 100.0
+Temperature = Annotated[float, Field(ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE)]
+NewTokens = Annotated[int, Field(gt=0, le=2**24)]
 MessageMib = Annotated[float, Field(ge=2**-8, le=2**16)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 

@@ -6,7 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from tandem_config.sections.base import ListOf, PositiveFloat, PositiveInt, Section, about
+from tandem_config.sections.base import (
+    ListOf,
+    NewTokens,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Temperature,
+    about,
+)
 
 # Bounded as in servicekit/rpc/request_bounds.py.
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -50,19 +58,19 @@ class GrpoSection(Section):
         "given beside it. An option's preset replaces what a file sets.",
         json_schema_extra=about("the defaults are no paper's: GRPO with token-mean"),
     )
-    prompts_per_iteration: PositiveInt = Field(
+    prompts_per_iteration: Annotated[int, Field(gt=0, le=2**23)] = Field(
         64,
         description="Prompts (groups) in an iteration.",
         json_schema_extra=about("with group_size, 1024 samples: advantages of small noise", unit="prompts"),
     )
-    group_size: Annotated[int, Field(ge=2)] = Field(
+    group_size: Annotated[int, Field(ge=2, le=2**16)] = Field(
         16,
         description="Completions per prompt; 1 would make every advantage 0.",
         json_schema_extra=about(
             "the mean of 16 rewards is a baseline of a quarter of their spread", unit="completions"
         ),
     )
-    updates_per_iteration: PositiveInt = Field(
+    updates_per_iteration: Annotated[int, Field(gt=0, le=2**20)] = Field(
         4,
         description="Optimizer updates in an epoch, each on an equal share of the groups' samples. More than 1 update "
         "in an iteration: a trainer rank keeps 12 bytes per parameter that it holds in (page-locked) host memory, to "
@@ -81,17 +89,17 @@ class GrpoSection(Section):
         "in another order, drawn from run.seed and the number of train steps. pi_old stays that of the step's start.",
         json_schema_extra=about("each sample once: the policy leaves the one that sampled least", unit="epochs"),
     )
-    max_new_tokens: PositiveInt = Field(
+    max_new_tokens: NewTokens = Field(
         256,
         description="Longest completion, in tokens.",
         json_schema_extra=about("short answers; reasoning needs thousands", unit="tokens"),
     )
-    temperature: PositiveFloat = Field(
+    temperature: Temperature = Field(
         1.0,
         description="Sampling temperature; the trainer divides its logits by it too.",
         json_schema_extra=about("the policy itself is sampled, as the gradient assumes"),
     )
-    stop_token_ids: ListOf[Annotated[int, Field(ge=0)]] = Field(
+    stop_token_ids: Annotated[ListOf[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=2**11)] = Field(
         (),
         description=(
             "Tokens that end a completion, beside those of generation_config.json, config.json and the tokenizer."

@@ -6,7 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tandem_config.sections.base import Fraction, ListOf, PositiveFloat, PositiveInt, Section, about
+from tandem_config.sections.base import (
+    HIGHEST_TEMPERATURE,
+    Fraction,
+    ListOf,
+    NewTokens,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    about,
+)
 from tandem_config.sections.data import Sources
 
 # The set that data.heldout makes; its mean is the held-out accuracy.
@@ -31,7 +40,7 @@ class RunSection(Section):
         description="GRPO iterations (rollout steps) to run.",
         json_schema_extra=about("for first runs; the reward curve shows how many a task needs", unit="iterations"),
     )
-    seed: Annotated[int, Field(ge=0)] = Field(
+    seed: Annotated[int, Field(ge=0, le=2**63)] = Field(
         0,
         description="Seed of the data order and of the trainer.",
         json_schema_extra=about("any fixed one: a run can be repeated"),
@@ -153,14 +162,18 @@ class EvaluationSet(Section):
     )
     data: Sources = Field(description="Rows, in the forms of data.heldout, with the columns of the section data.")
     samples: Annotated[int, Field(ge=1, le=1024)] = Field(1, description="Completions per prompt, k.")
-    temperature: Annotated[float, Field(ge=0, le=100)] = Field(0.0, description="Sampling temperature; 0: greedy.")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Share of probability that is kept.")
-    top_k: Annotated[int, Field(ge=-1)] = Field(-1, description="Number of likeliest tokens that are kept; -1: all.")
+    temperature: Annotated[float, Field(ge=0, le=HIGHEST_TEMPERATURE)] = Field(
+        0.0, description="Sampling temperature, 0.001 or more; 0: greedy."
+    )
+    top_p: Annotated[float, Field(ge=1e-6, le=1)] = Field(1.0, description="Share of probability that is kept.")
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = Field(
+        -1, description="Number of likeliest tokens that are kept; -1: all."
+    )
     min_p: Fraction = Field(0.0, description="Least probability that is kept, relative to the likeliest token's.")
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] = Field(
+    repetition_penalty: Annotated[float, Field(ge=1e-3, le=2)] = Field(
         1.0, description="Penalty on tokens that have occurred; 1: none."
     )
-    max_new_tokens: PositiveInt | None = Field(None, description="Longest completion; null: grpo.max_new_tokens.")
+    max_new_tokens: NewTokens | None = Field(None, description="Longest completion; null: grpo.max_new_tokens.")
     every: PositiveInt | None = Field(None, description="Iterations between evaluations; null: run.evaluate_every.")
     num_prompts: PositiveInt | None = Field(None, description="The first n prompts of the data only; null: all.")
 

@@ -41,7 +41,12 @@ def write_config(config: RunConfig, folder: Path) -> str:
 
 
 def rows(environment: ServiceEnvironment) -> list[dict[str, Any]]:
-    """The finished rows: a coordinator that runs may be in the middle of its next one."""
+    """The finished rows of iterations: a coordinator that runs may be in the middle of its next one."""
+    return [row for row in rows_with_baseline(environment) if row["iteration"]]
+
+
+def rows_with_baseline(environment: ServiceEnvironment) -> list[dict[str, Any]]:
+    """The finished rows, that of the evaluation before the training too."""
     lines = (environment.run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 

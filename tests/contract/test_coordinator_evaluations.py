@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,14 @@ import pytest
 from prometheus_client import REGISTRY
 
 from coordinator.app import conduct
+from launcher.view.compare.runs import read_runs
+from launcher.view.summary import summary_lines
 from servicekit.environment import ServiceEnvironment
+from servicekit.errors import NotFinite
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import read_best
-from tests.contract.coordinator_runs import rows, saved_state, with_settings
+from tests.contract.coordinator_runs import launched_again, rows, rows_with_baseline, saved_state, with_settings
 from tests.fakes.fake_fleet import FakeFleet, announced_fleet
 from tests.fakes.fake_trainer import FakeTrainer
 from tests.kit.folders import write_data
@@ -148,3 +152,71 @@ def test_data_of_sets_is_loaded_before_anything_starts(config: RunConfig, tmp_pa
     config = with_settings(config, evaluation={"sets": [SAMPLED | {"data": tmp_path / "missing.jsonl"}]})
     with pytest.raises(ConfigError, match=r"missing\.jsonl"):
         read_inputs(config, tmp_path, resume=False)
+
+
+async def test_the_baseline_is_row_0(config: RunConfig, environment: ServiceEnvironment) -> None:
+    await run(with_settings(with_sets(config), run={"iterations": 2}), environment)
+    first, *others = rows_with_baseline(environment)
+    assert [row["iteration"] for row in others] == [1, 2]
+    assert (first["iteration"], first["policy_version"]) == (0, 0)
+    state = saved_state(environment)
+    assert first["heldout_accuracy"] == state["initial_accuracy"] == first["heldout_reward/exact_match_mean"]
+    assert {name: value for name, value in first.items() if name.startswith("eval/")} == state["baseline"]
+    assert not [name for name in first if name in ("reward_mean", "loss", "iteration_s")]
+
+
+async def test_a_resume_with_another_set_begins_its_baseline_and_best_anew(
+    config: RunConfig, environment: ServiceEnvironment, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = with_settings(with_sets(config, best="sampled/mean@4"), run={"checkpoint_every": 1})
+    stopped = FakeTrainer(faults=deque([None] * 4 + [NotFinite("loss is nan")]))
+    async with announced_fleet(environment.redis_url, environment.run_id, stopped):
+        assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 1
+    before = saved_state(environment)
+    former = before["best"]["iteration"]
+    assert former == 3
+    data = write_data(config.model.path.parent / "hard.jsonl", [(a, 41) for a in range(10, 30)])
+    other = with_settings(config, evaluation={"sets": [SAMPLED | {"data": data, "every": 10}]})
+    again = launched_again(environment, "again")
+    async with announced_fleet(again.redis_url, again.run_id, FakeTrainer(policy_version=4)) as fleet:
+        assert await conduct(other, again, resume=True, stop=asyncio.Event()) == 0
+    assert {request.policy_version for request in evaluations(fleet, "sampled")} == {4, 6}
+    assert "evaluation set sampled has changed (prompts: 10 (" in caplog.text
+    table, state = rows_with_baseline(again), saved_state(again)
+    assert [row["iteration"] for row in table] == [0, 1, 2, 3, 4, 5, 6]
+    # The new baseline, of the policy after iteration 4, stands in the next row.
+    assert table[5]["eval/sampled/policy_version"] == 4
+    assert table[5]["eval/sampled/mean@4"] == state["baseline"]["eval/sampled/mean@4"]
+    assert state["baseline"]["eval/heldout/mean@1"] == before["baseline"]["eval/heldout/mean@1"]
+    assert state["initial_accuracy"] == before["initial_accuracy"]
+    assert state["renewed"] == {"sampled": 4}
+    assert state["best"]["iteration"] in (4, 6)
+    summary = json.loads((again.run_dir / "summary.json").read_text())
+    assert summary["evaluation"]["renewed"] == {"sampled": 4}
+    assert f"step-{former:08d}" in checkpoints(again)
+    lines = dict(summary_lines(summary, table[1:], again.run_dir))
+    assert lines["sampled, mean@4"].endswith("(since iteration 4, when the set was changed)")
+    assert "since" not in lines["held-out accuracy"]
+    (curves,) = read_runs([again.run_dir])
+    assert [number for number, _ in curves.points("eval/sampled/mean@4")] == [4, 5, 6]
+    assert [number for number, _ in curves.points("heldout_accuracy")] == [0, 2, 4, 6]
+    assert "evaluation set sampled has changed: its figures begin with iteration 4" in curves.troubles
+
+
+async def test_other_held_out_prompts_do_not_reach_the_target_by_the_old_ones(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    stopped = FakeTrainer(faults=deque([None] * 4 + [NotFinite("loss is nan")]))
+    async with announced_fleet(environment.redis_url, environment.run_id, stopped):
+        assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 1
+    reached = saved_state(environment)["last_accuracy"]
+    assert reached > 0.0
+    data = write_data(config.model.path.parent / "hard.jsonl", [(a, 41) for a in range(10, 30)])
+    other = with_settings(config, data={"heldout": data}, run={"target_accuracy": reached})
+    again = launched_again(environment, "again")
+    async with announced_fleet(again.redis_url, again.run_id, FakeTrainer(policy_version=4)) as fleet:
+        for replica in fleet.rollout_services:
+            replica.first_skill, replica.skill_per_version = 0.0, 0.0
+        assert await conduct(other, again, resume=True, stop=asyncio.Event()) == 0
+    assert saved_state(again)["iteration"] == 6
+    assert saved_state(again)["initial_accuracy"] == 0.0

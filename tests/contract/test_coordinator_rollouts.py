@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from coordinator.flow import Prompt
+from coordinator.generate import rollouts
 from coordinator.generate.order import Order, Sampling
 from coordinator.generate.rollouts import Rollouts
 from servicekit.errors import InvalidRequest, Unavailable
@@ -70,6 +71,14 @@ async def test_calls_stay_below_the_replicas_limit() -> None:
         serving(fleet)
         await rollouts_of(fleet, max_groups_per_call=6).generate(PROMPTS, ORDER)
     assert sorted(size for replica in sizes(fleet) for size in replica) == [5, 5, 5, 5]
+
+
+async def test_calls_stay_below_the_completions_that_a_replica_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{rollouts.__name__}.MAX_COMPLETIONS_PER_CALL", 3 * ORDER.num_completions)
+    async with fake_fleet() as fleet:
+        serving(fleet)
+        await rollouts_of(fleet).generate(PROMPTS, ORDER)
+    assert max(size for replica in sizes(fleet) for size in replica) == 3
 
 
 async def test_fewer_prompts_than_replicas() -> None:

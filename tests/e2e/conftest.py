@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tandem_files.metrics_file import MetricsFile
 from tests.kit.waiting import until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic" / "arithmetic.yaml"
@@ -163,5 +164,6 @@ def summary_of(run_dir: Path) -> dict[str, Any]:
 
 
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl."""
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    """The rows of metrics.jsonl, of iterations."""
+    rows: list[dict[str, Any]] = MetricsFile(run_dir / "metrics.jsonl").rows()
+    return rows

@@ -1,6 +1,5 @@
 """A trainer, then a coordinator, of a run on real engines is asked to end (a drained node): no iteration is lost."""
 
-import json
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 from servicekit.life.exit_codes import EXIT_LOST_TRAINER, EXIT_OK
 from tandem_config.loading import draft_config
 from tandem_files.checkpoints import newest_sound
+from tandem_files.metrics_file import MetricsFile
 from tests.e2e.conftest import EXAMPLE, SMALL
 from tests.kit.processes import START_S, Services
 from tests.kit.redis import RedisProcess
@@ -37,9 +37,7 @@ class Run(Services):
         self.start(name, ["coordinator", "--resume"], self.config)
 
     def iterations(self) -> list[int]:
-        path = self.run_dir / "metrics.jsonl"
-        rows = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(row)["iteration"] for row in rows if row.endswith("\n")]
+        return [int(row["iteration"] or 0) for row in MetricsFile(self.run_dir / "metrics.jsonl").rows()]
 
     def wait_for_iterations(self, number: int) -> None:
         until(lambda: len(self.iterations()) >= number, START_S, f"iteration {number}", interval_s=0.05)

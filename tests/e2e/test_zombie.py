@@ -12,6 +12,7 @@ import pytest
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_api.coordinator.v1 import coordinator_pb2_grpc
 from tandem_config.loading import draft_config
+from tandem_files.metrics_file import MetricsFile
 from tests.e2e.conftest import EXAMPLE, SMALL
 from tests.kit.processes import START_S, Services
 from tests.kit.redis import RedisProcess
@@ -44,8 +45,8 @@ class Run(Services):
         self.start(name, ["coordinator", "--resume"], self.config)
 
     def rows(self) -> list[dict[str, Any]]:
-        path = self.folder / "run" / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        rows: list[dict[str, Any]] = MetricsFile(self.folder / "run" / "metrics.jsonl").rows()
+        return rows
 
     def stop_in(self, name: str, part: str) -> str:
         """Freeze the coordinator `name` once it has done two iterations and begins `part`. Returns: its address."""

@@ -76,8 +76,9 @@ class Project:
         return self.engine.run("ps", "--all", "--quiet", *filters).strip()
 
     def rows(self) -> list[dict[str, Any]]:
-        """metrics.jsonl, as far as it is written."""
-        return [json.loads(line) for line in self.read("metrics.jsonl").splitlines()]
+        """The iterations of metrics.jsonl, as far as it is written."""
+        rows = [json.loads(line) for line in self.read("metrics.jsonl").splitlines()]
+        return [row for row in rows if row["iteration"]]
 
     def read(self, name: str) -> str:
         """A file of the run's folder; "" if it is not there (yet)."""

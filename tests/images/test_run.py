@@ -169,7 +169,7 @@ def endless(
         pytest.skip(f"NO PROMETHEUS: {why}")
     with project_of(docker, composes[-1], tmp_path_factory.mktemp("endless"), iterations=100_000) as project:
         project.compose("up", "--no-build", "--detach", "coordinator", "prometheus", timeout_s=UP_S)
-        until(lambda: "\n" in project.read("metrics.jsonl"), RUN_S, interval_s=LOOK_S)
+        until(lambda: '"iteration": 1' in project.read("metrics.jsonl"), RUN_S, interval_s=LOOK_S)
         yield project
 
 

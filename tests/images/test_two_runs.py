@@ -18,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from launcher.cli import app
+from tandem_files.metrics_file import MetricsFile
 from tests.fakes.cluster.fake_cluster import FakeCluster
 from tests.fakes.fake_kubelet import FakeKubelet
 from tests.house.repository import REPO
@@ -123,7 +124,7 @@ def test_two_runs_in_a_namespace_end_by_themselves(team: Team) -> None:
         assert json.loads((results / "summary.json").read_text())["iterations"] == iterations
         assert json.loads((results / "hf" / "config.json").read_text())["model_type"] == "qwen3"
         # From the beginning, though the claim has a run of the same name with the same settings but one.
-        rows = [json.loads(line) for line in (results / "metrics.jsonl").read_text().splitlines()]
+        rows = MetricsFile(results / "metrics.jsonl").rows()
         assert [row["iteration"] for row in rows] == list(range(1, iterations + 1))
         told = kubelet.logs(f"{run}-coordinator", whole=True)
         (other,) = set(RUNS) - {run}

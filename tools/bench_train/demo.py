@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from servicekit.versions import software_versions
+from tandem_files.metrics_file import MetricsFile
 from tools.conditions import commit, cpu, now
 
 CONFIG = Path("examples/arithmetic/arithmetic.yaml")
@@ -53,7 +54,7 @@ def ours(settings: Sequence[str], iterations: int, folder: Path) -> dict[str, li
         command += ["--set", setting]
     _run(command)
     (file,) = folder.glob("*/metrics.jsonl")
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()][WARM_UP:]
+    rows: list[dict[str, Any]] = MetricsFile(file).rows()[WARM_UP:]
     whole = [row["iteration_s"] - row["evaluate_s"] - row["checkpoint_s"] - row["export_s"] for row in rows]
     return {"iteration_s": whole} | {part: [row[part] for row in rows] for part in PARTS}
 

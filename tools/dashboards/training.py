@@ -101,6 +101,9 @@ _LEARNING = Row(
             "By result; not_finite and failed steps change no weights. Updates that were left out: grpo.on_non_finite.",
             increase("tandem_train_steps_total", "{{result}}", TRAINER, by="result"),
             increase("tandem_train_skipped_updates_total", "updates left out", TRAINER),
+            increase(
+                "tandem_train_engine_logprobs_not_finite_total", "tokens without a log-prob of the engine", TRAINER
+            ),
             unit="short",
         ),
     ),

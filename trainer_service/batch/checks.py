@@ -18,6 +18,8 @@ class Limits:
     vocab_size: int
     max_positions: int  # tokens of the longest sequence
     max_tokens: int  # of one micro-batch
+    # The engine's log-prob of every token is needed: it is pi_old, and one that is not finite is to end the step.
+    needs_engine_logprobs: bool = True
 
     @property
     def longest(self) -> int:
@@ -47,7 +49,7 @@ def check(samples: Samples, limits: Limits) -> None:
     _check_lengths(samples, limits)
     _check_masks(samples)
     _check_ids(samples, limits)
-    _check_finite(samples)
+    _check_finite(samples, limits)
 
 
 def check_tokens(message: trainer_pb2.SampleChunk, limits: Limits) -> None:
@@ -104,15 +106,14 @@ def _check_ids(samples: Samples, limits: Limits) -> None:
     )
 
 
-def _check_finite(samples: Samples) -> None:
+def _check_finite(samples: Samples, limits: Limits) -> None:
     index = _first(~np.isfinite(samples.advantages))
     if index is not None:
         raise InvalidRequest(
             f"sample {samples.sample_ids[index]!r}: advantage {samples.advantages[index]} is not finite"
         )
-    bad = ~np.isfinite(samples.rollout_logprobs)
-    index = _first(bad & samples.loss_mask if samples.loss_mask.size else bad)
-    if index is not None:
+    index = _first(samples.engine_not_finite & samples.per_token(samples.trainable))
+    if index is not None and limits.needs_engine_logprobs:
         owner = int(np.searchsorted(samples.completion_starts, index, side="right")) - 1
         raise InvalidRequest(
             f"sample {samples.sample_ids[owner]!r}: rollout log-prob {samples.rollout_logprobs[index]} of completion "

@@ -70,7 +70,7 @@ class Samples:
     prompt_lengths: IntArray  # [S]
     completion_lengths: IntArray  # [S]
     token_ids: IntArray  # [N] each sample's prompt, then its completion
-    rollout_logprobs: FloatArray  # [T] at the sampling temperature
+    rollout_logprobs: FloatArray  # [T] at the sampling temperature, as the engine gave them
     advantages: FloatArray  # [S]
     trainable: BoolArray  # [S] False: in no loss, but in the denominators
     # [T] False: not the policy's token; it is read, and in no loss, denominator or metric. Empty: all are the policy's
@@ -124,6 +124,12 @@ class Samples:
             return self.completion_lengths
         owner = self.per_token(np.arange(len(self)))
         return np.bincount(owner[self.loss_mask], minlength=len(self))
+
+    @cached_property
+    def engine_not_finite(self) -> BoolArray:
+        """[T] the policy's tokens for which the engine gave no log-prob that is a finite number."""
+        bad = ~np.isfinite(self.rollout_logprobs)
+        return bad & self.loss_mask if self.loss_mask.size else bad
 
     @property
     def num_completion_tokens(self) -> int:

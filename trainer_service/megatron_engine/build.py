@@ -185,8 +185,8 @@ def _rotary(spec: ModelSpec) -> dict[str, Any]:
 def _mixture(spec: ModelSpec, parallel: Parallel) -> dict[str, Any]:
     """Make the options of a mixture of experts: no token is dropped, and there is no load-balancing loss.
 
-    The router computes in the parameters' type, as in transformers and SGLang; in another type, trainer and engine
-    would choose different experts.
+    The gate's product is computed in the parameters' type, and experts are chosen by float32 probabilities
+    (layer_spec.Float32Router), as in transformers and SGLang; else trainer and engine would choose different experts.
     """
     return {
         "num_moe_experts": spec.num_experts,

@@ -32,6 +32,7 @@ from trainer_service.saved.files import (
     fitting_meta,
     has_extra,
     has_optimizer,
+    mark_of,
     parallel_of,
     read_digests,
     read_meta,
@@ -70,17 +71,17 @@ def _files(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], device: torch
     """Return the files that this rank writes: of ranks with equal state, the first one does."""
     extra = _rng_state(device) if has_extra(meta) else {}
     experts = {name: tensor for name, tensor in tensors.items() if EXPERTS in name}
-    mine = []
+    mine, mark = [], mark_of(meta)
     if experts and parallel_state.get_expert_data_parallel_rank() == 0:
         name = experts_file(
             parallel_state.get_expert_tensor_parallel_rank(),
             parallel_state.get_expert_model_parallel_rank(),
             parallel_state.get_pipeline_model_parallel_rank(),
         )
-        mine.append(SavedFile(name=name, tensors=experts))
+        mine.append(SavedFile(name=name, tensors=experts, mark=mark))
     if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
         shard = {name: tensor for name, tensor in tensors.items() if name not in experts}
-        mine.append(SavedFile(name=_own_shard(), tensors=shard | extra))
+        mine.append(SavedFile(name=_own_shard(), tensors=shard | extra, mark=mark))
     return mine
 
 

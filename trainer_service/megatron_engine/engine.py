@@ -15,6 +15,7 @@ from torch import Tensor
 from servicekit.errors import ConfigError, InvalidRequest
 from tandem_config.schema import RunConfig
 from tandem_files.exports import noted_template
+from tandem_files.run_folder import run_id_of
 from trainer_service.batch.checks import Limits
 from trainer_service.batch.plan import RankShare, measure_all
 from trainer_service.batch.samples import FloatArray, Samples
@@ -25,7 +26,7 @@ from trainer_service.measure.meter import StepMeter
 from trainer_service.measure.profiler import StepProfiler
 from trainer_service.megatron_engine import build, checkpoint
 from trainer_service.megatron_engine.adam_state import AdamState
-from trainer_service.megatron_engine.agree import together
+from trainer_service.megatron_engine.agree import first_text, together
 from trainer_service.megatron_engine.layers.layer_spec import chosen_modules
 from trainer_service.megatron_engine.offload.build import build_offload
 from trainer_service.megatron_engine.offload.states import CHECKPOINT, STEP, EngineState
@@ -35,7 +36,7 @@ from trainer_service.megatron_engine.reference import ReferencePolicy, check_ref
 from trainer_service.megatron_engine.schedule import MicroBatchTensors, Schedule, to_device
 from trainer_service.megatron_engine.step import StepRunner
 from trainer_service.objectives.learning_rate import learning_rate_at
-from trainer_service.saved.files import EXTRA, OPTIMIZER, has_extra, has_optimizer, read_meta, weights_only
+from trainer_service.saved.files import EXTRA, OPTIMIZER, RUN_ID, has_extra, has_optimizer, read_meta, weights_only
 from trainer_service.saved.parts import Held
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
@@ -129,10 +130,12 @@ class MegatronEngine:
     @property
     def limits(self) -> Limits:
         """The limits of samples."""
+        grpo = self._config.grpo
         return Limits(
             vocab_size=self._spec.vocab_size,
             max_positions=self._spec.max_positions,
             max_tokens=self._ranks.max_tokens,
+            needs_engine_logprobs=grpo.old_logprobs == "rollout" and grpo.on_non_finite == "fail",
         )
 
     def load(self, folder: Path) -> None:
@@ -236,12 +239,14 @@ class MegatronEngine:
         return self._saver.saving
 
     def _meta(self) -> dict[str, Any]:
-        """Return the entries of the meta.json of a checkpoint."""
+        """Return the entries of the meta.json of a checkpoint; every rank must call this."""
         settings = self._config.trainer
-        about = {"policy_version": self._version, "reference": self._refreshes}
+        about: dict[str, Any] = {"policy_version": self._version, "reference": self._refreshes}
         about |= {OPTIMIZER: settings.checkpoint_optimizer, EXTRA: settings.checkpoint_extra}
         if has_extra(about):
             about |= {"steps_done": self._steps_done, "skipped_updates": self._skipped_updates}
+        # Of one rank: all must write the same.
+        about[RUN_ID] = first_text(run_id_of(self._run_dir), self._device)
         return {**self._reader.meta, "parallel": asdict(self._parallel), **about}
 
     def _tensors_in(self, about: Mapping[str, Any]) -> dict[str, Held]:

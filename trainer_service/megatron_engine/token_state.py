@@ -17,11 +17,12 @@ from trainer_service.objectives.policy import OBJECTIVES
 from trainer_service.objectives.tokens import Sequences, Tokens
 
 # What is summed over tokens that were measured, whether or not they are trained on.
-MEASURED_SUMS = ("measured_tokens", "entropy", "logprob_abs_diff")
+MEASURED_SUMS = ("measured_tokens", "compared_tokens", "entropy", "logprob_abs_diff")
 # Order of the values in the vector that is summed over ranks.
 SUMS = (
     "loss", "trained_tokens", "ratio", "kl_old", "clipped_low", "clipped_high", "correction_weight",
-    "correction_outside", "measured_tokens", "entropy", "logprob_abs_diff", "not_finite", "kl_reference", "kl_loss",
+    "correction_outside", "measured_tokens", "compared_tokens", "entropy", "logprob_abs_diff", "not_finite",
+    "kl_reference", "kl_loss",
 )  # fmt: skip
 
 
@@ -30,6 +31,8 @@ class TokenState:
     """[T] tensors of one step. `weights` belong to the current update and are 0 for tokens in no loss.
 
     Masked tokens (`Samples.loss_mask`) are in no micro-batch's `token_index`: what is here of them is never read.
+    `rollout_logprobs` are NaN where the engine's are not finite: such a token is compared with nothing, and its
+    correction weight is 1. As pi_old (old_logprobs: rollout) they make the loss NaN, for on_non_finite.
     """
 
     grpo: GrpoSection
@@ -61,7 +64,8 @@ class TokenState:
         share_group: dist.ProcessGroup | None = None,
     ) -> "TokenState":
         """Make the state at the start of a step."""
-        rollout = torch.from_numpy(samples.rollout_logprobs).to(device)
+        engine = np.where(samples.engine_not_finite, np.float32(np.nan), samples.rollout_logprobs)
+        rollout = torch.from_numpy(engine).to(device)
         owner = samples.per_token(np.arange(len(samples)))
         return cls(
             grpo=grpo,
@@ -89,10 +93,12 @@ class TokenState:
             self.old_logprobs[index] = logprobs
             self.measured[index] = True
         # what is not finite is counted apart (on_non_finite: skip continues)
-        finite = torch.isfinite(logprobs)
-        difference = torch.where(finite, logprobs - self.rollout_logprobs[index], 0.0).abs()
+        finite, rollout = torch.isfinite(logprobs), self.rollout_logprobs[index]
+        compared = finite & torch.isfinite(rollout)
+        difference = torch.where(compared, logprobs - rollout, 0.0).abs()
         self.abs_diff_max = torch.maximum(self.abs_diff_max, difference.amax())
         self._add("measured_tokens", finite)
+        self._add("compared_tokens", compared)
         self._add("logprob_abs_diff", difference)
         self._add("entropy", torch.where(finite, entropies, 0.0))
         self._note_not_finite(index, logprobs)
@@ -167,10 +173,11 @@ class TokenState:
         return loss
 
     def _tokens(self, index: Tensor, logprobs: Tensor) -> Tokens:
+        old, rollout = self.old_logprobs[index], self.rollout_logprobs[index]
         return Tokens(
             logprobs=logprobs,
-            old_logprobs=self.old_logprobs[index],
-            rollout_logprobs=self.rollout_logprobs[index],
+            old_logprobs=old,
+            rollout_logprobs=torch.where(torch.isfinite(rollout), rollout, old),
             advantages=self.advantages[index],
             sequences=Sequences(owner=self.owner[index], lengths=self.lengths, add_ranks=self._add_ranks),
         )

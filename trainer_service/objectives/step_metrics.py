@@ -30,7 +30,8 @@ def step_metrics(
         ratio_mean, kl_old, kl_reference, clip_fraction_*, correction_*: mean over the completion tokens that were
         trained on, in each epoch. kl_loss: the part of the loss that is the KL term. entropy, logprob_abs_diff_*: over
         those whose log-probs were computed under the policy that the step started from (with old_logprobs "recompute":
-        all).
+        all); of logprob_abs_diff_* those for which the engine has one too. engine_logprobs_not_finite: tokens for which
+        it has none.
     """
     total = dict(zip(names, sums.sum(axis=0), strict=True))
     trained, measured = max(total["trained_tokens"], 1.0), max(total["measured_tokens"], 1.0)
@@ -43,7 +44,7 @@ def step_metrics(
         "clip_fraction_high": total["clipped_high"] / trained,
         "ratio_mean": total["ratio"] / trained,
         "kl_old": total["kl_old"] / trained,
-        "logprob_abs_diff_mean": total["logprob_abs_diff"] / measured,
+        "logprob_abs_diff_mean": total["logprob_abs_diff"] / max(total["compared_tokens"], 1.0),
         "logprob_abs_diff_max": abs_diff_max,
         "tokens": float(samples.counted_lengths.sum()),
         "trained_tokens": total["trained_tokens"],
@@ -51,6 +52,7 @@ def step_metrics(
         "samples": float(len(samples)),
         "learning_rate": learning_rate,
         "skipped_updates": float(skipped_updates),
+        "engine_logprobs_not_finite": float(samples.engine_not_finite.sum()),
     }
     if kl_in_loss:
         out["kl_reference"] = total["kl_reference"] / trained

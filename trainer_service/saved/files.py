@@ -1,12 +1,14 @@
 """Where a trainer checkpoint has which tensors: names of its files by rank, and its meta.json. Needs no torch.
 
-meta.json                        format, optimizer, extra, policy_version, model, dtype, parallel sizes; where extra is
-                                 true also steps_done, skipped_updates
+meta.json                        format, optimizer, extra, policy_version, run_id, model, dtype, parallel sizes; where
+                                 extra is true also steps_done, skipped_updates
 shard-tp00-pp00.safetensors      weights/NAME, main/NAME (bfloat16 only), exp_avg/NAME, exp_avg_sq/NAME, step/NAME,
                                  where extra is true rng/cpu, rng/device (CUDA only), rng/tracker/NAME; where
                                  "reference": true (grpo.reference_refresh_every) also reference/NAME
 experts-etp00-ep00-pp00.safetensors    the same of experts, which have parallel sizes of their own
 digests.json                     of all of these (tandem_files/digests.py)
+
+The metadata of every safetensors file repeat policy_version and run_id: files of two checkpoints are not read together.
 """
 
 import json
@@ -33,6 +35,9 @@ WEIGHTS = "weights"
 OPTIMIZER = "optimizer"
 # In meta.json: whether there are random states and counts of steps (trainer.checkpoint_extra).
 EXTRA = "extra"
+# In meta.json: the run's id; older releases and imported policies do not have it, nor the marks below.
+RUN_ID = "run_id"
+_STEP_MARK, _RUN_MARK = "tandem.policy_version", "tandem.run_id"
 # Part of the name of an expert's parameter.
 EXPERTS = ".local_experts."
 
@@ -96,6 +101,29 @@ def fitting_meta(folder: Path, own: Mapping[str, Any]) -> dict[str, Any]:
     if different:
         raise ConfigError(f"checkpoint {folder} is of another run than this: {'; '.join(different)}")
     return meta
+
+
+def mark_of(meta: Mapping[str, Any]) -> dict[str, str]:
+    """Return what the files of a checkpoint say of it in their metadata."""
+    return {_STEP_MARK: str(meta["policy_version"]), _RUN_MARK: str(meta.get(RUN_ID, ""))}
+
+
+def check_mark(path: Path, metadata: Mapping[str, str], meta: Mapping[str, Any]) -> None:
+    """Check that a file is of the checkpoint in whose folder it is. Raises: ConfigError."""
+    own = mark_of(meta)
+    found = {name: metadata[name] for name in own if name in metadata}
+    # Without one: of an older release, of which the whole checkpoint then is, or an imported policy.
+    if found != own and (found or own[_RUN_MARK]):
+        raise ConfigError(
+            f"{path} is {_marked(found)}, and {META} {_marked(own)}: the folder's files are of different checkpoints; "
+            "restore it from a copy, or choose another checkpoint"
+        )
+
+
+def _marked(mark: Mapping[str, str]) -> str:
+    if not mark:
+        return "without a mark"
+    return f"of policy version {mark.get(_STEP_MARK)} of run {mark.get(_RUN_MARK)!r}"
 
 
 def read_digests(folder: Path) -> tuple[dict[str, Digest], list[str]]:

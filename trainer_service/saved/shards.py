@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from servicekit.errors import ConfigError
 from trainer_service.identity import differences
-from trainer_service.saved.files import file_of, parallel_of, read_meta
+from trainer_service.saved.files import check_mark, file_of, parallel_of, read_meta
 from weightsync.layouts.layout import Layout
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.model.megatron_names import in_local_spelling
@@ -57,7 +57,7 @@ class SavedShards:
     def stored(self, kind: str, op: np.void) -> Any:
         """Return the slice of safetensors with the whole tensor that an op reads from.
 
-        Raises: ConfigError: its file cannot be read, or lacks the tensor.
+        Raises: ConfigError: its file cannot be read, is of another checkpoint, or lacks the tensor.
         """
         parameter = self.layout.params[op["src_param"]]
         path = self._path(op)
@@ -95,6 +95,7 @@ class SavedShards:
                 held = self._stack.enter_context(safe_open(str(self.folder / file), framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"{self.folder / file} cannot be read: {error}") from None
+            check_mark(self.folder / file, held.metadata() or {}, self.meta)
             kinds: dict[str, dict[str, Any]] = {}
             for key in held.keys():  # noqa: SIM118 - it is not a dict
                 kind, _, parameter = key.partition("/")

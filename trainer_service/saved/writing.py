@@ -10,7 +10,7 @@ import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,11 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class SavedFile:
-    """A file of a checkpoint that this rank writes."""
+    """A file of a checkpoint that this rank writes; `mark` is of the checkpoint (`mark_of`)."""
 
     name: str
     tensors: Mapping[str, Tensor]
+    mark: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -64,16 +65,15 @@ class HostCopies:
             self._copies[name].copy_(tensor, non_blocking=True)
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
-        return [
-            SavedFile(name=file.name, tensors={name: self._copies[name] for name in file.tensors}) for file in files
-        ]
+        return [replace(file, tensors={name: self._copies[name] for name in file.tensors}) for file in files]
 
 
 def write_file(folder: Path, file: SavedFile) -> int:
     """Write a file durably, and its note. Returns: its bytes. Raises: OSError, SafetensorError."""
     path = folder / file.name
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in file.tensors.items()}
-    save_file(held, path, metadata=tensor_checksums(held))  # by which a damaged tensor is found
+    # The checksums, so that a damaged tensor is found.
+    save_file(held, path, metadata=tensor_checksums(held) | file.mark)
     return leave_digest(path)
 
 

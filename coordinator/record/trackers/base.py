@@ -19,6 +19,8 @@ from tandem_files.metrics_file import METRICS_FILE, MetricsFile, Row
 
 # Between attempts at a tracker that fails, so that each iteration does not wait for its timeouts again.
 RETRY_S = 60.0
+# The last iteration of a tracker that has nothing: the first one is 0, the evaluation before the training.
+_NONE = -1
 # Of a library's message; the log has all of it.
 _CHARACTERS = 300
 ADVICE = "install it with: pip install 'tandem[trackers]'"
@@ -82,7 +84,7 @@ class Tracker:
         self._note = facts.run_dir / "trackers" / f"{backend.kind}.json"
         self._run_id, self._sent = _read_note(self._note, backend.resends)
         self._is_open = False
-        self._newest = 0
+        self._newest = _NONE
         self._retry_s = 0.0
         self._failing = False
 
@@ -94,8 +96,6 @@ class Tracker:
     def take(self, finished: Finished) -> str | None:
         """Send the iteration and those before it that the tracker lacks. Returns: a warning for the user, if any."""
         iteration = int(finished.row.get("iteration") or 0)
-        if iteration == 0:
-            return None
         if self._backend.rewinds and not self._is_open:
             self._sent = min(self._sent, iteration - 1)
         self._newest = max(iteration, self._newest)
@@ -108,7 +108,7 @@ class Tracker:
 
     def close(self) -> str | None:
         """Send what is missing, and say how the run ended. Returns: a warning for the user, if that fails."""
-        if self._newest == 0:
+        if self._newest == _NONE:
             return None
         try:
             remark = self._send([])
@@ -117,8 +117,8 @@ class Tracker:
         except Exception as error:  # noqa: BLE001 - as above
             log.warning("tracker not closed", tracker=self.name, error=without_login(str(error)))
             return (
-                f"{self.name} has the iterations up to {self._sent}, of {self._newest}, and not how the run ended: "
-                f"{_described(error)}; metrics.jsonl has all of them"
+                f"{self.name} has the iterations up to {max(0, self._sent)}, of {self._newest}, and not how the run "
+                f"ended: {_described(error)}; metrics.jsonl has all of them"
             )
         return remark or None
 
@@ -144,7 +144,7 @@ class Tracker:
     def _lacking(self, rows: list[Row]) -> Iterator[Row]:
         """Yield the rows that the tracker lacks; read them from disk if these are not all."""
         if [row["iteration"] for row in rows] != [self._sent + 1] and self._sent < self._newest:
-            rows = MetricsFile(self._facts.run_dir / METRICS_FILE).rows()
+            rows = MetricsFile(self._facts.run_dir / METRICS_FILE).with_baseline()
         yield from [row for row in rows if self._sent < int(row["iteration"] or 0) <= self._newest]
 
     def _failed(self, error: Exception) -> str | None:
@@ -171,10 +171,10 @@ def values_of(row: Row) -> dict[str, float]:
 
 
 def _read_note(path: Path, resends: int) -> tuple[str, int]:
-    """Read the tracker's id of the run, and the last iteration that it has for certain; "" and 0 in a new run."""
+    """Read the tracker's id of the run, and the last iteration that it has for certain; "", _NONE in a new run."""
     try:
         note = json.loads(path.read_text(encoding="utf-8"))
         sent = int(note["iteration"])
-        return str(note["id"]), sent if note["closed"] else max(0, sent - resends)
+        return str(note["id"]), sent if note["closed"] else max(_NONE, sent - resends)
     except (OSError, ValueError, KeyError, TypeError):
-        return "", 0
+        return "", _NONE

@@ -32,10 +32,10 @@ class TensorboardBackend:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = EventFileWriter(str(self._facts.run_dir / FOLDER))
+        self._write(after + 1, session_log=SessionLog(status=SessionLog.START))
         # TensorBoard keeps the hyperparameters that it finds first.
         if not run_id:
             self._write(0, summary=hparams_pb(dict(self._facts.settings)))
-        self._write(after + 1, session_log=SessionLog(status=SessionLog.START))
         return FOLDER, ""
 
     def log(self, iteration: int, values: dict[str, float]) -> None:

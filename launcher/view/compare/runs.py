@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from servicekit.errors import ConfigError
-from tandem_files.metrics_file import Row
+from tandem_files.metrics_file import Baseline, Row
 from tandem_files.run_config import RESOLVED_CONFIG
 from tandem_files.run_folder import metrics_rows, read_state
 
@@ -40,20 +40,16 @@ class RunCurves:
     rows: Sequence[Row]
     status: str
     total: int
-    initial_accuracy: float | None
+    baseline: Baseline
     settings: dict[str, Any]
     rewards: dict[str, dict[str, Any]]
     code: dict[str, tuple[str, str]] | None
     troubles: tuple[str, ...]
 
     def points(self, metric: str) -> list[tuple[int, float]]:
-        """Return (iteration, value) where the metric was measured; held-out accuracy with that before the training."""
-        found = [
-            (int(row["iteration"] or 0), float(value)) for row in self.rows if (value := row.get(metric)) is not None
-        ]
-        if metric == "heldout_accuracy" and self.initial_accuracy is not None:
-            found.insert(0, (0, self.initial_accuracy))
-        return found
+        """Return (iteration, value) where the metric was measured; of evaluation sets, the baseline first."""
+        found = [(row["iteration"] or 0, value) for row in self.rows if (value := row.get(metric)) is not None]
+        return [(int(number), float(value)) for number, value in self.baseline.begin(metric, found)]
 
     def median_of(self, metric: str) -> float | None:
         """Return the median of a figure over all iterations; None if it was never measured."""
@@ -97,7 +93,8 @@ def begun(runs: Sequence[RunCurves]) -> tuple[list[RunCurves], list[RunCurves]]:
 
 def check_metrics(runs: Sequence[RunCurves], metrics: Sequence[str]) -> None:
     """Check that each metric was measured in one of the runs. Raises: ConfigError: names it, and what there is."""
-    known = sorted({name for run in runs for row in run.rows for name, value in row.items() if value is not None})
+    rows = [row for run in runs for row in (*run.rows, run.baseline.row)]
+    known = sorted({name for row in rows for name, value in row.items() if value is not None})
     for metric in metrics:
         if metric not in known:
             close = difflib.get_close_matches(metric, known, 1, 0.5)
@@ -132,12 +129,19 @@ def _read(folder: Path, label: str) -> RunCurves:
         rows=rows,
         status=str(state.get("status", "unknown")),
         total=int(settings.get("run.iterations") or 0),
-        initial_accuracy=state.get("initial_accuracy"),
+        baseline=Baseline.of_state(state),
         settings=settings,
         rewards=rewards,
         code=_code_of(state.get("rewards")),
-        troubles=tuple(map(str, state.get("troubles") or ())),
+        troubles=(*map(str, state.get("troubles") or ()), *_renewals(state.get("renewed") or {})),
     )
+
+
+def _renewals(renewed: Mapping[str, int]) -> list[str]:
+    return [
+        f"evaluation set {name} has changed: its figures begin with iteration {number}"
+        for name, number in renewed.items()
+    ]
 
 
 def _rewards_of(section: Any) -> dict[str, dict[str, Any]]:

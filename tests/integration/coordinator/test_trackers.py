@@ -17,10 +17,11 @@ from tests.kit.waiting import until
 
 pytestmark = pytest.mark.integration
 
-# A resume goes back to the checkpoint after iteration 2: 3 and 4 are trained again, with another reward.
-FIRST = {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4}
+# Row 0 is the evaluation before the training. A resume goes back to the checkpoint after iteration 2: 3 and 4 are
+# trained again, with another reward.
+FIRST = {0: 0.05, 1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4}
 RESUMED = {3: 0.35, 4: 0.45, 5: 0.5}
-KEPT_FIRST = {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4, 5: 0.5}
+KEPT_FIRST = {0: 0.05, 1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4, 5: 0.5}
 
 Launches = Callable[..., list[str]]
 
@@ -64,8 +65,8 @@ def test_tensorboard_shows_the_repeated_iterations_as_they_were_trained_last(
     found = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert sorted(found.Tags()["scalars"]) == ["eval/a/pass@8", "reward_mean"]
     rewards = {event.step: event.value for event in found.Scalars("reward_mean")}
-    assert rewards == pytest.approx({1: 0.1, 2: 0.2, **RESUMED})
-    assert len(found.Scalars("reward_mean")) == 5
+    assert rewards == pytest.approx({0: 0.05, 1: 0.1, 2: 0.2, **RESUMED})
+    assert len(found.Scalars("reward_mean")) == 6
     assert "_hparams_/session_start_info" in found.Tags()["tensors"]
 
 

@@ -3,9 +3,10 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from rollout_service.sglang_engine.dispatch import GroupTokenizerManager
+from rollout_service.sglang_engine.dispatch import GroupTokenizerManager, _completion
 
 pytestmark = [pytest.mark.integration]
 
@@ -37,3 +38,14 @@ def test_a_call_that_has_ended_aborts_nothing() -> None:
     manager._abort_all("call/", states)
     manager._release_req_states_on_failure(states)
     assert sent == []
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("-inf")])
+def test_a_token_without_a_log_prob_does_not_fail_the_call(value: float | None) -> None:
+    logprobs = [(-0.5, 7, None), (value, 8, None)]
+    meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": logprobs, "weight_version": "3"}
+    found = _completion({"meta_info": meta, "output_ids": [7, 8]})
+    assert found.token_ids == [7, 8]
+    assert np.isfinite(found.logprobs).tolist() == [True, False]
+    with pytest.raises(RuntimeError, match="2 tokens with log-probs"):
+        _completion({"meta_info": meta | {"output_token_logprobs": logprobs[:1]}, "output_ids": [7, 8]})

@@ -127,3 +127,10 @@ def test_a_trouble_is_told_when_it_begins_and_when_it_comes_back() -> None:
     watch = Watch()
     bad = troubles(rows([0.0] * 3, zero_variance_ratio=1.0), None, 1e-4)
     assert [bool(watch.begun(now)) for now in (bad, bad, [], bad)] == [True, False, False, True]
+
+
+def test_tokens_without_a_log_prob_of_the_engine_are_told_while_they_come() -> None:
+    (trouble,) = troubles(rows(RISING[:9], engine_logprobs_not_finite=[0] * 8 + [3]), None, 1e-4)
+    assert (trouble.kind, trouble.name) == ("engine_logprobs", "TandemLogprobMismatch")
+    assert "no finite log-prob for 3 tokens" in trouble.text
+    assert kinds(rows(RISING[:9], engine_logprobs_not_finite=[3] * 8 + [0])) == []

@@ -113,3 +113,18 @@ async def test_samples_without_a_reward_are_not_measured() -> None:
 async def test_a_divergence_that_is_not_finite_names_its_sample() -> None:
     with pytest.raises(NotFinite, match=r"samples: g0#0$"):
         await loop(Asked(spoilt=float("nan"))).diverge(generation(), Scored(rewards_PG=REWARDS, accuracy=0.0))
+
+
+async def test_a_token_without_a_log_prob_of_the_engine_has_no_divergence() -> None:
+    spoilt = generation()
+    first = spoilt.groups[0].completions[0]
+    grpo = loop(Asked(), old_logprobs="rollout")
+    before = await grpo.diverge(generation(), Scored(rewards_PG=REWARDS, accuracy=0.0))
+    for value in (float("nan"), float("-inf")):
+        first.logprobs[0] = value
+        found = await grpo.diverge(spoilt, Scored(rewards_PG=REWARDS, accuracy=0.0))
+        assert found is not None
+        assert before is not None
+        difference_PG = before.penalties_PG - found.penalties_PG
+        assert difference_PG[0, 0] == pytest.approx(0.1 * (ROLLOUT - REFERENCE))
+        assert np.count_nonzero(difference_PG) == 1

@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from coordinator.clients.trainer import TrainResult
 from coordinator.data.cursor import CursorState
 from coordinator.fleet.services import merge_versions
+from coordinator.record.remarks import check_same_model
 from coordinator.record.report import Timing, build_row
 from coordinator.record.state import RunState, Totals
 from coordinator.record.summary import build_summary
@@ -164,3 +166,16 @@ def test_a_participant_without_a_plan_is_named() -> None:
     plans = {"trainer": [report(plan_digest="a"), report(plan_digest="a")], "r0": [report()]}
     with pytest.raises(Internal, match=r"r0 rank 0 made transfer plan \(none\), but trainer rank 0 made a"):
         RoundReports().check_plans(plans)
+
+
+@pytest.mark.parametrize(("unknown", "stop_at", "ends"), [(10, 0.25, False), (11, 0.25, True), (100, None, False)])
+def test_many_tokens_without_a_log_prob_of_the_engine_end_the_run(
+    unknown: int, stop_at: float | None, ends: bool
+) -> None:
+    """They are in no mean difference, which could hide another model."""
+    record = finished(3).record
+    assert record is not None
+    metrics = {"tokens": 100.0, "engine_logprobs_not_finite": float(unknown), "logprob_abs_diff_mean": 0.0}
+    trained = replace(record, step=TrainResult(policy_version=5, metrics=metrics, seconds={}))
+    with pytest.raises(Internal, match=r"no finite log-prob for 11 of 100 tokens") if ends else nullcontext():
+        check_same_model(trained, stop_at)

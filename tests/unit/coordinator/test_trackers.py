@@ -63,7 +63,7 @@ def test_iterations_arrive_once_and_the_end_is_told(tmp_path: Path) -> None:
     launch = Launch(tmp_path, backend)
     assert launch.iterate(0, 1, 2, 3) == []
     launch.tracker.close()
-    assert (backend.opened, backend.got, backend.ended) == ([("", 0)], [1, 2, 3], "interrupted")
+    assert (backend.opened, backend.got, backend.ended) == ([("", -1)], [0, 1, 2, 3], "interrupted")
 
 
 def test_a_tracker_that_was_away_gets_what_it_lacks(tmp_path: Path) -> None:

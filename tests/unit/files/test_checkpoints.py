@@ -258,6 +258,12 @@ def test_the_last_or_a_numbered_checkpoint_is_chosen(tmp_path: Path) -> None:
     assert choose(tmp_path, "last").folder == folders[8]
     with pytest.raises(ConfigError, match=r"no best checkpoint .*evaluation\.best.*: give an iteration, here 4, 8"):
         choose(tmp_path, "best")
+    (folders[8] / "coordinator.json").write_text('{"best": {"metric": "test/mean@1", "value": 0.25, "iteration": 0}}')
+    with pytest.raises(
+        ConfigError, match=r"before the training \(test/mean@1 0\.250\), the model in model\.path: give"
+    ):
+        choose(tmp_path, "best")
+    (folders[8] / "coordinator.json").unlink()
     mark_best(tmp_path, best(4))
     assert choose(tmp_path, "best").folder == folders[4]
     assert choose(tmp_path, "4") == Sound(iteration=4, folder=folders[4], skipped=[])

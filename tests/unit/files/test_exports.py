@@ -66,9 +66,10 @@ def test_a_models_own_tokenizer_comes_along_and_stale_weights_do_not(tmp_path: P
     assert json.loads(found["config.json"]) == {
         "model_type": "qwen3",
         "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
         "rope_scaling": {"type": "yarn"},
     }
-    assert json.loads(found[MARK]) == {"template": str(tmp_path / "model"), "policy_version": 3}
+    assert json.loads(found[MARK]) == {"template": "model", "policy_version": 3}
 
 
 def test_with_a_tokenizer_of_its_own_no_file_of_the_models_is_mixed_in(tmp_path: Path) -> None:

@@ -213,6 +213,16 @@ def test_other_rewards_than_the_checkpoints_are_refused_by_name(tmp_path: Path) 
     assert "start a new run" in refused.suggestion
 
 
+def test_another_weight_is_told_once(tmp_path: Path) -> None:
+    run_dir, file = make_run(tmp_path)
+    facts = reward_facts(load_config(file, ["reward={kind: exact_match, weight: 2}"]))
+    state = RunState(cursor=CursorState(sources=()), batch_rng={}, model_fingerprint="", rewards=facts)
+    state.save(step_folder(run_dir, 1) / "coordinator.json")
+    mark(step_folder(run_dir, 1), load_config(file, ["reward={kind: exact_match, weight: 2}"]))
+    (problem,) = resume(run_dir, file, "reward={kind: exact_match, weight: 3}")
+    assert (problem.severity, problem.message.count("weight")) == ("error", 1)
+
+
 def test_a_checkpoint_of_another_run_in_the_folder_is_refused_and_a_renamed_folder_is_not(tmp_path: Path) -> None:
     run_dir, file = make_run(tmp_path)
     note_launch(run_dir, "another-1")  # the folder says whose its checkpoints are

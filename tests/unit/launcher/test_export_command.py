@@ -203,7 +203,7 @@ def test_weights_are_rounded_to_the_type_asked_for(run_dir: Path, tmp_path: Path
     full = canonical_tensors(ModelSpec.from_folder(out), 8)
     assert same(load_file(out / "model.safetensors"), {each: tensor.to(dtype) for each, tensor in full.items()}) == []
     config = json.loads((out / "config.json").read_text())
-    assert (config["dtype"], "torch_dtype" in config) == (name, False)
+    assert (config["dtype"], config["torch_dtype"]) == (name, name)
     code, output = against(run_dir, out, "--dtype", name)
     assert (code, output.rstrip().endswith(" tensors, all bitwise equal")) == (0, True)
     assert against(run_dir, out)[0] == int(dtype != torch.float32)

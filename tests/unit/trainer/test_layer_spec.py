@@ -54,12 +54,14 @@ def test_transformer_engine_s_layers_have_our_attention(monkeypatch: pytest.Monk
     def spec(**arguments: Any) -> Any:
         asked.update(arguments)
         attention = SimpleNamespace(submodules=SimpleNamespace(core_attention="TEDotProductAttention"))
-        return SimpleNamespace(submodules=SimpleNamespace(self_attention=attention))
+        mixture = SimpleNamespace(submodules=SimpleNamespace(router="TopKRouter"))
+        return SimpleNamespace(submodules=SimpleNamespace(self_attention=attention, mlp=mixture))
 
     monkeypatch.setattr(layer_spec, "get_gpt_layer_with_transformer_engine_spec", spec)
     config: Any = SimpleNamespace(num_moe_experts=4, moe_layer_freq=[1], moe_grouped_gemm=True, qk_layernorm=True)
     made = layer_spec._layer_spec(config, 0, "transformer_engine")
     assert made.submodules.self_attention.submodules.core_attention is PackedAttention
+    assert made.submodules.mlp.submodules.router is layer_spec.Float32Router
     assert asked == {"num_experts": 4, "moe_grouped_gemm": True, "qk_layernorm": True}
 
 

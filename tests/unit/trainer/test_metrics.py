@@ -40,6 +40,7 @@ COUNTED = {
     "tokens": "tandem_train_tokens_total",
     "samples": "tandem_train_samples_total",
     "skipped_updates": "tandem_train_skipped_updates_total",
+    "engine_logprobs_not_finite": "tandem_train_engine_logprobs_not_finite_total",
 }
 PARTS = ("receive", "onload", "pack", "old_logprobs", "reference", "forward_backward", "optimizer", "offload", "total")
 STEPS = """

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +15,7 @@ from servicekit.errors import ConfigError, Internal
 from tandem_config.schema import RunConfig
 from tandem_files.digests import damages, file_digest, read_manifest, write_manifest
 from tandem_files.room import SPARE_BYTES
+from tandem_files.run_folder import note_launch
 from tests.kit.checkpoints import read_rank, unread
 from tests.kit.folders import small_disk
 from tests.kit.models import save_model
@@ -44,15 +46,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def engine(model: Path) -> Iterator[MegatronEngine]:
-    """An engine that has done two updates."""
+def one_rank() -> Iterator[None]:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def engine(model: Path, one_rank: None) -> Iterator[MegatronEngine]:
+    """An engine that has done two updates."""
     made = MegatronEngine(run_config(model), torch.device("cpu"))
     made.load(model)
     step(made)
     yield made
     made.close()
-    torch.distributed.destroy_process_group()
 
 
 def run_config(model: Path, **trainer: object) -> RunConfig:
@@ -62,6 +69,65 @@ def run_config(model: Path, **trainer: object) -> RunConfig:
 
 def step(engine: MegatronEngine) -> dict[str, float]:
     return dict(engine.train_step(random_samples(), 2).metrics)
+
+
+def with_digests(folder: Path) -> Path:
+    """Write the digests of a folder's files as they are."""
+    (folder / "digests.json").unlink()
+    write_manifest(folder, {path.name: file_digest(path) for path in folder.iterdir()})
+    return folder
+
+
+@pytest.mark.parametrize("name", ["shard-tp00-pp00.safetensors", META])
+def test_files_of_two_steps_are_not_read_together(one_rank: None, model: Path, tmp_path: Path, name: str) -> None:
+    """Even if their digests are made to fit, and there are no step counts of AdamW to tell them apart."""
+    engine = MegatronEngine(run_config(model, checkpoint_optimizer=False), torch.device("cpu"))
+    engine.load(model)
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        step(engine)
+        engine.save(folder)
+    shutil.copy(folders[0] / name, folders[1] / name)
+    before = {key: tensor.clone() for key, tensor in engine.tensors().items()}
+    with pytest.raises(
+        ConfigError, match=r"shard-tp00-pp00\.safetensors is of policy version \d .*files are of different"
+    ):
+        engine.load_checkpoint(with_digests(folders[1]))
+    assert same(dict(engine.tensors()), before) == []
+    engine.load_checkpoint(folders[0])
+    engine.close()
+
+
+def test_files_of_two_runs_are_not_read_together(one_rank: None, model: Path, tmp_path: Path) -> None:
+    saved = []
+    for run_id in ("a-1", "b-1"):
+        note_launch(make_folder(tmp_path / run_id), run_id)
+        engine = MegatronEngine(run_config(model), torch.device("cpu"), tmp_path / run_id)
+        engine.load(model)
+        engine.save(tmp_path / run_id / "checkpoint")
+        engine.close()
+        saved.append(tmp_path / run_id / "checkpoint")
+    engine = MegatronEngine(run_config(model), torch.device("cpu"))
+    shutil.copy(saved[0] / "shard-tp00-pp00.safetensors", saved[1])
+    with pytest.raises(
+        ConfigError, match=r"of policy version 0 of run 'a-1', and meta\.json of policy .* of run 'b-1'"
+    ):
+        engine.load_checkpoint(with_digests(saved[1]))
+    # A file of an older release among those of a run.
+    held = load_file(saved[1] / "shard-tp00-pp00.safetensors")
+    save_file(held, saved[1] / "shard-tp00-pp00.safetensors")
+    with pytest.raises(ConfigError, match=r"is without a mark, and meta\.json of policy version 0 of run 'b-1'"):
+        engine.load_checkpoint(with_digests(saved[1]))
+    # All of it is of an older release.
+    meta = json.loads((saved[1] / META).read_text())
+    (saved[1] / META).write_text(json.dumps({key: value for key, value in meta.items() if key != "run_id"}))
+    engine.load_checkpoint(with_digests(saved[1]))
+    engine.close()
+
+
+def make_folder(path: Path) -> Path:
+    path.mkdir()
+    return path
 
 
 def at_four_ranks(folder: Path, spec: ModelSpec, out: Path) -> Path:

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from servicekit.errors import NotFinite
+from servicekit.errors import InvalidRequest, NotFinite
 from tests.integration.trainer.optimizer_step import reference_step
 from tests.integration.trainer.reference import CONFIG, NUM_UPDATES, make_samples, masked
 from tests.kit.models import load
 from tests.unit.trainer.conftest import KL
 from tests.unit.trainer.test_reference_policy import same, state_of
+from trainer_service.batch.checks import check
 from trainer_service.batch.epochs import reordered
 from trainer_service.batch.samples import Samples
 from trainer_service.megatron_engine.engine import MegatronEngine
@@ -188,3 +189,51 @@ def test_a_closed_engine_leaves_no_threads(make_engine: Make, trained: bool) -> 
     first = threads()
 
     assert [threads() for _ in range(2)] == pytest.approx([first] * 2, abs=10)  # a process group has three
+
+
+# One that is trained on.
+TOKEN = int(np.flatnonzero(SAMPLES.per_token(SAMPLES.trainable))[5])
+
+
+def without_logprob(value: float) -> Samples:
+    """The samples, of which the engine gave one trained token no log-prob."""
+    logprobs = SAMPLES.rollout_logprobs.copy()
+    logprobs[TOKEN] = value
+    return replace(SAMPLES, rollout_logprobs=logprobs)
+
+
+@pytest.mark.parametrize(
+    ("level", "value"),
+    [("none", np.nan), ("none", -np.inf), ("token", -np.inf), ("sequence", np.inf), ("geometric", np.nan)],
+)
+def test_a_token_without_a_log_prob_of_the_engine_is_as_if_both_agreed(
+    make_engine: Make, level: str, value: float
+) -> None:
+    correction = {} if level == "none" else {"correction": "importance", "correction_level": level}
+    settings = {"kl_coefficient": 0.0, "aggregation": "seq-mean-token-mean"} | correction
+    engine = make_engine(**settings)
+    samples = without_logprob(value)
+    check(samples, engine.limits)
+    agreed, _ = engine.logprobs(samples)
+    found = engine.train_step(samples, 1).metrics
+    expected = make_engine(**settings).train_step(without_logprob(agreed[TOKEN]), 1).metrics
+    assert found.pop("engine_logprobs_not_finite") == 1.0
+    assert expected["engine_logprobs_not_finite"] == 0.0
+    # The token is left out of the mean, in which it is a zero where both agree.
+    mean = expected["logprob_abs_diff_mean"] * expected["measured_tokens"] / (expected["measured_tokens"] - 1)
+    assert found == pytest.approx(
+        {name: number for name, number in expected.items() if name in found} | {"logprob_abs_diff_mean": mean}, abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_such_a_token_costs_an_update_where_its_log_prob_is_pi_old(make_engine: Make, value: float) -> None:
+    engine = make_engine(old_logprobs="rollout", on_non_finite="skip", kl_coefficient=0.0, correction="none")
+    samples = without_logprob(value)
+    check(samples, engine.limits)
+    found = engine.train_step(samples, NUM_UPDATES).metrics
+    assert (found["skipped_updates"], found["engine_logprobs_not_finite"]) == (1.0, 1.0)
+    assert np.isfinite(list(found.values())).all()
+    engine = make_engine(old_logprobs="rollout", kl_coefficient=0.0, correction="none")
+    with pytest.raises(InvalidRequest, match=r"sample 's\d': rollout log-prob (nan|-inf) of completion token"):
+        check(samples, engine.limits)

@@ -45,7 +45,8 @@ def test_a_written_folder_has_config_and_tokenizer_but_no_old_weights(folder: Pa
         "tandem_export.json",
         "tokenizer.json",
     ]
-    assert json.loads((tmp_path / "hf" / "config.json").read_text()) == {"model_type": "qwen3", "dtype": "bfloat16"}
+    types = {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    assert json.loads((tmp_path / "hf" / "config.json").read_text()) == {"model_type": "qwen3"} | types
 
 
 def test_an_older_folder_is_replaced_whole(folder: Path, tmp_path: Path) -> None:

@@ -3,16 +3,19 @@
 torch: mcore's local spec with two modules replaced through ModuleSpec, mcore's extension point: WrappedTorchNorm, which
 refuses sequence parallelism, and DotProductAttention, which refuses packed rows and builds the full score matrix.
 transformer_engine: its norms and linear layers, of which some are fused, around the same core attention.
+Both: the router of a mixture of experts is `Float32Router`.
 """
 
 from typing import Literal
 
+import torch
 from megatron.core.extensions import transformer_engine
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -28,6 +31,21 @@ Modules = Literal["torch", "transformer_engine"]
 # mcore 0.16.1's router tests this name, which only a successful import of TransformerEngine defines
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
+
+
+class Float32Router(TopKRouter):
+    """Chooses experts by float32 probabilities, as transformers and SGLang do.
+
+    mcore rounds softmax's result to the logits' type before it chooses: in bfloat16 close probabilities become equal,
+    and trainer and engine would use different experts. The logits themselves, the gate's product, stay bfloat16.
+    """
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return [tokens, experts] weights, in the logits' type, and which experts are chosen."""
+        weights, chosen = super().routing(logits.float(), padding_mask=padding_mask)
+        return weights.to(logits.dtype), chosen
 
 
 def chosen_modules(trainer: TrainerSection) -> Modules:
@@ -69,6 +87,8 @@ def _layer_spec(config: TransformerConfig, layer: int, modules: Modules) -> Modu
     has_experts = config.num_moe_experts is not None and bool(config.moe_layer_freq[layer])
     spec = make(config, config.num_moe_experts if has_experts else None)
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    if has_experts:
+        spec.submodules.mlp.submodules.router = Float32Router
     return spec
 
 
