@@ -116,7 +116,15 @@ class Indexer:
 def index_key(section: DataSection, source: RowSource, formats: PromptFormat) -> str:
     """Return the key of a source as its files are now. Raises: OSError."""
     files = [
-        [str(file.path), file.name, file.keys.prompt, file.keys.answer, file.keys.tools, *_stamp(file.path)]
+        [
+            str(file.path),
+            file.name,
+            file.keys.prompt,
+            file.keys.answer,
+            file.keys.tools,
+            file.keys.system,
+            *_stamp(file.path),
+        ]
         for file in source.files
     ]
     settings = [section.max_prompt_tokens, section.overlong_prompts, section.prompt_as]

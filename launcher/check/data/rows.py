@@ -21,7 +21,7 @@ from tandem_files.tokenizer import TextCodec
 from weightsync.model.spec import ModelSpec
 
 _PARTS: tuple[DataKey, ...] = ("train", "heldout")
-_COLUMNS = ("data.prompt_key", "data.answer_key", "data.tools_key")
+_COLUMNS = ("data.prompt_key", "data.answer_key", "data.tools_key", "data.system_key")
 _FORMAT = ("data.prompt_as", "data.chat_template", "data.system_prompt", "data.chat_template_kwargs")
 _SET_LIMITS = ("grpo.max_new_tokens", "rollout.max_total_tokens", "rollout.context_length")
 _LENGTHS = ("data.max_prompt_tokens", "data.overlong_prompts")

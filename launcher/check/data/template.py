@@ -1,4 +1,4 @@
-"""Warns of a chat template that is not applied, and of arguments that it does not look at."""
+"""Warns of a chat template that is not applied, and of what it does not write."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -61,6 +61,14 @@ def check_arguments(config: RunConfig, formats: PromptFormat) -> Iterator[Config
             value=f"{name}: {config.data.chat_template_kwargs[name]}",
             message="the chat template never looks at it",
             suggestion="is it spelt as in the template?",
+            severity="warning",
+        )
+    for key in sorted(formats.lost_system):
+        yield ConfigProblem(
+            key=key,
+            value=str(getattr(config.data, key.removeprefix("data."))),
+            message="the chat template does not write system messages as they are: the policy does not see all of it",
+            suggestion="put it into the user's message, or use another data.chat_template",
             severity="warning",
         )
     if formats.uses_clock:

@@ -92,6 +92,34 @@ def test_texts_become_messages_if_the_tokenizer_has_a_template(tmp_path: Path) -
     assert written(rendered).data.prompt_as == "text"
 
 
+TOOLED = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("columns", "template", "system", "tools"),
+    [
+        ({"system": "3", "tools": [{"name": "f"}]}, TOOLED, "system", "tools"),
+        ({"system_prompt": "3", "tools": '[{"name": "f"}]'}, TOOLED, "system_prompt", "tools"),
+        ({"system": "3", "tools": [{"name": "f"}]}, TEMPLATE, "system", None),
+        ({"system": None, "tools": []}, TOOLED, None, None),
+        ({"system": 3, "tools": "f"}, TOOLED, None, None),
+        ({"system": "3", "tools": [{"name": "f"}]}, None, None, None),
+    ],
+)
+def test_what_only_a_template_writes_is_found(
+    tmp_path: Path, columns: dict[str, Any], template: str | None, system: str | None, tools: str | None
+) -> None:
+    prompt = SUM["prompt"] if template is None else [USER]
+    config = written(asked(tmp_path, [SUM | columns | {"prompt": prompt}] * 20, template=template))
+    assert (config.data.system_key, config.data.tools_key) == (system, tools)
+
+
+def test_sharegpt_is_found_and_its_system_prompt_may_be_given(tmp_path: Path) -> None:
+    rows = [{"conversations": [{"from": "human", "value": "1+2="}], "answer": "three", "persona": "7"}] * 20
+    config = written(asked(tmp_path, rows, template=TEMPLATE, system_key="persona"))
+    assert (config.data.prompt_key, config.data.system_key) == ("conversations", "persona")
+
+
 def test_an_own_reward_needs_no_answers(tmp_path: Path) -> None:
     (tmp_path / "my_rewards.py").write_text(REWARD)
     rows = [{"prompt": "1+2=", "level": 1}] * 4
