@@ -92,7 +92,7 @@ def test_texts_become_messages_if_the_tokenizer_has_a_template(tmp_path: Path) -
     assert written(rendered).data.prompt_as == "text"
 
 
-TOOLED = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE
+TOOLED = "{% if tools %}9{% endif %}" + TEMPLATE
 
 
 @pytest.mark.parametrize(
