@@ -131,11 +131,13 @@ def _suggest_batch(choices: Choices, train: RowSample, machine: HostMachine) -> 
     grpo = choices.config.grpo
     prompts, group = (grpo.prompts_per_iteration, grpo.group_size) if machine.has_gpus else (16, 8)
     rows = f"{'' if train.whole else 'about '}{train.num_rows} rows"
-    few = train.num_rows < prompts
+    if train.num_different < train.num_rows:
+        rows += f", of which {train.num_different} are different prompts"
+    few = train.num_different < prompts
     why = (
         f"all of the {rows}" if few else _reason("grpo.prompts_per_iteration") if machine.has_gpus else "few, on a CPU"
     )
-    choices.suggest("grpo.prompts_per_iteration", min(prompts, train.num_rows), why)
+    choices.suggest("grpo.prompts_per_iteration", min(prompts, train.num_different), why)
     choices.suggest("grpo.group_size", group, _reason("grpo.group_size") if machine.has_gpus else "few, on a CPU")
     grpo = choices.config.grpo
     updates = math.gcd(grpo.updates_per_iteration, grpo.prompts_per_iteration * grpo.group_size)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from coordinator.data.copies import Copies, copies_told, texts_of
 from coordinator.data.formatting import PromptFormat, PromptText, prompt_format
 from coordinator.data.index import Indexer, RowIndex
 from coordinator.data.scan import Scan, Scanner
@@ -81,7 +82,7 @@ def check_data(
         longest = max([longest, *(scan.longest for scan in scans)])
         if part == "train" and usable("grpo.prompts_per_iteration"):
             found.train = [] if any(scan.faults.problems for scan in scans) else scans
-            found.problems += _check_enough(config, sum(scan.num_rows for scan in scans))
+            found.problems += _check_enough(config, scans)
     if usable(
         "evaluation.sets", "grpo.max_new_tokens", "rollout.max_total_tokens", "rollout.context_length", *_COLUMNS
     ):
@@ -126,7 +127,10 @@ def _check_part(
         problems += plain.problems(config, key=key)
     for scan in scans:
         problems += check_lengths(config, scan, key=key)
-    return scans, problems + _check_overlap(config, part, sources)
+    problems += _check_overlap(config, part, sources)
+    if not any(scan.faults.problems for scan in scans):
+        problems += _check_copies(config, key, scans, found.scans.get("data.train", scans))
+    return scans, problems
 
 
 def _scan(config: RunConfig, scanner: Scanner, source: RowSource, indices: list[RowIndex]) -> Scan:
@@ -199,13 +203,26 @@ def _check_overlap(config: RunConfig, part: DataKey, sources: Sequence[RowSource
     ]
 
 
-def _check_enough(config: RunConfig, rows: int) -> Iterator[ConfigProblem]:
+def _check_copies(config: RunConfig, key: str, scans: Sequence[Scan], train: Sequence[Scan]) -> Iterator[ConfigProblem]:
+    """Warn of prompts that are repeated, and of held-out ones that are trained on; files that are both are told."""
+    trained = {file.path.resolve() for scan in train for file in scan.source.files}
+    is_same = scans is not train and any(file.path.resolve() in trained for s in scans for file in s.source.files)
+    # In `tandem evaluate`, data.train is one of the sets.
+    others = [] if is_same or config.rollout.serve_model else train
+    file = str(scans[0].source.files[0].path)
+    for told, advice in copies_told(scans, scans if scans is train else others):
+        yield ConfigProblem(key=key, value=file, message=told, suggestion=advice, severity="warning")
+
+
+def _check_enough(config: RunConfig, scans: Sequence[Scan]) -> Iterator[ConfigProblem]:
     wanted = config.grpo.prompts_per_iteration
+    texts = texts_of(scan for scan in scans if not scan.faults.problems)
+    rows = Copies.of(texts).num_different if len(texts) else sum(scan.num_rows for scan in scans)
     if 0 < rows < wanted:
         yield ConfigProblem(
             key="grpo.prompts_per_iteration",
             value=str(wanted),
-            message=f"data.train has only {rows} rows, so an iteration sees some prompts more than once",
+            message=f"data.train has only {rows} different prompts, so an iteration sees some prompts more than once",
             suggestion=f"{rows} or fewer",
             severity="warning",
         )

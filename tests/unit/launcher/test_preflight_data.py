@@ -21,7 +21,8 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 def check(folder: Path, **data: Any) -> list[ConfigProblem]:
     """What is found in these data (cores of the machine apart)."""
-    found = preflight(draft_config(write_config(folder, data=data)), redis_url=None)
+    sections = {"evaluation": data.pop("evaluation")} if "evaluation" in data else {}
+    found = preflight(draft_config(write_config(folder, data=data, **sections)), redis_url=None)
     return [problem for problem in found if "cores" not in problem.message]
 
 
@@ -31,7 +32,8 @@ def only(folder: Path, **data: Any) -> ConfigProblem:
 
 
 def write_messages(folder: Path, *last: object) -> str:
-    rows = [{"prompt": [USER], "answer": 3}] * 8 + [{"prompt": messages, "answer": 3} for messages in last]
+    rows = [{"prompt": [USER | {"content": f"{n}+0="}], "answer": 3} for n in range(8)]
+    rows += [{"prompt": messages, "answer": 3} for messages in last]
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return "chat.jsonl"
 
@@ -80,8 +82,8 @@ def test_a_template_that_writes_the_date_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_what_is_left_out_of_a_mixture_is_said_by_source(tmp_path: Path) -> None:
-    write_data(tmp_path / "a.jsonl", [(1, 2)] * 6 + [(100, 2)])
-    write_data(tmp_path / "b.jsonl", [(1, 2)] * 6 + [(100, 2)] * 2)
+    write_data(tmp_path / "a.jsonl", [*((1, n) for n in range(6)), (100, 2)])
+    write_data(tmp_path / "b.jsonl", [*((2, n) for n in range(6)), (100, 2), (100, 3)])
     settings = {"max_prompt_tokens": 5, "overlong_prompts": "drop"}
     found = check(tmp_path, train=["a.jsonl", {"path": "b.jsonl", "name": "hard"}], **settings)
     assert [problem.message for problem in found] == [
@@ -91,8 +93,8 @@ def test_what_is_left_out_of_a_mixture_is_said_by_source(tmp_path: Path) -> None
 
 def test_a_held_out_file_that_a_glob_trains_on_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "all").mkdir()
-    for name in ("a", "b"):
-        write_rows(tmp_path / "all" / f"{name}.jsonl")
+    for number, name in enumerate(("a", "b")):
+        write_data(tmp_path / "all" / f"{name}.jsonl", [(number, n) for n in range(8)])
     problem = only(tmp_path, train="all/*.jsonl", heldout="all/b.jsonl")
     assert (problem.key, problem.value, problem.severity) == (
         "data.heldout",
@@ -128,3 +130,40 @@ def test_answers_of_many_rows_are_sampled_evenly(monkeypatch: pytest.MonkeyPatch
     sample.add([(row, None) for row in rows])
     assert sample.step == 16
     assert [number for (_, number), _ in sample.answers] == list(range(0, 100, 16))
+
+
+def told(problems: list[ConfigProblem]) -> list[tuple[str, str]]:
+    return [(problem.key, problem.message) for problem in problems]
+
+
+def test_repeated_prompts_are_counted(tmp_path: Path) -> None:
+    """As the published parquet files of AIME (x 32) and DAPO-Math (x 100) are made."""
+    write_data(tmp_path / "dapo.jsonl", [(n, 1) for n in range(5)] * 100)
+    write_data(tmp_path / "aime.jsonl", [(n, 2) for n in range(3)] * 32)
+    write_data(tmp_path / "some.jsonl", [(1, 3), (2, 3), (1, 3)])
+    sets = [{"name": "some", "data": "some.jsonl", "samples": 2, "temperature": 1.0}]
+    found = check(tmp_path, train="dapo.jsonl", heldout="aime.jsonl", evaluation={"sets": sets})
+    assert told(found) == [
+        ("data.train", "500 rows hold 5 different prompts, each of them 100 times"),
+        ("data.heldout", "96 rows hold 3 different prompts, each of them 32 times"),
+        ("evaluation.sets", "3 rows hold 2 different prompts, one of them 2 times"),
+    ]
+    assert "samples, in evaluation.sets" in found[1].suggestion
+
+
+def test_an_iteration_of_more_prompts_than_are_different_is_told(tmp_path: Path) -> None:
+    write_data(tmp_path / "a.jsonl", [(n, 1) for n in range(3)] * 100)
+    assert [message for key, message in told(check(tmp_path, train="a.jsonl")) if key.startswith("grpo")] == [
+        "data.train has only 3 different prompts, so an iteration sees some prompts more than once"
+    ]
+
+
+def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path: Path) -> None:
+    write_data(tmp_path / "other.jsonl", [(1, 2), (8, 8), (1, 3)])
+    sets = [{"name": "new", "data": "set.json", "samples": 1}]
+    rows = [{"prompt": "1+3=", "answer": "4"}, {"prompt": "9+9=", "answer": "18"}]
+    (tmp_path / "set.json").write_text(json.dumps(rows))
+    assert told(check(tmp_path, heldout="other.jsonl", evaluation={"sets": sets})) == [
+        ("data.heldout", "2 of 3 prompts are trained on too, so what is measured on them is memorization"),
+        ("evaluation.sets", "1 of 2 prompts are trained on too, so what is measured on them is memorization"),
+    ]
