@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coordinator.data.index import RowIndex, write_indices
+from launcher.check.data.columns import SYSTEMS
 from launcher.check.preflight import preflight
 from launcher.commands import redis_url, redis_url_with_files, start, write_config
-from launcher.init.columns import SYSTEMS, answer_column, prompt_column, templated_column
+from launcher.init.columns import answer_column, prompt_column, templated_column
 from launcher.init.sample import first_row
 from launcher.view.run_view import RunView, make_console
 from servicekit.life.exit_codes import EXIT_FAILED, EXIT_OK

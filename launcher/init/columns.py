@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from launcher.check.data.columns import SYSTEMS
 from tandem_config.problems import ConfigErrors, ConfigProblem
 from tandem_config.sections.reward import ExactMatchReward, MathVerifyReward
 from tandem_config.sections.rewards.base import RewardSection
@@ -12,8 +13,6 @@ from tandem_files.rows.messages import prompt_of, system_of
 from tandem_files.rows.values import BadRow, answer_of, tools_of
 
 PROMPTS = ("messages", "conversations", "conversation", "prompt", "question", "problem", "instruction", "query")
-SYSTEMS = ("system", "system_prompt")
-TOOLS = ("tools",)
 ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "reward_model.ground_truth", "target", "label")
 _MARKED = re.compile(r"####|\\boxed\b")
 _NUMBER = re.compile(r"\s*\$?[-+]?\$?[\d.][\d.,/^%:\s]*\$?\s*")

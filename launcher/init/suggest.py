@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from coordinator.data.formatting import PromptText, prompt_format
 from coordinator.data.sources import find_sources
 from coordinator.flow import DataKey
+from launcher.check.data.columns import SYSTEMS, TOOLS
 from launcher.check.data.template import PlainPrompts
 from launcher.init.choices import Choices
-from launcher.init.columns import SYSTEMS, TOOLS, answer_column, prompt_column, reward_for, templated_column
+from launcher.init.columns import answer_column, prompt_column, reward_for, templated_column
 from launcher.init.layout import HostMachine, suggest_layout
 from launcher.init.sample import RowSample, first_row, read_sample
 from tandem_config import keys
@@ -120,10 +121,10 @@ def _needs_template(choices: Choices, codec: TextCodec) -> bool:
     formats = prompt_format(data, codec)
     if not isinstance(row.prompt, str) or not formats.templates:
         return False
-    plain = PlainPrompts(formats)
+    plain = PlainPrompts(choices.config, formats)
     plain.add([(row, PromptText(text=row.prompt, rendered=False))])
     given = data.system_prompt is not None or data.system_key is not None
-    return given or any(plain.problems(choices.config, key="data.train"))
+    return given or any(plain.problems("data.train"))
 
 
 def _suggest_batch(choices: Choices, train: RowSample, machine: HostMachine) -> None:

@@ -12,6 +12,7 @@ from coordinator.data.scan import Scan, Scanner
 from coordinator.data.sources import RowSource, find_sources
 from coordinator.flow import DataKey
 from launcher.check.data.answers import AnswerSample, check_answers
+from launcher.check.data.columns import Templated
 from launcher.check.data.lengths import check_lengths, check_limits, check_set
 from launcher.check.data.template import PlainPrompts, check_arguments
 from tandem_config.problems import ConfigProblem
@@ -25,6 +26,8 @@ _PARTS: tuple[DataKey, ...] = ("train", "heldout")
 _COLUMNS = ("data.prompt_key", "data.answer_key", "data.tools_key", "data.system_key")
 _FORMAT = ("data.prompt_as", "data.chat_template", "data.system_prompt", "data.chat_template_kwargs")
 _SET_LIMITS = ("grpo.max_new_tokens", "rollout.max_total_tokens", "rollout.context_length")
+# Prompts whose ends are kept, and their characters.
+_ENDS, _END_CHARS = 32, 200
 _LENGTHS = ("data.max_prompt_tokens", "data.overlong_prompts")
 
 
@@ -39,6 +42,8 @@ class CheckedData:
         first: the first row that can be used, of data.train if it has one, and its prompt.
         codec: the tokenizer, if it can be used.
         indices: where the rows lie, for the coordinator.
+        ends: the ends of the first prompts.
+        notes: lines about the data that are no problems.
     """
 
     problems: list[ConfigProblem] = field(default_factory=list)
@@ -48,9 +53,12 @@ class CheckedData:
     codec: TextCodec | None = None
     first: tuple[Row, PromptText] | None = None
     indices: list[RowIndex] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def keep_first(self, batch: Sequence[tuple[Row, PromptText]]) -> None:
-        """Keep the first row of all, those of data.train being read first."""
+        """Keep the first row of all, those of data.train being read first, and the ends of the first prompts."""
+        self.ends += [text.text[-_END_CHARS:] for _, text in batch[: _ENDS - len(self.ends)]]
         if self.first is None and batch:
             self.first = batch[0]
 
@@ -106,11 +114,12 @@ def _check_part(
     """Read all rows of a part. Returns: what was found in each source, and the problems; `found` gets the rest."""
     key = f"data.{part}"
     answers = AnswerSample()
-    plain = None if found.formats is None else PlainPrompts(found.formats)
+    formats = found.formats
+    watching = [] if formats is None else [PlainPrompts(config, formats), Templated(config, formats)]
     scanner = Scanner(
         format=found.formats,
         max_tokens=config.data.max_prompt_tokens,
-        watchers=[found.keep_first, answers.add] if plain is None else [found.keep_first, answers.add, plain.add],
+        watchers=[found.keep_first, answers.add, *(each.add for each in watching)],
         report=_report,
     )
     try:
@@ -123,8 +132,8 @@ def _check_part(
     problems = [problem for scan in scans for problem in _problems(key, scan)]
     if read_answers:
         problems += check_answers(config, answers, key=key)
-    if plain is not None:
-        problems += plain.problems(config, key=key)
+    for each in watching:
+        problems += each.problems(key)
     for scan in scans:
         problems += check_lengths(config, scan, key=key)
     problems += _check_overlap(config, part, sources)

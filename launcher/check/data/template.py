@@ -15,7 +15,8 @@ _MARK = re.compile(r"<[|｜][^<>{}'\"\s]+[|｜]>|<(?:start|end)_of_turn>|\[/?INS
 class PlainPrompts:
     """Counts prompts that hold none of the marks of the model's chat template."""
 
-    def __init__(self, formats: PromptFormat) -> None:
+    def __init__(self, config: RunConfig, formats: PromptFormat) -> None:
+        self._folder = config.model.tokenizer_path or config.model.path
         templates = "".join(template.text for template in formats.templates.values())
         self._marks = sorted(set(_MARK.findall(templates)))
         self._num_rows = 0
@@ -30,22 +31,17 @@ class PlainPrompts:
                 self._num_plain += 1
                 self._first = self._first or f"{row.file}:{row.number}"
 
-    def problems(self, config: RunConfig, *, key: str) -> Iterator[ConfigProblem]:
-        """Warn if there were any.
-
-        Args:
-            key: the part's key in the configuration.
-        """
+    def problems(self, key: str) -> Iterator[ConfigProblem]:
+        """Warn if there were any. key: the part's key in the configuration."""
         if not self._num_plain:
             return
-        folder = config.model.tokenizer_path or config.model.path
         named = ", ".join(self._marks[:3]) + (", ..." if len(self._marks) > 3 else "")
         yield ConfigProblem(
             key=key,
             value=self._first,
-            message=f"{folder} has a chat template, and prompts that are texts are used without it: {self._num_plain} "
-            f"of {self._num_rows} hold none of its {named}, so a model that was tuned on it is trained on text that it "
-            "has never seen",
+            message=f"{self._folder} has a chat template, and prompts that are texts are used without it: "
+            f"{self._num_plain} of {self._num_rows} hold none of its {named}, so a model that was tuned on it is "
+            "trained on text that it has never seen",
             suggestion="set data.prompt_as: user_message to render each as a user's message; for a base model, set "
             "data.chat_template: none",
             severity="warning",

@@ -167,3 +167,123 @@ def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path: Path) -> Non
         ("data.heldout", "2 of 3 prompts are trained on too, so what is measured on them is memorization"),
         ("evaluation.sets", "1 of 2 prompts are trained on too, so what is measured on them is memorization"),
     ]
+
+
+CALLING = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE
+WITH_ID = {"prompt": [USER], "answer": "3", "id": 1}
+
+
+def noted(folder: Path, **sections: Any) -> list[str]:
+    notes: list[str] = []
+    preflight(draft_config(write_config(folder, **sections)), redis_url=None, notes=notes)
+    return notes
+
+
+def write_json(folder: Path, *rows: dict[str, Any], name: str = "rows.jsonl") -> str:
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return name
+
+
+@pytest.mark.parametrize(
+    ("column", "template", "setting"),
+    [
+        ({"tools": [{"name": "f"}]}, CALLING, "data.tools_key: tools"),
+        ({"tools": '[{"name": "f"}]'}, CALLING, "data.tools_key: tools"),
+        ({"tools": [{"name": "f"}]}, TEMPLATE, ""),
+        ({"tools": []}, CALLING, ""),
+        ({"tools": "[]"}, CALLING, ""),
+        ({"system": "9"}, TEMPLATE, "data.system_key: system"),
+        ({"system_prompt": "9"}, TEMPLATE, "data.system_key: system_prompt"),
+        ({"system": None}, TEMPLATE, ""),
+        ({"system": "9", "prompt": [{"role": "system", "content": "8"}, USER]}, TEMPLATE, ""),
+        ({"system": "9", "prompt": "1+2="}, TEMPLATE, ""),
+    ],
+)
+def test_a_column_that_the_template_would_write_is_a_warning(
+    tmp_path: Path, column: dict[str, Any], template: str, setting: str
+) -> None:
+    rows = [WITH_ID, *(WITH_ID | {"prompt": [USER | {"content": f"{n}+9="}]} | column for n in range(1, 5))]
+    rows = [row | ({"prompt": f"{n}+1="} if isinstance(row["prompt"], str) else {}) for n, row in enumerate(rows)]
+    train = write_json(tmp_path, *rows)
+    found = [p for p in check(tmp_path, train=train, chat_template=template) if "is not used" in p.message]
+    assert [(p.value, p.severity, p.suggestion) for p in found] == [
+        (f"{tmp_path / train}:2", "warning", f"set {setting}, and the chat template writes it")
+    ][: bool(setting)]
+
+
+def test_a_setting_that_reads_the_column_ends_the_warning(tmp_path: Path) -> None:
+    train = write_json(tmp_path, *({"prompt": [USER | {"content": f"{n}+9="}], "answer": 3, "system": "9",
+                                    "tools": [{"name": "3"}]} for n in range(4)))  # fmt: skip
+    settings = {"train": train, "chat_template": CALLING, "system_key": "system", "tools_key": "tools"}
+    assert check(tmp_path, **settings) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "data", "reward", "unused"),
+    [
+        ({"prompt": "1+2=", "answer": "3"}, {}, {}, []),
+        ({"id": 7, "prompt": "1+2=", "answer": "1", "choices": ["2", "3"]}, {}, {}, ["choices", "id"]),
+        ({"prompt": "1+2=", "answer": "3", "system": "s", "tools": []}, {}, {}, ["tools", "system"]),
+        ({"prompt": "1+2=", "rm": {"style": "rule", "truth": "3"}, "extra_info": {"index": 1}},
+         {"answer_key": "rm.truth"}, {}, ["rm.style", "extra_info"]),
+        ({"prompt": "1+2=", "a": {"b": {"c": "3", "d": 1}}}, {"answer_key": "a.b.c"}, {}, []),
+        ({"prompt": "1+2=", "answer": "3", "level": 1, "id": 7}, {},
+         {"kind": "judge", "url": "http://h/v1", "model": "m", "prompt": "{{ columns.level }} {{ completion }}"},
+         ["id"]),
+        ({"prompt": "1+2=", "answer": "3", "level": 1}, {}, {"kind": "remote", "address": "h:1"}, []),
+    ],
+)  # fmt: skip
+def test_columns_that_nobody_reads_are_named_in_a_line(
+    tmp_path: Path, row: dict[str, Any], data: dict[str, Any], reward: dict[str, Any], unused: list[str]
+) -> None:
+    train = write_json(tmp_path, row)
+    sections = {"data": {"train": train, **data}} | ({"reward": reward} if reward else {})
+    line = f"not used: {', '.join(unused)} (columns that no data.*_key names and no reward takes)"
+    assert noted(tmp_path, **sections) == [line][: bool(unused)]
+
+
+def test_columns_of_all_files_are_looked_at_and_many_are_counted(tmp_path: Path) -> None:
+    one = write_json(tmp_path, {"prompt": "1+2=", "answer": "3", "a": 1})
+    other = {"question": "1+3=", "answer": "4", "prompt": "x", "options": ["4"]} | {f"c{n}": n for n in range(12)}
+    train = [one, {"path": write_json(tmp_path, other, name="b.jsonl"), "prompt_key": "question"}]
+    (line,) = noted(tmp_path, data={"train": train})
+    assert line.startswith("not used: options, a, prompt, c0, c1, c2, c3, c4, c5, c6 and 5 more (")
+
+
+def test_a_function_reads_what_its_parameters_name(tmp_path: Path) -> None:
+    code = "def score(completion, level, hint=None): return 1.0\ndef all_of_it(completion, **columns): return 1.0\n"
+    (tmp_path / "mine.py").write_text(code)
+    train = write_json(tmp_path, {"prompt": "1+2=", "answer": "3", "level": 1, "hint": "x", "id": 7})
+    for function, unused in (("score", ["not used: id ("]), ("all_of_it", [])):
+        lines = noted(tmp_path, data={"train": train}, reward={"function": f"mine.py:{function}"})
+        assert [line[: len("not used: id (")] for line in lines] == unused
+
+
+THINKING = TEMPLATE + "{{ '<think>\n' }}"
+PATTERNS = [
+    ("format", "<think>.*</think>.*", THINKING, "'<think>'", ": '.*</think>.*'"),
+    ("format", r"^\s*<think>\n.*</think>.*", THINKING, "'<think>'", ""),
+    ("regex", "(?s)(?=.*<think>).*</think>", THINKING, "'<think>'", ""),
+    ("regex", "(?:<think>.+</think>)+", THINKING, "'<think>'", ""),
+    ("format", ".*</think>.*", THINKING, "", ""),
+    ("format", "(<think>)?.*</think>.*", THINKING, "", ""),
+    ("regex", "<think>|<answer>", THINKING, "", ""),
+    ("regex", "<answer>(.*)</answer>", TEMPLATE + "<answer>", "'<answer>'", ": '(.*)</answer>'"),
+    ("regex", r"<answer>\n(\d+)", TEMPLATE + "<answer>\n", "'<answer>'", ""),
+    ("format", ".*</think>.*", TEMPLATE + "<think>\n\n</think>\n\n", "'</think>'", ""),
+    ("format", "<think>.*</think>.*", TEMPLATE, "", ""),
+    ("regex", r"Answer: (\d+)", TEMPLATE + " Answer:", "'Answer:'", ""),
+    ("regex", r"The answer is (\d+)", TEMPLATE + " The", "'The'", ""),
+]
+
+
+@pytest.mark.parametrize(("kind", "pattern", "template", "begun", "advice"), PATTERNS)
+def test_a_pattern_that_begins_in_the_prompt_is_a_warning(
+    tmp_path: Path, kind: str, pattern: str, template: str, begun: str, advice: str
+) -> None:
+    train = write_messages(tmp_path)
+    file = write_config(tmp_path, data={"train": train, "chat_template": template},
+                        reward={"kind": kind, "pattern": pattern})  # fmt: skip
+    found = [p for p in preflight(draft_config(file), redis_url=None) if p.key == "reward.pattern"]
+    assert [(p.severity, f"end with {begun} already" in p.message) for p in found] == [("warning", True)][: bool(begun)]
+    assert all(p.suggestion.endswith(advice) for p in found)
