@@ -74,7 +74,7 @@ def _estimate(
             _those(answers_PG[p], there_PG[p]),
             right_from,
         )
-        for p in np.flatnonzero(measured_P)
+        for p in map(int, np.flatnonzero(measured_P))
     ]
     return mean_with_interval(np.array(values, dtype=np.float64), np.asarray(copies_P)[measured_P])
 

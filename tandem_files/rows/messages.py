@@ -114,11 +114,13 @@ def _joined(parts: list[Any], name: str) -> str:
     image = next((kind for kind in kinds if kind in _IMAGE_PARTS), None)
     if image is not None:
         raise BadRow(f"{name} holds a part of type {image!r}: images are not supported, only text")
-    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    for kind, text, part in zip(kinds, texts, parts, strict=True):
+    texts: list[str] = []
+    for kind, part in zip(kinds, parts, strict=True):
+        text = part.get("text") if isinstance(part, dict) else part
         if kind not in _TEXT_PARTS or not isinstance(text, str):
             what = shown(part) if kind in _TEXT_PARTS else f"of type {kind!r}"
             raise BadRow(f"{name} holds a part {what}; a part of a content is {{type: text, text: ...}}")
+        texts.append(text)
     if not texts:
         raise BadRow(f"{name} has an empty list of parts as content")
     return "".join(texts)

@@ -115,7 +115,9 @@ def _check_part(
     key = f"data.{part}"
     answers = AnswerSample()
     formats = found.formats
-    watching = [] if formats is None else [PlainPrompts(config, formats), Templated(config, formats)]
+    watching: list[PlainPrompts | Templated] = []
+    if formats is not None:
+        watching = [PlainPrompts(config, formats), Templated(config, formats)]
     scanner = Scanner(
         format=found.formats,
         max_tokens=config.data.max_prompt_tokens,
