@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from coordinator.data.copies import OLD_ORDER, copies_told
 from coordinator.data.cursor import DataCursor
 from coordinator.data.prompts import PromptSet, load_prompts
 from coordinator.data.scan import Scan
@@ -16,6 +17,7 @@ from coordinator.record.checkpoints.loading import Newest, load_newest, marks
 from coordinator.record.resuming import Renewal, begin_sets_anew, order_differences, order_of, set_facts
 from coordinator.record.state import RunState
 from servicekit.errors import ConfigError
+from servicekit.logs import get_logger
 from tandem_config.comparing.resuming import RunComparison, refuse
 from tandem_config.schema import EvaluationSet, RunConfig
 from tandem_files.checkpoints import Sound, list_complete
@@ -24,6 +26,8 @@ from tandem_files.model.fingerprint import model_fingerprint
 from tandem_files.run_config import RESOLVED_CONFIG
 from tandem_files.run_folder import read_identity
 from tandem_files.tokenizer import TextCodec
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +81,8 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
         facts = set_facts(config, evaluation)
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
-    cursor = DataCursor(train, seed=config.run.seed, shuffle=config.data.shuffle)
+    texts = [scan.texts for scan in train.scans]
+    cursor = DataCursor(train, seed=config.run.seed, shuffle=config.data.shuffle, texts=texts)
     rng = np.random.default_rng(config.run.seed)
     state = RunState(
         cursor=cursor.state(),
@@ -95,6 +100,7 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
             state = _checked(newest, state)
             renewal = begin_sets_anew(state, config, facts, _config_so_far(run_dir))
         _restore(cursor, rng, state)
+    _tell_copies(train, evaluation, cursor)
     return Inputs(
         codec=codec,
         train=train,
@@ -136,6 +142,15 @@ def _restore(cursor: DataCursor, rng: np.random.Generator, state: RunState) -> N
         rng.bit_generator.state = state.batch_rng
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"cannot resume: {error}") from error
+
+
+def _tell_copies(train: PromptSet, evaluation: Mapping[str, PromptSet], cursor: DataCursor) -> None:
+    parts = {"data.train": train.scans} | {f"set {name}": prompts.scans for name, prompts in evaluation.items()}
+    for key, scans in parts.items():
+        for told, _ in copies_told(scans, parts["data.train"]):
+            log.warning("data hold prompts more than once", part=key, found=told)
+    if cursor.keeps_old_order:
+        log.warning("order of prompts: as before", reason=OLD_ORDER)
 
 
 def _refuse_used_folder(run_dir: Path) -> None:

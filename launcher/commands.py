@@ -38,9 +38,10 @@ def check_command(config: Path, overrides: Sequence[str], *, gpu_memory_gib: flo
     console = make_console()
     draft = draft_config(config, overrides)
     memory = memory_report(draft, gpu_memory_gib)
-    problems = [*preflight(draft, redis_url=redis_url()), *memory.problems]
+    notes: list[str] = []
+    problems = [*preflight(draft, redis_url=redis_url(), notes=notes), *memory.problems]
     print_problems(console, problems)
-    for line in memory.lines:
+    for line in [*notes, *memory.lines]:
         console.print(Text(line))
     console.print(Text(f"{config}: {headline(problems)}", style="bold"))
     return EXIT_BAD_CONFIG if errors_only(problems) else EXIT_OK

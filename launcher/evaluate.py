@@ -3,15 +3,16 @@
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coordinator.data.index import RowIndex, write_indices
+from launcher.check.data.columns import SYSTEMS
 from launcher.check.preflight import preflight
 from launcher.commands import redis_url, redis_url_with_files, start, write_config
-from launcher.init.columns import answer_column, prompt_column
+from launcher.init.columns import answer_column, prompt_column, templated_column
 from launcher.init.sample import first_row
 from launcher.view.run_view import RunView, make_console
 from servicekit.life.exit_codes import EXIT_FAILED, EXIT_OK
@@ -19,7 +20,9 @@ from tandem_config.loading import Draft, draft_config
 from tandem_config.overrides import parse_overrides
 from tandem_config.problems import ConfigErrors, ConfigProblem
 from tandem_config.schema import DataSection, RunConfig
+from tandem_files.rows.messages import prompt_of
 from tandem_files.rows.problems import DataError
+from tandem_files.rows.values import BadRow
 from tandem_files.run_config import LAUNCHED_CONFIG, RESOLVED_CONFIG
 from tandem_files.run_folder import EVALUATION_FILE, claimed, read_evaluation
 
@@ -139,8 +142,9 @@ def _columns(section: DataSection, given: Collection[str]) -> dict[str, str | No
     """Find the columns that the user has not named. Raises: ConfigErrors: none or several; DataError; OSError."""
     place, record = first_row(section, "train")
     found: dict[str, str | None] = {}
+    prompt = section.prompt_key
     if "data.prompt_key" not in given:
-        found["data.prompt_key"] = prompt_column(record, place, "--set data.prompt_key=COLUMN")
+        found["data.prompt_key"] = prompt = prompt_column(record, place, "--set data.prompt_key=COLUMN")
     if "data.answer_key" not in given:
         found["data.answer_key"] = answer_column(
             record,
@@ -149,6 +153,10 @@ def _columns(section: DataSection, given: Collection[str]) -> dict[str, str | No
             option="--set data.answer_key=COLUMN",
             reward_option="--set reward.function=FILE.py:FUNCTION",
         )
+    with suppress(BadRow):  # the check of all rows names it
+        messages = prompt_of(record, prompt)
+        if "data.system_key" not in given and isinstance(messages, list) and messages[0]["role"] != "system":
+            found["data.system_key"] = templated_column(record, SYSTEMS)
     return found
 
 

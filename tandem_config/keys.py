@@ -16,6 +16,7 @@ from tandem_config.schema import LISTED, RunConfig, Section
 # A typo of one or two letters in a word of six scores about 0.7; below 0.6 suggestions are noise.
 _CLOSE_ENOUGH = 0.6
 
+_OF_OTHERS = "docs/coming-from.md says what keys of verl, TRL and others are called here"
 # Settings of other trainers that Tandem does not have -> advice; a close spelling would suggest something else.
 _NOT_SUPPORTED: dict[str, str] = {
     **dict.fromkeys(
@@ -40,6 +41,8 @@ _NOT_SUPPORTED: dict[str, str] = {
         "samples are not vetoed apart from their weights: leave it out; grpo.correction: mis drops those whose weight "
         "is out of bounds",
     ),
+    "critic": "there is no critic, GRPO's baseline is the group: leave it out",
+    "actor_rollout_ref": _OF_OTHERS,
     "tis_cap": "is now grpo.correction: tis with grpo.correction_high; leave a null out",
     **dict.fromkeys(
         ("epochs", "num_epochs", "total_epochs", "num_train_epochs"),
@@ -237,6 +240,46 @@ def did_you_mean(section: str, field: str) -> str:
             return f"did you mean {' or '.join(candidates)}?"
     valid = fields_of(section) if section else list(sections())
     return f"known keys here: {', '.join(valid)}" if valid else ""
+
+
+def of_another(path: typing.Sequence[str]) -> str:
+    """Say which key a longer path of another trainer is; "": it has less than three parts.
+
+    >>> of_another(["actor_rollout_ref", "rollout", "n"]), of_another(["actor_rollout_ref", "model", "path"])
+    ('did you mean grpo.group_size?', 'did you mean model.path?')
+    >>> of_another(["actor_rollout_ref", "rollout", "name"])
+    'docs/coming-from.md says what keys of verl, TRL and others are called here'
+    """
+    if len(path) < 3:
+        return ""
+    whole = _NOT_SUPPORTED.get(path[0], _OF_OTHERS)
+    if whole != _OF_OTHERS:
+        return whole
+    name, known = path[-1], all_keys()
+    if ".".join(path[-2:]) in known:
+        return f"did you mean {'.'.join(path[-2:])}?"
+    named = [key for key in known if key.partition(".")[2] == name and name not in ("name", "path", "kind")]
+    return did_you_mean("", name) if name in {**_OTHER_NAMES, **_NOT_SUPPORTED} or len(named) == 1 else _OF_OTHERS
+
+
+def of_another_section(section: str, given: typing.Any) -> str:
+    """Say which keys those within another trainer's section are; "": it has no sections in it.
+
+    >>> of_another_section("actor_rollout_ref", {"rollout": {"n": 8}, "actor": {"optim": {"lr": 1e-6}}})
+    'rollout.n: did you mean grpo.group_size?; actor.optim.lr: did you mean trainer.learning_rate?'
+    """
+    if _NOT_SUPPORTED.get(section, _OF_OTHERS) != _OF_OTHERS:
+        return ""
+    found = {".".join(path): of_another([section, *path]) for path in _paths(given) if len(path) > 1}
+    return "; ".join(f"{path}: {key}" for path, key in list(found.items())[:5])
+
+
+def _paths(given: typing.Any) -> typing.Iterator[list[str]]:
+    if not isinstance(given, typing.Mapping):
+        yield []
+        return
+    for name, inner in given.items():
+        yield from ([str(name), *path] for path in _paths(inner))
 
 
 def _candidate_lists(section: str, field: str) -> typing.Iterator[list[str]]:

@@ -90,7 +90,7 @@ def draft_config(path: Path | None, overrides: Sequence[str] = ()) -> Draft:
     values, origins = _merge(source, path)
     problems += _override(values, origins, parsed)
     _note_preset(values, origins)
-    config, invalid = _validate(values, origins)
+    config, invalid = _validate(values, origins, source.root)
     # A rejected option invalidates its key, not the rest of its section.
     known = set(keys.all_keys())
     rejected = {problem.key for problem in (*source.problems, *problems) if ".".join(keys.split(problem.key)) in known}
@@ -233,12 +233,18 @@ def _with_absolute_paths(section: str, content: Any, base: Path) -> Any:
     return result
 
 
-def _validate(values: dict[str, Any], origins: dict[str, str]) -> tuple[RunConfig | None, list[ConfigProblem]]:
-    """Return the configuration, with invalid values replaced by defaults, and a problem for each of them."""
+def _validate(
+    values: dict[str, Any], origins: dict[str, str], root: yaml.Node | None
+) -> tuple[RunConfig | None, list[ConfigProblem]]:
+    """Return the configuration, with invalid values replaced by defaults, and a problem for each of them.
+
+    Args:
+        root: the file's, for the texts of values.
+    """
     try:
         return _anchored(RunConfig.model_validate(values, strict=True)), []
     except ValidationError as error:
-        problems = [translate(detail, origins) for detail in error.errors(include_url=False)]
+        problems = [translate(detail, origins, root) for detail in error.errors(include_url=False)]
         locations = [detail["loc"] for detail in error.errors(include_url=False)]
     for location in locations:
         _discard(values, location)

@@ -5,10 +5,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
 from pydantic_core import ErrorDetails
 
 from tandem_config import keys
 from tandem_config.problems import ConfigProblem
+from tandem_config.yaml_source import node_of, text_at
 
 _BOUND = {
     "greater_than": ("gt", "must be greater than {}"),
@@ -34,6 +36,8 @@ _TYPE = {
     "dict_type": "must be a mapping",
     "invalid-json-value": "must be text, a number, true, false, null, or a list or mapping of these",
 }
+# Errors of values that must be texts.
+_OF_TEXTS = ("string_type", "path_type", "is_instance_of")
 # `{kind:exact_match}`.
 _UNSPACED = re.compile(r"\w+:\S+")
 # Ranges that are explained, not just stated.
@@ -63,18 +67,43 @@ _VALUES = {
 }
 
 
-def translate(detail: ErrorDetails, origins: Mapping[str, str]) -> ConfigProblem:
+def translate(detail: ErrorDetails, origins: Mapping[str, str], root: yaml.Node | None = None) -> ConfigProblem:
     """Translate one pydantic error into a problem.
 
     Args:
         origins: where a value was given, by dotted key.
+        root: the file's, for the texts of values.
     """
     key = _key(detail, origins)
+    written = _written(detail, place_of(key, origins), root)
+    if written:
+        detail["input"] = _Written(written)
     given = detail["type"] != "missing" and not detail.get("ctx", {}).get("secret")
     value = _shown(_kind(detail) if key.endswith(".kind") and _kind(detail) else detail["input"]) if given else ""
     within = len(detail["loc"]) > 2 and bool(keys.entry_fields(key))
     message, suggestion = _explain_within(key, detail) if within else _explain(key, detail)
     return ConfigProblem(key=key, value=value, message=message, suggestion=suggestion, where=place_of(key, origins))
+
+
+class _Written:
+    """A value that YAML does not read as the text that the file has: `007`, `on`, `2024-01-15`."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _written(detail: ErrorDetails, place: str, root: yaml.Node | None) -> str:
+    """Return how the file or the option has a value that is no text to YAML; "": it is one, or null, or unknown."""
+    if detail["type"] not in _OF_TEXTS or isinstance(detail["input"], (str, Mapping, list, tuple, type(None))):
+        return ""
+    path = detail["loc"]
+    if place.startswith("--set "):
+        option, _, raw = place.removeprefix("--set ").partition("=")
+        root, path = node_of(raw), path[len(option.split(".")) :]
+    return text_at(root, path)
 
 
 def place_of(key: str, origins: Mapping[str, str]) -> str:
@@ -107,7 +136,7 @@ def _explain(key: str, detail: ErrorDetails) -> tuple[str, str]:
     if kind == "setting":
         return context["message"], context["suggestion"]
     if kind == "extra_forbidden":
-        return _unknown(section, field, _kind(detail))
+        return _unknown(section, field, _kind(detail), detail["input"])
     if kind == "union_tag_invalid" or (kind == "union_tag_not_found" and isinstance(detail["input"], Mapping)):
         return _explain_kind(section, detail)
     if kind == "missing":
@@ -149,12 +178,13 @@ def _explain_within(key: str, detail: ErrorDetails) -> tuple[str, str]:
     if detail["type"] == "missing":
         return f"{entry}{name} is missing", keys.entry_fields(key).get(name, "")
     message, suggestion = _explain(key, detail)
-    return f"{entry}{name} {message}", keys.entry_fields(key).get(name, suggestion)
+    is_written = isinstance(detail["input"], _Written)
+    return f"{entry}{name} {message}", suggestion if is_written else keys.entry_fields(key).get(name, suggestion)
 
 
-def _unknown(section: str, field: str, kind: str) -> tuple[str, str]:
+def _unknown(section: str, field: str, kind: str, given: Any) -> tuple[str, str]:
     if not field:
-        return "unknown section", keys.did_you_mean("", section)
+        return "unknown section", keys.of_another_section(section, given) or keys.did_you_mean("", section)
     if _UNSPACED.fullmatch(field):
         return _unspaced(field)
     readers = [name for name, model in keys.kinds(section).items() if field in model.model_fields]
@@ -195,8 +225,8 @@ def _type_hint(key: str, kind: str, value: Any) -> str:
     if kind in ("model_type", "model_attributes_type", "union_tag_not_found"):
         section, _ = keys.split(key)
         return f"write `{section}:` and its keys indented below: {', '.join(keys.fields_of(section)[:3])}, ..."
-    if kind == "string_type" and isinstance(value, (int, float)):
-        return f'quote it: "{_shown(value)}"'
+    if isinstance(value, _Written) or (kind == "string_type" and isinstance(value, (int, float))):
+        return f'quote it: "{_shown(value)}"' + ("" if kind == "string_type" else f"; {keys.description(key)}")
     if kind in ("int_type", "int_from_float") and isinstance(value, float) and abs(value) < 1e15:
         return f"write {round(value)}"
     if isinstance(value, str) and kind in ("int_type", "float_type", "bool_type") and value:

@@ -61,6 +61,7 @@ def _parse(text: str) -> Override | ConfigProblem:
         return _not_a_key(text, section, raw)
     if section not in keys.sections():
         guess = keys.did_you_mean("", section) if field not in _all_fields() else keys.did_you_mean(section, field)
+        guess = keys.of_another(key.split(".")) or guess
         return _problem(text, key, raw, f"there is no section {section!r}", guess)
     if field not in keys.fields_of(section):
         return _problem(text, key, raw, "unknown key", keys.did_you_mean(section, field))

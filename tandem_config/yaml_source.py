@@ -1,6 +1,7 @@
 """Reads YAML with the line of every key; duplicate keys are errors and `1e-4` is a number."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class YamlSource:
     values: dict[str, Any]
     lines: dict[str, int] = field(default_factory=dict)
     problems: list[ConfigProblem] = field(default_factory=list)
+    root: yaml.Node | None = None
 
 
 def read_yaml(path: Path) -> YamlSource:
@@ -56,7 +58,26 @@ def read_yaml(path: Path) -> YamlSource:
     if not isinstance(values, dict):
         found = "is empty" if values is None else f"holds a {type(values).__name__}"
         raise ConfigErrors([_file_problem(path, f"{found}, not sections with keys", "start with `model:` and `data:`")])
-    return YamlSource(values=values, lines=lines, problems=problems)
+    return YamlSource(values=values, lines=lines, problems=problems, root=root)
+
+
+def text_at(root: yaml.Node | None, path: Iterable[int | str]) -> str:
+    """Return the text of a scalar without quotes, as it is written; "": there is none.
+
+    Args:
+        path: keys and places in lists; what leads nowhere is passed over, such as the kind of an entry.
+    """
+    for part in path:
+        if isinstance(root, yaml.MappingNode):
+            root = next((value for key, value in root.value if key.value == str(part)), root)
+        elif isinstance(root, yaml.SequenceNode) and isinstance(part, int) and part < len(root.value):
+            root = root.value[part]
+    return str(root.value) if isinstance(root, yaml.ScalarNode) and not root.style else ""
+
+
+def node_of(text: str) -> yaml.Node | None:
+    """Return the node of the value of `--set key=text`. Raises: yaml.YAMLError."""
+    return yaml.compose(text, _Loader)
 
 
 def parse_scalar(text: str) -> Any:

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.data.copies import different_first
 from coordinator.data.prompts import PromptSet
 from coordinator.flow import Prompt
 from servicekit.errors import ConfigError
@@ -25,6 +27,9 @@ class CursorState:
     """The position of a cursor: that in each source, in the configuration's order."""
 
     sources: tuple[SourcePosition, ...]
+    # What is shuffled where data repeat prompts: rows, as releases did that did not look for copies, or the different
+    # prompts, all of which come before a copy.
+    order: Literal["rows", "prompts"] = "rows"
 
     @property
     def num_prompts(self) -> int:
@@ -45,12 +50,19 @@ class DataCursor:
 
     Sources take turns: the next prompt is always of the source that is furthest behind its share, so that the share of
     each is as its weight says in every stretch of a run, without chance.
+
+    Args:
+        texts: by source, hashes of its prompts' texts, to draw different prompts before copies; None: rows are drawn.
     """
 
-    def __init__(self, prompts: PromptSet, *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, prompts: PromptSet, *, seed: int, shuffle: bool, texts: Sequence[Sequence[int]] | None = None
+    ) -> None:
         self._prompts = prompts
         self._orders = [
-            _Order(size=len(source), seed=seed, source=place, shuffle=shuffle)
+            _Order(
+                size=len(source), seed=seed, source=place, shuffle=shuffle, texts=() if texts is None else texts[place]
+            )
             for place, source in enumerate(prompts.sources)
         ]
         self._weights = [source.weight for source in prompts.sources]
@@ -97,7 +109,14 @@ class DataCursor:
         """Return the position, for `restore`."""
         if self._ahead is not None:
             return self._ahead.before
-        return CursorState(sources=tuple(order.position() for order in self._orders))
+        positions = tuple(order.position() for order in self._orders)
+        by_prompt = any(order.by_prompt for order in self._orders)
+        return CursorState(sources=positions, order="prompts" if by_prompt else "rows")
+
+    @property
+    def keeps_old_order(self) -> bool:
+        """Whether it was restored to an order in which copies are drawn as any other row."""
+        return any(order.has_copies and not order.by_prompt for order in self._orders)
 
     def restore(self, state: CursorState) -> None:
         """Go to a saved position.
@@ -112,7 +131,7 @@ class DataCursor:
             )
         self._ahead = None
         for order, position in zip(self._orders, state.sources, strict=True):
-            order.go_to(position)
+            order.go_to(position, by_prompt=state.order == "prompts")
 
     def _turn(self) -> int:
         """Return the source of the next prompt: the one that would reach the middle of its next prompt first."""
@@ -120,9 +139,13 @@ class DataCursor:
 
 
 class _Order:
-    """The order of one source's rows."""
+    """The order of one source's rows.
 
-    def __init__(self, *, size: int, seed: int, source: int, shuffle: bool) -> None:
+    Attributes:
+        by_prompt: whether different prompts are drawn before copies; False where there are none.
+    """
+
+    def __init__(self, *, size: int, seed: int, source: int, shuffle: bool, texts: Sequence[int]) -> None:
         if not size:
             raise ValueError("a data cursor needs at least one prompt in each source")
         self.size = size
@@ -131,7 +154,14 @@ class _Order:
         self._shuffle = shuffle
         self._epoch = 0
         self._position = 0
+        self._prompts = _numbered(texts) if shuffle else None
+        self.by_prompt = self._prompts is not None
         self._rows = self._epoch_order()
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether rows that are shuffled repeat prompts."""
+        return self._prompts is not None
 
     @property
     def taken(self) -> int:
@@ -150,8 +180,9 @@ class _Order:
         """Return where the order is."""
         return SourcePosition(epoch=self._epoch, position=self._position, num_prompts=self.size)
 
-    def go_to(self, position: SourcePosition) -> None:
-        """Go to a saved position."""
+    def go_to(self, position: SourcePosition, *, by_prompt: bool) -> None:
+        """Go to a saved position in the order that it was saved in."""
+        self.by_prompt = by_prompt and self._prompts is not None
         self._epoch, self._position = position.epoch, position.position
         self._rows = self._epoch_order()
 
@@ -160,7 +191,13 @@ class _Order:
         if self._shuffle:
             # Seeded by (seed, epoch, source): an epoch's order does not depend on how the run got there.
             np.random.default_rng([self._seed, self._epoch, self._source]).shuffle(rows)
-        return rows
+        return different_first(rows, self._prompts) if self.by_prompt and self._prompts is not None else rows
+
+
+def _numbered(texts: Sequence[int]) -> NDArray[np.int64] | None:
+    """Number different texts by row; None: all are different."""
+    different, numbers = np.unique(np.asarray(texts, np.uint64), return_inverse=True)
+    return None if len(different) == len(numbers) else numbers.astype(np.int64)
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -10,8 +10,9 @@ from tandem_config.schema import DataSection
 from tandem_files.chat.folder import DEFAULT, read_special_tokens, read_templates
 from tandem_files.chat.template import ChatTemplate, TemplateFailure
 from tandem_files.digests import text_digest
+from tandem_files.rows.messages import Message
 from tandem_files.rows.reading import Row
-from tandem_files.rows.values import BadRow, Message
+from tandem_files.rows.values import BadRow
 from tandem_files.tokenizer import TextCodec
 
 _WITH_TOOLS = "tool_use"
@@ -50,6 +51,8 @@ class PromptFormat:
         self._without = without
         self._special_tokens = special_tokens
         self._arguments = section.chat_template_kwargs
+        # Settings of system prompts that the template has not written.
+        self.lost_system: set[str] = set()
         try:
             self.templates = {
                 name: ChatTemplate(text, special_tokens, section.chat_template_kwargs)
@@ -60,14 +63,17 @@ class PromptFormat:
 
     def text(self, row: Row) -> PromptText:
         """Return the text of a row's prompt. Raises: BadRow: it cannot be rendered."""
+        setting = "data.system_prompt" if row.system is None else "data.system_key"
+        system = self._system_prompt if row.system is None else row.system
         if isinstance(row.prompt, str) and not self._as_message:
-            if self._system_prompt is not None:
-                raise BadRow(
-                    "is a text, which data.system_prompt cannot be put before: set data.prompt_as: user_message"
-                )
+            if system is not None:
+                raise BadRow(f"is a text, which {setting} cannot be put before: set data.prompt_as: user_message")
             return PromptText(text=row.prompt, rendered=False)
         messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
-        return PromptText(text=self._render(self._with_system_prompt(messages), row), rendered=True)
+        text = self._render(self._with_system(messages, system, row), row)
+        if system is not None and messages[0]["role"] != "system" and system.strip() not in text:
+            self.lost_system.add(setting)
+        return PromptText(text=text, rendered=True)
 
     def encode(self, texts: Sequence[PromptText]) -> list[list[int]]:
         """Tokenize texts; those that a template has not written get the tokenizer's special tokens, once."""
@@ -98,10 +104,15 @@ class PromptFormat:
         """Whether a template has written the time, so that prompts differ from day to day."""
         return any(template.uses_clock for template in self.templates.values())
 
-    def _with_system_prompt(self, messages: list[Message]) -> list[Message]:
-        if self._system_prompt is None or messages[0]["role"] == "system":
+    def _with_system(self, messages: list[Message], system: str | None, row: Row) -> list[Message]:
+        """Put a system message before messages; those that begin with one keep it, if the row names no other."""
+        if system is None:
             return messages
-        return [{"role": "system", "content": self._system_prompt}, *messages]
+        if messages[0]["role"] != "system":
+            return [{"role": "system", "content": system}, *messages]
+        if row.system is not None and messages[0].get("content") != row.system:
+            raise BadRow("has a system prompt (data.system_key), and its messages begin with another: leave one out")
+        return messages
 
     def _render(self, messages: list[Message], row: Row) -> str:
         name = _WITH_TOOLS if row.tools is not None and _WITH_TOOLS in self.templates else DEFAULT

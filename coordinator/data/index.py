@@ -34,7 +34,7 @@ log = get_logger(__name__)
 
 FOLDER = "data-index"
 # Of what is written here; another one is another key.
-_FORMAT = 2
+_FORMAT = 3
 # File systems keep times in ticks of up to 2 s.
 _TICK_S = 2.0
 # Of a Scan; `overlong` quotes rows, and `faults` are none.
@@ -65,6 +65,7 @@ class RowIndex:
         about |= {"num_overlong": dict(self.scan.num_overlong), "files": list(map(str, files))}
         about["by_file"] = {str(file): columns.dump() for file, columns in self.scan.by_file.items()}
         arrays: dict[str, Any] = {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
+        arrays["texts"] = np.asarray(self.scan.texts)
         for number, file in enumerate(files):
             for name in RowPlaces.__slots__:
                 arrays[f"{name}{number}"] = np.asarray(getattr(self.places[file], name))
@@ -116,7 +117,15 @@ class Indexer:
 def index_key(section: DataSection, source: RowSource, formats: PromptFormat) -> str:
     """Return the key of a source as its files are now. Raises: OSError."""
     files = [
-        [str(file.path), file.name, file.keys.prompt, file.keys.answer, file.keys.tools, *_stamp(file.path)]
+        [
+            str(file.path),
+            file.name,
+            file.keys.prompt,
+            file.keys.answer,
+            file.keys.tools,
+            file.keys.system,
+            *_stamp(file.path),
+        ]
         for file in source.files
     ]
     settings = [section.max_prompt_tokens, section.overlong_prompts, section.prompt_as]
@@ -132,6 +141,7 @@ def read_index(run_dir: Path, key: str, source: RowSource) -> RowIndex | None:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             about = json.loads(arrays["about"].tobytes())
+            texts = array("Q", arrays["texts"].tobytes())
             places = {
                 Path(file): RowPlaces(
                     offsets=array("Q", arrays[f"offsets{number}"].tobytes()),
@@ -142,7 +152,7 @@ def read_index(run_dir: Path, key: str, source: RowSource) -> RowIndex | None:
             }
         counts = {name: about[name] for name in _COUNTS}
         by_file = {Path(file): FileColumns.load(columns) for file, columns in about["by_file"].items()}
-        scan = Scan(source=source, num_overlong=Counter(about["num_overlong"]), by_file=by_file, **counts)
+        scan = Scan(source=source, num_overlong=Counter(about["num_overlong"]), by_file=by_file, texts=texts, **counts)
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         log.warning("data index cannot be read: the data are read again", path=str(path), error=str(error))
         return None

@@ -4,6 +4,7 @@ Memory does not grow with the rows, but for what the callbacks keep of them.
 """
 
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -56,10 +57,17 @@ class Scan:
     columns: list[str] = field(default_factory=list)
     # By file, the columns of all rows without a fault.
     by_file: dict[Path, FileColumns] = field(default_factory=dict)
+    # By used prompt, in order, the hash of its text; 8 bytes each. Empty without a format.
+    texts: "array[int]" = field(default_factory=lambda: array("Q"))
     # A template has written prompts.
     rendered: bool = False
     # Of all files' bytes, in order.
     digest: str = ""
+
+
+def hash_of(text: PromptText) -> int:
+    """Return the hash by which equal prompts are found."""
+    return xxhash.xxh3_64_intdigest(text.text.encode(errors="surrogatepass"))
 
 
 def _log_progress(file: Path, share: float) -> None:
@@ -142,6 +150,8 @@ class Scanner:
             found.num_used += 1
             found.longest = max(found.longest, length)
             found.rendered |= text.rendered
+            if self.format is not None:
+                found.texts.append(hash_of(text))
             self.keep(file, row)
         found.num_rows += len(sound)
         for watch in self.watchers:

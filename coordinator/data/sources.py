@@ -68,6 +68,7 @@ def _keys(section: DataSection, source: DataSource) -> RowKeys:
         prompt=section.prompt_key if source.prompt_key is None else source.prompt_key,
         answer=section.answer_key if source.answer_key is None else source.answer_key,
         tools=section.tools_key,
+        system=(section.system_key if source.system_key is None else source.system_key) or None,
     )
 
 

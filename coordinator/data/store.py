@@ -14,7 +14,7 @@ from coordinator.data.sources import SourceFile
 from servicekit.errors import ConfigError
 from servicekit.logs import get_logger
 from tandem_files.rows.files import is_parquet
-from tandem_files.rows.reading import Row, line_checksum, read_rows, row_of_line
+from tandem_files.rows.reading import Row, line_checksum, read_raw, read_rows, row_of_line
 
 log = get_logger(__name__)
 
@@ -130,8 +130,11 @@ class RowStore:
 
     def _row(self, stored: _StoredFile, lines: IO[bytes], place: int) -> Row:
         path, number = stored.file.path, stored.numbers[place]
-        lines.seek(stored.offsets[place])
-        raw = lines.readline()
+        if stored.lines is None:
+            raw = read_raw(lines, path, stored.offsets[place])
+        else:
+            lines.seek(stored.offsets[place])
+            raw = lines.readline()
         if line_checksum(raw) != stored.checksums[place]:
             raise ConfigError(
                 f"{path}:{number} is no longer what and where it was when the run began: the file has changed; restore "

@@ -8,11 +8,12 @@ pass@k   the chance that one of k completions, drawn from the G without replacem
 maj@G    the mean score of the completions with the answer that most of them give; equally frequent ones count alike
 
 Interval: Wilson's if all values are 0 or 1, else the bootstrap's percentiles over prompts. It says how the measure
-would vary over other prompts of the same kind; what the reward gets wrong is not in it.
+would vary over other prompts of the same kind; what the reward gets wrong is not in it. Rows with the same prompt are
+copies: each counts in the mean, and the interval is over the different prompts, all copies of one being one draw.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from math import comb
 
@@ -36,7 +37,11 @@ class Estimate:
 
 
 def estimates(
-    names: Iterable[str], scores_PG: NDArray[np.float64], answers_PG: Sequence[Sequence[str]], right_from: float
+    names: Iterable[str],
+    scores_PG: NDArray[np.float64],
+    answers_PG: Sequence[Sequence[str]],
+    right_from: float,
+    prompts_P: Sequence[Hashable] | None = None,
 ) -> dict[str, Estimate]:
     """Estimate the measures of these names.
 
@@ -44,20 +49,34 @@ def estimates(
         scores_PG: [P, G] scores; NaN: none could be found.
         answers_PG: [P, G] answers, for maj@G.
         right_from: least score of a right completion.
+        prompts_P: [P] what is equal for copies of a prompt; None: all prompts are different.
     """
-    return {name: _estimate(name, scores_PG, answers_PG, right_from) for name in names}
+    numbers: dict[Hashable, int] = {}
+    copies_P = [numbers.setdefault(prompt, len(numbers)) for prompt in prompts_P or range(len(scores_PG))]
+    return {name: _estimate(name, scores_PG, answers_PG, right_from, copies_P) for name in names}
 
 
 def _estimate(
-    name: str, scores_PG: NDArray[np.float64], answers_PG: Sequence[Sequence[str]], right_from: float
+    name: str,
+    scores_PG: NDArray[np.float64],
+    answers_PG: Sequence[Sequence[str]],
+    right_from: float,
+    copies_P: Sequence[int],
 ) -> Estimate:
     kind, _, k = name.partition("@")
+    there_PG = ~np.isnan(scores_PG)
+    measured_P = there_PG.sum(axis=1) >= (int(k) if kind == "pass" else 1)
     values = [
-        _value(kind, int(k), [float(score) for score in scores_G[there_G]], _those(answers_G, there_G), right_from)
-        for scores_G, answers_G, there_G in zip(scores_PG, answers_PG, ~np.isnan(scores_PG), strict=True)
-        if there_G.sum() >= (int(k) if kind == "pass" else 1)
+        _value(
+            kind,
+            int(k),
+            [float(score) for score in scores_PG[p][there_PG[p]]],
+            _those(answers_PG[p], there_PG[p]),
+            right_from,
+        )
+        for p in map(int, np.flatnonzero(measured_P))
     ]
-    return mean_with_interval(np.array(values, dtype=np.float64))
+    return mean_with_interval(np.array(values, dtype=np.float64), np.asarray(copies_P)[measured_P])
 
 
 def _value(kind: str, k: int, scores_G: list[float], answers_G: list[str], right_from: float) -> float:
@@ -102,17 +121,28 @@ def majority_score(scores_G: Sequence[float], answers_G: Sequence[str]) -> float
     return sum(means) / len(means)
 
 
-def mean_with_interval(values_P: NDArray[np.float64], seed: int = 0) -> Estimate:
+def mean_with_interval(
+    values_P: NDArray[np.float64], copies_P: NDArray[np.int64] | None = None, seed: int = 0
+) -> Estimate:
     """Estimate the mean of values of prompts; NaN without any.
 
     Args:
+        copies_P: [P] the number of each one's prompt, the same for copies; None: all prompts are different.
         seed: of the bootstrap; the same values always have the same interval.
     """
     if not values_P.size:
         return Estimate(value=float("nan"), low=float("nan"), high=float("nan"))
-    if np.isin(values_P, (0.0, 1.0)).all():
-        return _wilson(int(values_P.sum()), values_P.size)
-    low, high = np.percentile(_resampled_means(values_P, np.random.default_rng(seed)), (2.5, 97.5))
+    # D different prompts.
+    weights_D: NDArray[np.float64] = np.ones(values_P.size)
+    values_D = values_P
+    if copies_P is not None:
+        _, numbers_P = np.unique(copies_P, return_inverse=True)
+        weights_D = np.bincount(numbers_P).astype(np.float64)
+        values_D = np.bincount(numbers_P, values_P) / weights_D
+    is_even = (weights_D == weights_D[0]).all() or (values_D == values_D[0]).all()
+    if is_even and np.isin(values_D, (0.0, 1.0)).all():
+        return _wilson(int(values_D.sum()), values_D.size)
+    low, high = np.percentile(_resampled_means(values_D, weights_D, np.random.default_rng(seed)), (2.5, 97.5))
     return Estimate(value=float(values_P.mean()), low=float(low), high=float(high))
 
 
@@ -127,9 +157,12 @@ def _wilson(num_right: int, num: int) -> Estimate:
     )
 
 
-def _resampled_means(values_P: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.float64]:
-    rows = max(1, min(RESAMPLES, _CHUNK // values_P.size))
+def _resampled_means(
+    values_D: NDArray[np.float64], weights_D: NDArray[np.float64], rng: np.random.Generator
+) -> NDArray[np.float64]:
+    rows = max(1, min(RESAMPLES, _CHUNK // values_D.size))
     means: list[NDArray[np.float64]] = []
     while sum(map(len, means)) < RESAMPLES:
-        means.append(values_P[rng.integers(values_P.size, size=(rows, values_P.size))].mean(axis=1))
+        drawn = rng.integers(values_D.size, size=(rows, values_D.size))
+        means.append((values_D * weights_D)[drawn].sum(axis=1) / weights_D[drawn].sum(axis=1))
     return np.concatenate(means)[:RESAMPLES]

@@ -89,10 +89,11 @@ class Evaluator:
         scored = await self.scorer.score(generation.groups)
         texts = iter(self.codec.decode(c.token_ids for group in generation.groups for c in group.completions))
         answers_PG = [[answer_in(next(texts)) for _ in group.completions] for group in generation.groups]
+        prompts_P = [tuple(group.prompt.token_ids) for group in generation.groups]
         return Evaluated(
             name=asked.name,
             policy_version=policy_version,
             generation=generation,
             scored=scored,
-            estimates=estimates(asked.measures, scored.scores_PG, answers_PG, self.right_from),
+            estimates=estimates(asked.measures, scored.scores_PG, answers_PG, self.right_from, prompts_P),
         )

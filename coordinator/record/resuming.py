@@ -250,6 +250,8 @@ def _columns(scans: Sequence[Scan]) -> dict[str, str]:
         "data.prompt_key": [of_file.prompt for of_file in keys],
         "data.answer_key": [of_file.answer for of_file in keys],
     }
+    if any(of_file.system is not None for of_file in keys):  # older checkpoints do not name it
+        by_setting["data.system_key"] = [of_file.system for of_file in keys]
     return {
         setting: json.dumps(columns[0] if len(set(columns)) == 1 else columns)
         for setting, columns in by_setting.items()

@@ -19,7 +19,12 @@ from tandem_config.problems import ConfigProblem
 
 
 def preflight(
-    draft: Draft, *, redis_url: str | None, resume: Path | None = None, indices: list[RowIndex] | None = None
+    draft: Draft,
+    *,
+    redis_url: str | None,
+    resume: Path | None = None,
+    indices: list[RowIndex] | None = None,
+    notes: list[str] | None = None,
 ) -> list[ConfigProblem]:
     """Return the errors and warnings of a drafted configuration, those of its text first.
 
@@ -28,6 +33,7 @@ def preflight(
         redis_url: REDIS_URL if the user gave one.
         resume: folder of the run to resume.
         indices: gets where the rows of the data lie, for the coordinator.
+        notes: gets lines about the data that are no problems.
     """
     if draft.config is None:
         return list(draft.problems)
@@ -48,6 +54,8 @@ def preflight(
     if indices is not None:
         indices += data.indices
     problems += check_rewards(draft.config, draft.usable, data)
+    if notes is not None:
+        notes += data.notes
     problems += check_host(draft.config, redis_url)
     problems += check_trackers(draft.config) if draft.usable("trackers") else ()
     problems += check_output(draft.config) if resume is None else check_resume(resume, draft.config, spec, data)

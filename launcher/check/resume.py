@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from coordinator.data.copies import OLD_ORDER, Copies, texts_of
 from coordinator.data.formatting import PromptFormat
 from coordinator.data.scan import Scan
 from coordinator.record.resuming import order_differences, order_of, reward_facts, reward_warning
@@ -77,6 +78,7 @@ def check_resume(
     yield from _check_same(run_dir, sound.folder, comparison.refused, config, spec, data)
     if not any(base_key(text.partition(":")[0]).startswith("reward.") for text in comparison.refused):
         yield from _check_rewards(run_dir, sound.folder, config)
+    yield from _check_order(run_dir, sound.folder, config, [] if data is None else data.train)
 
 
 def note_model(run_dir: Path, spec: ModelSpec) -> None:
@@ -132,6 +134,17 @@ def _check_rewards(run_dir: Path, checkpoint: Path, config: RunConfig) -> Iterat
         return
     if warning:
         yield replace(_problem("--resume", run_dir, warning, ""), severity="warning")
+
+
+def _check_order(run_dir: Path, checkpoint: Path, config: RunConfig, train: Sequence[Scan]) -> Iterator[ConfigProblem]:
+    """Warn of a run that draws copies of prompts as an older release did, which it has to go on with."""
+    repeats = any(Copies.of(texts_of([scan])).most > 1 for scan in train)
+    try:
+        is_old = repeats and RunState.load(checkpoint / COORDINATOR_FILE).cursor.order == "rows"
+    except (ConfigError, OSError):
+        return
+    if is_old and config.data.shuffle:
+        yield replace(_problem("--resume", run_dir, OLD_ORDER, ""), severity="warning")
 
 
 def _model_differences(run_dir: Path, checkpoint: Path, model: Path, spec: ModelSpec) -> list[str]:

@@ -5,14 +5,19 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from coordinator.learn.rewards.base import TakenColumns
+from coordinator.learn.rewards.servers.judge import columns_in
 from coordinator.learn.rewards.taken import columns_of, rows_without
+from launcher.check.data.columns import told, unused_columns
 from launcher.check.data.rows import CheckedData
+from launcher.check.patterns import check_patterns
 from launcher.check.trial import Trial, Tried
 from tandem_config.checks.reward import entry_key
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
 from tandem_config.sections.reward import FunctionReward, MathVerifyReward
-from tandem_config.sections.rewards.servers import JudgeReward
+from tandem_config.sections.rewards.base import RewardSection
+from tandem_config.sections.rewards.servers import JudgeReward, RemoteReward
 
 
 def check_rewards(config: RunConfig, usable: Callable[..., bool], data: CheckedData) -> Iterator[ConfigProblem]:
@@ -27,10 +32,22 @@ def check_rewards(config: RunConfig, usable: Callable[..., bool], data: CheckedD
     trial = None if first is None else Trial(*first, codec=data.codec, group_size=config.grpo.group_size)
     tried = try_functions(config, usable, columns, trial)
     yield from _without_data(config, usable, tried)
+    yield from check_patterns(config, usable, data.ends)
+    scans = [scan for of_key in data.scans.values() for scan in of_key]
+    if not any(found.error for found in tried.values()):
+        taken = [takes_of(section, tried.get(place)) for place, section in enumerate(config.reward)]
+        data.notes += told(unused_columns(scans, None if data.first is None else data.first[0], taken))
     takers = [(config.reward[place].label, found.takes) for place, found in tried.items()]
     for key, scans in data.scans.items():
         for problem in rows_without(scans, takers):
             yield ConfigProblem(key=key, value=problem.place, message=problem.text)
+
+
+def takes_of(section: RewardSection, tried: Tried | None) -> TakenColumns:
+    """Return the columns that a reward takes; a server's that it may."""
+    if isinstance(section, JudgeReward):
+        return columns_in(section.prompt)
+    return TakenColumns(everything=isinstance(section, RemoteReward)) if tried is None else tried.takes
 
 
 def check_imports(config: RunConfig, usable: Callable[..., bool], columns: Sequence[str]) -> Iterator[ConfigProblem]:

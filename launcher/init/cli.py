@@ -26,6 +26,9 @@ def init(
     answer_key: Annotated[
         str | None, typer.Option(metavar="COLUMN", help="Column of the answer; null: rows have none.")
     ] = None,
+    system_key: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Column of each row's own system prompt.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="FILE", help="File to write; default: named after the data.")
     ] = None,
@@ -56,6 +59,7 @@ def init(
         reward=reward,
         prompt_key=prompt_key,
         answer_key=answer_key,
+        system_key=system_key,
         out=out,
         force=force,
         overrides=overrides or [],

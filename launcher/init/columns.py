@@ -1,15 +1,18 @@
-"""Which columns hold prompt and answer, and which built-in reward fits the answers."""
+"""Which columns hold prompt, system prompt, tools and answer, and which built-in reward fits the answers."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+from launcher.check.data.columns import SYSTEMS
 from tandem_config.problems import ConfigErrors, ConfigProblem
 from tandem_config.sections.reward import ExactMatchReward, MathVerifyReward
 from tandem_config.sections.rewards.base import RewardSection
-from tandem_files.rows.values import BadRow, answer_of, prompt_of
+from tandem_files.rows.messages import prompt_of, system_of
+from tandem_files.rows.values import BadRow, answer_of, tools_of
 
-PROMPTS = ("messages", "prompt", "question", "problem", "instruction", "query")
+PROMPTS = ("messages", "conversations", "conversation", "prompt", "question", "problem", "instruction", "query")
 ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "reward_model.ground_truth", "target", "label")
 _MARKED = re.compile(r"####|\\boxed\b")
 _NUMBER = re.compile(r"\s*\$?[-+]?\$?[\d.][\d.,/^%:\s]*\$?\s*")
@@ -51,6 +54,16 @@ def answer_column(
     reason = f"{place}: {'; '.join(faults) or 'no column has a usual name'}"
     advice = f", or {reward_option} with a reward that needs no answer" if not found else ""
     return _only(found, record, option, reason, advice)
+
+
+def templated_column(record: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    """Find the column of a row's system prompt (SYSTEMS) or tools (TOOLS), which only a template writes; None: none."""
+    read: Callable[[dict[str, Any], str], object] = system_of if names is SYSTEMS else tools_of
+    for name in names:
+        with suppress(BadRow):
+            if read(dict(record), name) is not None:
+                return name
+    return None
 
 
 def reward_for(answers: Sequence[str]) -> tuple[RewardSection, str]:

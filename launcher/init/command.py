@@ -44,13 +44,18 @@ class InitRequest:
     reward: str | None
     prompt_key: str | None
     answer_key: str | None
+    system_key: str | None = None
     out: Path | None
     force: bool
     overrides: Sequence[str]
 
     def options(self) -> list[str]:
         """Return the `--set` options that this means, the user's own last."""
-        columns = {"data.prompt_key": self.prompt_key, "data.answer_key": self.answer_key}
+        columns = {
+            "data.prompt_key": self.prompt_key,
+            "data.answer_key": self.answer_key,
+            "data.system_key": self.system_key,
+        }
         given = {"model.path": str(self.model), "data.train": _paths(self.data)}
         given |= {"data.heldout": _paths(self.heldout)} if self.heldout else {}
         given |= {key: value for key, value in columns.items() if value is not None}

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from coordinator.data.formatting import PromptFormat, PromptText
+from coordinator.data.scan import hash_of
 from coordinator.data.sources import SourceFile, find_sources
 from coordinator.flow import DataKey
 from tandem_config.schema import DataSection
@@ -24,12 +25,20 @@ class RowSample:
         lengths: of the prompts, in tokens.
         num_rows: of all files; estimated from the bytes read if `whole` is False.
         whole: all rows were read.
+        texts: hashes of the prompts.
     """
 
     lengths: list[int] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
     num_rows: int = 0
     whole: bool = True
+    texts: set[int] = field(default_factory=set)
+
+    @property
+    def num_different(self) -> int:
+        """Count the different prompts; estimated as `num_rows` is."""
+        read = len(self.lengths)
+        return round(self.num_rows * len(self.texts) / read) if read else 0
 
 
 def first_row(section: DataSection, part: DataKey) -> tuple[str, dict[str, object]]:
@@ -71,7 +80,9 @@ def _first_rows(file: SourceFile, sample: RowSample, most: int) -> Iterator[Row]
 
 def _measure(sample: RowSample, batch: list[Row], formats: PromptFormat) -> None:
     sample.answers += [row.answer for row in batch]
-    sample.lengths += [len(ids) for ids in formats.encode([_text(row, formats) for row in batch])] if batch else []
+    texts = [_text(row, formats) for row in batch]
+    sample.texts.update(map(hash_of, texts))
+    sample.lengths += [len(ids) for ids in formats.encode(texts)] if batch else []
 
 
 def _text(row: Row, formats: PromptFormat) -> PromptText:

@@ -2,21 +2,23 @@
 
 import json
 import math
+from collections.abc import Mapping
 
 from coordinator.data.formatting import PromptText, prompt_format
 from coordinator.data.sources import find_sources
 from coordinator.flow import DataKey
+from launcher.check.data.columns import SYSTEMS, TOOLS
 from launcher.check.data.template import PlainPrompts
 from launcher.init.choices import Choices
-from launcher.init.columns import answer_column, prompt_column, reward_for
+from launcher.init.columns import answer_column, prompt_column, reward_for, templated_column
 from launcher.init.layout import HostMachine, suggest_layout
 from launcher.init.sample import RowSample, first_row, read_sample
 from tandem_config import keys
 from tandem_config.problems import ConfigErrors, ConfigProblem
 from tandem_config.sections.reward import ExactMatchReward
+from tandem_files.rows.messages import prompt_of
 from tandem_files.rows.problems import DataError, RowProblem
 from tandem_files.rows.reading import read_rows
-from tandem_files.rows.values import prompt_of
 from tandem_files.tokenizer import TextCodec
 from weightsync.model.spec import ModelSpec
 
@@ -91,6 +93,22 @@ def _suggest_columns(choices: Choices, codec: TextCodec) -> None:
     if _needs_template(choices, codec):
         why = "the tokenizer has a chat template; for a base model set prompt_as: text and chat_template: none"
         choices.suggest("data.prompt_as", "user_message", why)
+    _suggest_templated(choices, codec, place, record)
+
+
+def _suggest_templated(choices: Choices, codec: TextCodec, place: str, record: Mapping[str, object]) -> None:
+    """Suggest the columns that only a chat template writes: of a system prompt, and of tools."""
+    data = choices.config.data
+    templates = prompt_format(data, codec).templates.values()
+    prompt = prompt_of(record, data.prompt_key)
+    if not templates or (isinstance(prompt, str) and data.prompt_as == "text"):
+        return
+    system, tools = templated_column(record, SYSTEMS), templated_column(record, TOOLS)
+    has_own = isinstance(prompt, list) and prompt[0]["role"] == "system"
+    if system is not None and data.system_prompt is None and not has_own:
+        choices.suggest("data.system_key", system, f"each row has a system prompt, as in {place}")
+    if tools is not None and any(template.takes_tools for template in templates):
+        choices.suggest("data.tools_key", tools, f"the chat template writes a row's tools, as in {place}")
 
 
 def _needs_template(choices: Choices, codec: TextCodec) -> bool:
@@ -103,9 +121,10 @@ def _needs_template(choices: Choices, codec: TextCodec) -> bool:
     formats = prompt_format(data, codec)
     if not isinstance(row.prompt, str) or not formats.templates:
         return False
-    plain = PlainPrompts(formats)
+    plain = PlainPrompts(choices.config, formats)
     plain.add([(row, PromptText(text=row.prompt, rendered=False))])
-    return data.system_prompt is not None or any(plain.problems(choices.config, key="data.train"))
+    given = data.system_prompt is not None or data.system_key is not None
+    return given or any(plain.problems("data.train"))
 
 
 def _suggest_batch(choices: Choices, train: RowSample, machine: HostMachine) -> None:
@@ -113,11 +132,13 @@ def _suggest_batch(choices: Choices, train: RowSample, machine: HostMachine) -> 
     grpo = choices.config.grpo
     prompts, group = (grpo.prompts_per_iteration, grpo.group_size) if machine.has_gpus else (16, 8)
     rows = f"{'' if train.whole else 'about '}{train.num_rows} rows"
-    few = train.num_rows < prompts
+    if train.num_different < train.num_rows:
+        rows += f", of which {train.num_different} are different prompts"
+    few = train.num_different < prompts
     why = (
         f"all of the {rows}" if few else _reason("grpo.prompts_per_iteration") if machine.has_gpus else "few, on a CPU"
     )
-    choices.suggest("grpo.prompts_per_iteration", min(prompts, train.num_rows), why)
+    choices.suggest("grpo.prompts_per_iteration", min(prompts, train.num_different), why)
     choices.suggest("grpo.group_size", group, _reason("grpo.group_size") if machine.has_gpus else "few, on a CPU")
     grpo = choices.config.grpo
     updates = math.gcd(grpo.updates_per_iteration, grpo.prompts_per_iteration * grpo.group_size)

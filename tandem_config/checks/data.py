@@ -86,10 +86,10 @@ def _a_user_message_needs_a_template(config: RunConfig) -> ConfigProblem | None:
     )
 
 
-@check("data.chat_template", "data.system_prompt", "data.tools_key", "data.chat_template_kwargs")
+@check("data.chat_template", "data.system_prompt", "data.system_key", "data.tools_key", "data.chat_template_kwargs")
 def _what_a_template_takes_needs_one(config: RunConfig) -> ConfigProblem | None:
     data = config.data
-    given = [key for key in ("system_prompt", "tools_key", "chat_template_kwargs") if getattr(data, key)]
+    given = [key for key in ("system_prompt", "system_key", "tools_key", "chat_template_kwargs") if getattr(data, key)]
     if data.chat_template != "none" or not given:
         return None
     return ConfigProblem(

@@ -109,7 +109,7 @@ BY_CONTENT = frozenset(
     {
         *(f"model.{name}" for name in ("path", "tokenizer_path")),
         *(f"data.{name}" for name in ("train", "prompt_key", "answer_key", "prompt_as", "tools_key", "shuffle")),
-        *(f"data.{name}" for name in ("chat_template", "chat_template_kwargs", "system_prompt")),
+        *(f"data.{name}" for name in ("chat_template", "chat_template_kwargs", "system_prompt", "system_key")),
         # By the prompts that are left.
         *(f"data.{name}" for name in ("max_prompt_tokens", "overlong_prompts")),
     }

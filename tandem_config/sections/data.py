@@ -17,7 +17,9 @@ RESERVED_TEMPLATE_ARGUMENTS = frozenset({"messages", "tools", "documents", "add_
 class DataSource(Section):
     """A file, or the files that a glob matches, with what is particular to them."""
 
-    path: Path = Field(description="File, or glob of files: JSON lines (.jsonl, .ndjson) or Parquet (.parquet).")
+    path: Path = Field(
+        description="File or glob of files: JSON lines (.jsonl, .ndjson), a JSON list (.json) or Parquet (.parquet)."
+    )
     weight: PositiveFloat | None = Field(
         None,
         description="Rate at which its rows are drawn, relative to the other sources; all sources have one or none.",
@@ -27,6 +29,7 @@ class DataSource(Section):
     )
     prompt_key: str | None = Field(None, description="In place of data.prompt_key.")
     answer_key: str | None = Field(None, description="In place of data.answer_key.")
+    system_key: str | None = Field(None, description="In place of data.system_key; '': its rows have none.")
 
 
 def _as_sources(value: Any) -> Any:
@@ -80,7 +83,7 @@ class DataSection(Section):
         ...,
         description=(
             "Training rows: a file, a glob, a list of these, or a mixture: a list of `{path, weight, name, prompt_key, "
-            "answer_key}`, whose rows are drawn at rates relative to the weights."
+            "answer_key, system_key}`, whose rows are drawn at rates relative to the weights."
         ),
         json_schema_extra=about("no default: it depends on the task"),
     )
@@ -91,7 +94,8 @@ class DataSection(Section):
     )
     prompt_key: str = Field(
         "prompt",
-        description="Column of the prompt: a string, or a list of messages `{role, content}`. Dots lead into columns.",
+        description="Column of the prompt: a string, or a list of messages `{role, content}` or `{from, value}`, also "
+        "as JSON text. Dots lead into columns.",
         json_schema_extra=about("the usual name"),
     )
     answer_key: str | None = Field(
@@ -119,6 +123,12 @@ class DataSection(Section):
         None,
         description="System message put before messages that do not begin with one.",
         json_schema_extra=about("the template's own default, if it has one"),
+    )
+    system_key: str | None = Field(
+        None,
+        description="Column of a row's own system prompt, put before its messages; where it is null or empty, "
+        "data.system_prompt is.",
+        json_schema_extra=about("few data have one for each row"),
     )
     tools_key: str | None = Field(
         None,

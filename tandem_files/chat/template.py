@@ -4,6 +4,7 @@ The environment is that of transformers (utils/chat_template_utils.py): sandboxe
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -13,6 +14,9 @@ from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+# Asks whether a message has no content: DeepSeek's templates write tool calls only then.
+_ASKS_FOR_CONTENT = re.compile(r"content['\"]?\]?\s*(?:is(?:\s+not)?|==|!=)\s+[Nn]one\b")
 
 
 class TemplateFailure(ValueError):
@@ -39,6 +43,8 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise TemplateFailure(f"is not a valid template: line {error.lineno}: {error.message}") from error
         self._values = {**special_tokens, **arguments}
+        # Null fields of messages are left out: Parquet has them everywhere, and templates write them as "None".
+        self._fillings: Mapping[str, Any] = {"content": None} if _ASKS_FOR_CONTENT.search(text) else {}
         # Arguments that the template never looks at.
         self.unused = tuple(sorted(set(arguments) - self._names))
 
@@ -52,6 +58,8 @@ class ChatTemplate:
 
         Raises: TemplateFailure: the template refuses them, or fails.
         """
+        if self._fillings:
+            messages = [{**self._fillings, **message} for message in messages]
         try:
             return self._template.render(messages=messages, tools=tools, documents=None, add_generation_prompt=True,
                                          **self._values)  # fmt: skip

@@ -8,8 +8,9 @@ from tandem_files.git_lfs import is_lfs_pointer
 from tandem_files.rows.problems import DataError
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
+JSON_SUFFIXES = (".json",)
 PARQUET_SUFFIXES = (".parquet",)
-_KNOWN = ", ".join(JSONL_SUFFIXES + PARQUET_SUFFIXES)
+_KNOWN = ", ".join(JSONL_SUFFIXES + JSON_SUFFIXES + PARQUET_SUFFIXES)
 _MAGIC = "*?["
 _LISTED = 8
 
@@ -36,6 +37,11 @@ def is_parquet(file: Path) -> bool:
     return file.suffix in PARQUET_SUFFIXES
 
 
+def is_json(file: Path) -> bool:
+    """Whether a file of a known suffix holds rows that may go over several lines: one list of them."""
+    return file.suffix in JSON_SUFFIXES
+
+
 def _check(file: Path) -> None:
     if file.is_dir():
         raise DataError.of(file, f"is a folder{_beside(file)}; name a file, or a glob such as {file.name}/*.jsonl")
@@ -43,7 +49,7 @@ def _check(file: Path) -> None:
         raise DataError.of(file, f"does not exist{_close_to(file)}")
     if not file.is_file():
         raise DataError.of(file, "is not a file")
-    if file.suffix not in JSONL_SUFFIXES + PARQUET_SUFFIXES:
+    if file.suffix not in JSONL_SUFFIXES + JSON_SUFFIXES + PARQUET_SUFFIXES:
         packed = ": unpack it first" if file.suffix in (".gz", ".zst", ".bz2", ".xz", ".zip") else ""
         raise DataError.of(file, f"has the suffix {file.suffix!r}; known are {_KNOWN}{packed}")
     try:

@@ -38,13 +38,6 @@ def read_records(path: Path) -> Iterator[tuple[int, float, dict[str, Any]]]:
         raise DataError.of(path, f"is not a readable Parquet file{where}: {error}") from error
 
 
-def without_nulls(value: Any) -> Any:
-    """Return a nested value without the null fields of its objects: Parquet gives every object every field."""
-    if isinstance(value, Mapping):
-        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
-
-
 def _plain(value: Any) -> Any:
     """Return a value as JSON would hold it: times, decimals and bytes are texts."""
     if value is None or isinstance(value, (str, bool, int, float)):

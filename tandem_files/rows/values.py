@@ -1,4 +1,4 @@
-"""What a row must hold: its prompt, answer and tools, and messages that can be rendered."""
+"""What a row must hold: its columns by their names, its answer and tools."""
 
 import difflib
 import json
@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-Message = dict[str, Any]
-_IMAGE_PARTS = ("image", "image_url", "input_image", "video", "video_url")
 _NAMED_COLUMNS = 20
 
 
@@ -39,10 +37,17 @@ def column(record: Mapping[str, Any], key: str, option: str) -> Any:
     if key in record:
         return record[key]
     value: Any = record
+    above: list[str] = []
     for part in key.split("."):
+        if isinstance(value, list):
+            name = ".".join(above)
+            raise BadRow(
+                f"{name!r} is a list, into which dots do not lead: set {option} to {name}, if it holds messages"
+            )
         if not isinstance(value, Mapping) or part not in value:
             raise NoColumn(key, option, list(_names(record)))
         value = value[part]
+        above.append(part)
     return value
 
 
@@ -52,21 +57,6 @@ def missing_column(key: str, option: str, present: list[str]) -> str:
     named = ", ".join(map(repr, present[:_NAMED_COLUMNS])) + (", ..." if len(present) > _NAMED_COLUMNS else "")
     hint = f"did you mean {close[0]!r}?" if close else f"it has {named or 'nothing'};"
     return f"has no {key!r}: {hint} set {option} to the column's name"
-
-
-def prompt_of(record: Mapping[str, Any], key: str) -> str | list[Message]:
-    """Return the prompt: a text, or messages. Raises: BadRow."""
-    value = column(record, key, "data.prompt_key")
-    if isinstance(value, list):
-        _check_messages(value, key)
-        _refuse_images(record, "".join(str(message.get("content", "")) for message in value))
-        return value
-    if not isinstance(value, str):
-        raise BadRow(f"{key!r} is {_shown(value)}; it must be a string or a list of messages")
-    if not value:
-        raise BadRow(f"{key!r} is empty")
-    _refuse_images(record, value)
-    return value
 
 
 def answer_of(record: Mapping[str, Any], key: str | None) -> str:
@@ -79,7 +69,7 @@ def answer_of(record: Mapping[str, Any], key: str | None) -> str:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return str(value)
     advice = " (data.answer_key: null, if no reward needs an answer)" if value is None else ""
-    raise BadRow(f"{key!r} is {_shown(value)}; it must be a string or a number{advice}")
+    raise BadRow(f"{key!r} is {shown(value)}; it must be a string or a number{advice}")
 
 
 def tools_of(record: Mapping[str, Any], key: str | None) -> list[dict[str, Any]] | None:
@@ -95,7 +85,7 @@ def tools_of(record: Mapping[str, Any], key: str | None) -> list[dict[str, Any]]
     if value in (None, "", []):
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise BadRow(f"{key!r} is {_shown(value)}; tools are a list of JSON schemas")
+        raise BadRow(f"{key!r} is {shown(value)}; tools are a list of JSON schemas")
     return value
 
 
@@ -109,42 +99,6 @@ def check_unicode(value: Any, name: str) -> None:
             raise BadRow(
                 f"{path!r} is not Unicode: {half} at character {error.start + 1} is half of a surrogate pair"
             ) from None
-
-
-def _check_messages(messages: list[Any], key: str) -> None:
-    if not messages:
-        raise BadRow(f"{key!r} is an empty list; it must hold at least one message")
-    for place, message in enumerate(messages):
-        _check_message(message, f"{key!r}[{place}]")
-    if messages[-1]["role"] == "assistant":
-        raise BadRow(
-            f"{key!r} ends with the assistant's message; a prompt ends with the user's (or a tool's), and the policy "
-            "writes the answer"
-        )
-
-
-def _check_message(message: Any, name: str) -> None:
-    if not isinstance(message, dict):
-        raise BadRow(f"{name} is {_shown(message)}; a message is an object with role and content")
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not role:
-        have = ", ".join(map(repr, message)) or "nothing"
-        raise BadRow(f"{name} has no role ({have}); a message is an object with role and content")
-    if isinstance(content, list):
-        kinds = [part.get("type") for part in content if isinstance(part, dict)]
-        image = next((kind for kind in kinds if kind in _IMAGE_PARTS), None)
-        if image is not None:
-            raise BadRow(f"{name} holds a part of type {image!r}: images are not supported, only text")
-        raise BadRow(f"{name} has a list of parts as content; join their text to one string")
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise BadRow(f"{name} has {_shown(content)} as content; it must be a string")
-
-
-def _refuse_images(record: Mapping[str, Any], text: str) -> None:
-    """Refuse rows whose images lie in a column of their own, with a mark in the text."""
-    for name in ("images", "image"):
-        if record.get(name) and "<image>" in text:
-            raise BadRow(f"has images in the column {name!r}: images are not supported, only text")
 
 
 def _texts(value: Any, name: str) -> Iterator[tuple[str, str]]:
@@ -169,5 +123,13 @@ def _names(record: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{name}.{inner}" for inner in value)
 
 
-def _shown(value: Any) -> str:
+def without_nulls(value: Any) -> Any:
+    """Return a nested value without the null fields of its objects: Parquet gives every object every field."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def shown(value: Any) -> str:
+    """Return a value's type and beginning, for messages."""
     return f"{'null' if value is None else type(value).__name__} ({value!r:.40})"

@@ -122,9 +122,21 @@ def write_data(path: Path, problems: Sequence[tuple[int, int]]) -> Path:
     return _write_rows(path, [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in problems])
 
 
-def write_rows(path: Path, count: int = 8, prompt: str = "1+2=") -> Path:
-    """Write a JSONL file of equal rows."""
-    return _write_rows(path, [{"prompt": prompt, "answer": "3"}] * count)
+def write_rows(path: Path, count: int = 8, prompt: str | None = None) -> Path:
+    """Write a JSONL file of rows with this prompt, or, up to a hundred, with different ones of equal length."""
+    sums = [f"{number // 10 % 10}+{number % 10}=" for number in range(12, 12 + count)]
+    return _write_rows(path, [{"prompt": text if prompt is None else prompt, "answer": "3"} for text in sums])
+
+
+def different(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows with other sums of the same length for "1+2=" where rows are equal; up to 80."""
+    sums = [f"{left}+{right}=" for left in range(9, 1, -1) for right in range(10)]
+    texts = [json.dumps(row) for row in rows]
+    seen: set[str] = set()
+    for place, text in enumerate(texts):
+        texts[place] = text.replace("1+2=", sums[place % len(sums)]) if text in seen else text
+        seen.add(text)
+    return [json.loads(text) for text in texts]
 
 
 def _write_rows(path: Path, rows: list[dict[str, str]]) -> Path:

@@ -46,8 +46,8 @@ class ShownColumns:
     def of(cls, takes: Sequence[TakenColumns], config: RunConfig) -> "ShownColumns":
         """Join what the rewards of a run take."""
         sources = [*config.data.train, *(source for chosen in config.evaluation_sets() for source in chosen.data)]
-        keys = [config.data.prompt_key, config.data.answer_key, config.data.tools_key]
-        keys += [key for source in sources for key in (source.prompt_key, source.answer_key)]
+        keys = [config.data.prompt_key, config.data.answer_key, config.data.tools_key, config.data.system_key]
+        keys += [key for source in sources for key in (source.prompt_key, source.answer_key, source.system_key)]
         return cls(
             named=tuple(dict.fromkeys(name for taken in takes for name in (*taken.required, *taken.optional))),
             everything=any(taken.everything for taken in takes),

@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from coordinator.data.copies import Copies, copies_told, texts_of
 from coordinator.data.formatting import PromptFormat, PromptText, prompt_format
 from coordinator.data.index import Indexer, RowIndex
 from coordinator.data.scan import Scan, Scanner
 from coordinator.data.sources import RowSource, find_sources
 from coordinator.flow import DataKey
 from launcher.check.data.answers import AnswerSample, check_answers
+from launcher.check.data.columns import Templated
 from launcher.check.data.lengths import check_lengths, check_limits, check_set
 from launcher.check.data.template import PlainPrompts, check_arguments
 from tandem_config.problems import ConfigProblem
@@ -21,9 +23,11 @@ from tandem_files.tokenizer import TextCodec
 from weightsync.model.spec import ModelSpec
 
 _PARTS: tuple[DataKey, ...] = ("train", "heldout")
-_COLUMNS = ("data.prompt_key", "data.answer_key", "data.tools_key")
+_COLUMNS = ("data.prompt_key", "data.answer_key", "data.tools_key", "data.system_key")
 _FORMAT = ("data.prompt_as", "data.chat_template", "data.system_prompt", "data.chat_template_kwargs")
 _SET_LIMITS = ("grpo.max_new_tokens", "rollout.max_total_tokens", "rollout.context_length")
+# Prompts whose ends are kept, and their characters.
+_ENDS, _END_CHARS = 32, 200
 _LENGTHS = ("data.max_prompt_tokens", "data.overlong_prompts")
 
 
@@ -38,6 +42,8 @@ class CheckedData:
         first: the first row that can be used, of data.train if it has one, and its prompt.
         codec: the tokenizer, if it can be used.
         indices: where the rows lie, for the coordinator.
+        ends: the ends of the first prompts.
+        notes: lines about the data that are no problems.
     """
 
     problems: list[ConfigProblem] = field(default_factory=list)
@@ -47,9 +53,12 @@ class CheckedData:
     codec: TextCodec | None = None
     first: tuple[Row, PromptText] | None = None
     indices: list[RowIndex] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def keep_first(self, batch: Sequence[tuple[Row, PromptText]]) -> None:
-        """Keep the first row of all, those of data.train being read first."""
+        """Keep the first row of all, those of data.train being read first, and the ends of the first prompts."""
+        self.ends += [text.text[-_END_CHARS:] for _, text in batch[: _ENDS - len(self.ends)]]
         if self.first is None and batch:
             self.first = batch[0]
 
@@ -81,7 +90,7 @@ def check_data(
         longest = max([longest, *(scan.longest for scan in scans)])
         if part == "train" and usable("grpo.prompts_per_iteration"):
             found.train = [] if any(scan.faults.problems for scan in scans) else scans
-            found.problems += _check_enough(config, sum(scan.num_rows for scan in scans))
+            found.problems += _check_enough(config, scans)
     if usable(
         "evaluation.sets", "grpo.max_new_tokens", "rollout.max_total_tokens", "rollout.context_length", *_COLUMNS
     ):
@@ -105,11 +114,14 @@ def _check_part(
     """Read all rows of a part. Returns: what was found in each source, and the problems; `found` gets the rest."""
     key = f"data.{part}"
     answers = AnswerSample()
-    plain = None if found.formats is None else PlainPrompts(found.formats)
+    formats = found.formats
+    watching: list[PlainPrompts | Templated] = []
+    if formats is not None:
+        watching = [PlainPrompts(config, formats), Templated(config, formats)]
     scanner = Scanner(
         format=found.formats,
         max_tokens=config.data.max_prompt_tokens,
-        watchers=[found.keep_first, answers.add] if plain is None else [found.keep_first, answers.add, plain.add],
+        watchers=[found.keep_first, answers.add, *(each.add for each in watching)],
         report=_report,
     )
     try:
@@ -122,11 +134,14 @@ def _check_part(
     problems = [problem for scan in scans for problem in _problems(key, scan)]
     if read_answers:
         problems += check_answers(config, answers, key=key)
-    if plain is not None:
-        problems += plain.problems(config, key=key)
+    for each in watching:
+        problems += each.problems(key)
     for scan in scans:
         problems += check_lengths(config, scan, key=key)
-    return scans, problems + _check_overlap(config, part, sources)
+    problems += _check_overlap(config, part, sources)
+    if not any(scan.faults.problems for scan in scans):
+        problems += _check_copies(config, key, scans, found.scans.get("data.train", scans))
+    return scans, problems
 
 
 def _scan(config: RunConfig, scanner: Scanner, source: RowSource, indices: list[RowIndex]) -> Scan:
@@ -199,13 +214,26 @@ def _check_overlap(config: RunConfig, part: DataKey, sources: Sequence[RowSource
     ]
 
 
-def _check_enough(config: RunConfig, rows: int) -> Iterator[ConfigProblem]:
+def _check_copies(config: RunConfig, key: str, scans: Sequence[Scan], train: Sequence[Scan]) -> Iterator[ConfigProblem]:
+    """Warn of prompts that are repeated, and of held-out ones that are trained on; files that are both are told."""
+    trained = {file.path.resolve() for scan in train for file in scan.source.files}
+    is_same = scans is not train and any(file.path.resolve() in trained for s in scans for file in s.source.files)
+    # In `tandem evaluate`, data.train is one of the sets.
+    others = [] if is_same or config.rollout.serve_model else train
+    file = str(scans[0].source.files[0].path)
+    for told, advice in copies_told(scans, scans if scans is train else others):
+        yield ConfigProblem(key=key, value=file, message=told, suggestion=advice, severity="warning")
+
+
+def _check_enough(config: RunConfig, scans: Sequence[Scan]) -> Iterator[ConfigProblem]:
     wanted = config.grpo.prompts_per_iteration
+    texts = texts_of(scan for scan in scans if not scan.faults.problems)
+    rows = Copies.of(texts).num_different if len(texts) else sum(scan.num_rows for scan in scans)
     if 0 < rows < wanted:
         yield ConfigProblem(
             key="grpo.prompts_per_iteration",
             value=str(wanted),
-            message=f"data.train has only {rows} rows, so an iteration sees some prompts more than once",
+            message=f"data.train has only {rows} different prompts, so an iteration sees some prompts more than once",
             suggestion=f"{rows} or fewer",
             severity="warning",
         )

@@ -1,4 +1,4 @@
-"""Warns of a chat template that is not applied, and of arguments that it does not look at."""
+"""Warns of a chat template that is not applied, and of what it does not write."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,8 @@ _MARK = re.compile(r"<[|｜][^<>{}'\"\s]+[|｜]>|<(?:start|end)_of_turn>|\[/?INS
 class PlainPrompts:
     """Counts prompts that hold none of the marks of the model's chat template."""
 
-    def __init__(self, formats: PromptFormat) -> None:
+    def __init__(self, config: RunConfig, formats: PromptFormat) -> None:
+        self._folder = config.model.tokenizer_path or config.model.path
         templates = "".join(template.text for template in formats.templates.values())
         self._marks = sorted(set(_MARK.findall(templates)))
         self._num_rows = 0
@@ -30,22 +31,17 @@ class PlainPrompts:
                 self._num_plain += 1
                 self._first = self._first or f"{row.file}:{row.number}"
 
-    def problems(self, config: RunConfig, *, key: str) -> Iterator[ConfigProblem]:
-        """Warn if there were any.
-
-        Args:
-            key: the part's key in the configuration.
-        """
+    def problems(self, key: str) -> Iterator[ConfigProblem]:
+        """Warn if there were any. key: the part's key in the configuration."""
         if not self._num_plain:
             return
-        folder = config.model.tokenizer_path or config.model.path
         named = ", ".join(self._marks[:3]) + (", ..." if len(self._marks) > 3 else "")
         yield ConfigProblem(
             key=key,
             value=self._first,
-            message=f"{folder} has a chat template, and prompts that are texts are used without it: {self._num_plain} "
-            f"of {self._num_rows} hold none of its {named}, so a model that was tuned on it gets text that it has "
-            "never seen",
+            message=f"{self._folder} has a chat template, and prompts that are texts are used without it: "
+            f"{self._num_plain} of {self._num_rows} hold none of its {named}, so a model that was tuned on it gets text "
+            "that it has never seen",
             suggestion="set data.prompt_as: user_message to render each as a user's message; for a base model, set "
             "data.chat_template: none",
             severity="warning",
@@ -61,6 +57,14 @@ def check_arguments(config: RunConfig, formats: PromptFormat) -> Iterator[Config
             value=f"{name}: {config.data.chat_template_kwargs[name]}",
             message="the chat template never looks at it",
             suggestion="is it spelt as in the template?",
+            severity="warning",
+        )
+    for key in sorted(formats.lost_system):
+        yield ConfigProblem(
+            key=key,
+            value=str(getattr(config.data, key.removeprefix("data."))),
+            message="the chat template does not write system messages as they are: the policy does not see all of it",
+            suggestion="put it into the user's message, or use another data.chat_template",
             severity="warning",
         )
     if formats.uses_clock:

@@ -378,3 +378,62 @@ def test_warnings_do_not_stop_a_run(tmp_path: Path) -> None:
     draft = draft_config(write(tmp_path, MINIMAL), ["model.dtype=bfloat16"])
     assert [(problem.key, problem.severity) for problem in draft.problems] == [("grpo.logprob_diff_limit", "warning")]
     assert load_config(write(tmp_path, MINIMAL), ["model.dtype=bfloat16"]).model.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "name", ["007", "12:30:45", "on", "2024-01-15", "2024-01-15 10:00:00", "1_000", "0x1F", "3.10"]
+)
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("run: {name: VALUE}\n", "run.name"),
+        ("run:\n  name: VALUE  # a name\n", "run.name"),
+        ("grpo: {reference_path: VALUE}\n", "grpo.reference_path"),
+        ("evaluation: {sets: [{name: a, data: a.jsonl}, {name: VALUE, data: b.jsonl}]}\n", "evaluation.sets"),
+        ("reward: {kind: regex, pattern: VALUE}\n", "reward.pattern"),
+        ("reward: [{kind: exact_match}, {kind: regex, pattern: VALUE}]\n", "reward[1].pattern"),
+    ],
+)
+def test_a_text_that_yaml_reads_as_something_else_is_quoted_as_it_is_written(
+    tmp_path: Path, text: str, key: str, name: str
+) -> None:
+    if key == "evaluation.sets" and ":" in name:
+        text = text.replace("VALUE, data: b.jsonl", "VALUE , data: b.jsonl")
+    (problem,) = problems_of(write(tmp_path, MINIMAL + text.replace("VALUE", name)))
+    assert (problem.key, problem.value, problem.suggestion.partition(";")[0]) == (key, name, f'quote it: "{name}"')
+
+
+def test_a_text_in_an_option_is_quoted_as_it_is_written(tmp_path: Path) -> None:
+    (problem,) = problems_of(write(tmp_path, MINIMAL), ["evaluation.sets=[{name: 007, data: a.jsonl}]"])
+    assert (problem.value, problem.suggestion) == ("007", 'quote it: "007"')
+
+
+def test_quoting_as_advised_gives_the_text(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, MINIMAL + 'run: {name: "007"}\n')).run.name == "007"
+
+
+@pytest.mark.parametrize(
+    ("option", "advice"),
+    [
+        ("actor_rollout_ref.rollout.n=8", "did you mean grpo.group_size?"),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "did you mean trainer.learning_rate?"),
+        ("actor_rollout_ref.rollout.gpu_memory_utilization=0.5", "did you mean rollout.mem_fraction_static?"),
+        ("actor_rollout_ref.rollout.name=sglang", "docs/coming-from.md says"),
+        ("actor_rollout_ref.hybrid_engine=true", "docs/coming-from.md says"),
+        ("critic.optim.lr=1e-6", "there is no critic"),
+        ("critic.enable=false", "there is no critic"),
+    ],
+)
+def test_paths_of_other_trainers_are_translated(tmp_path: Path, option: str, advice: str) -> None:
+    (problem,) = problems_of(write(tmp_path, MINIMAL), [option])
+    assert problem.suggestion.startswith(advice)
+
+
+def test_a_section_of_another_trainer_is_translated(tmp_path: Path) -> None:
+    text = "actor_rollout_ref: {rollout: {n: 8}, actor: {optim: {lr: 1.0e-6}}}\ncritic: {optim: {lr: 1}}\n"
+    one, other = problems_of(write(tmp_path, MINIMAL + text))
+    assert (
+        one.suggestion
+        == "rollout.n: did you mean grpo.group_size?; actor.optim.lr: did you mean trainer.learning_rate?"
+    )
+    assert other.suggestion.startswith("there is no critic")

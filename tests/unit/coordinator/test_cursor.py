@@ -1,11 +1,15 @@
 """Which rows a run takes, and that a resumed one takes the same."""
 
+import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from coordinator.data.cursor import CursorState, DataCursor, SourcePosition
 from coordinator.data.prompts import load_prompts
@@ -129,3 +133,88 @@ def test_a_row_that_cannot_be_read_ahead_is_an_error_when_it_is_taken(make: Make
 
 def make_state(position: int) -> CursorState:
     return CursorState(sources=(SourcePosition(epoch=0, position=position, num_prompts=SIZES["a"]),))
+
+
+COPIES = [(30, 32), (20, 100), (5, 4)]
+
+
+def of_counts(tmp_path: Path, counts: list[int]) -> Callable[..., DataCursor]:
+    """A cursor over rows that repeat prompt n (`n+1=`) this often."""
+    codec = TextCodec.from_folders(write_small_model(tmp_path / "model"))
+    path = write_data(tmp_path / "a.jsonl", [(n, 1) for n, count in enumerate(counts) for _ in range(count)])
+    prompts = load_prompts(DataSection.model_validate({"train": path}), "train", codec)
+
+    def make(*, knows: bool = True, seed: int = 3, shuffle: bool = True) -> DataCursor:
+        texts = [scan.texts for scan in prompts.scans] if knows else None
+        return DataCursor(prompts, seed=seed, shuffle=shuffle, texts=texts)
+
+    return make
+
+
+def texts(cursor: DataCursor, count: int) -> list[str]:
+    return [prompt.text for prompt in cursor.take(count)]
+
+
+@pytest.mark.parametrize(("different", "times"), COPIES)
+def test_different_prompts_are_drawn_before_a_copy(tmp_path: Path, different: int, times: int) -> None:
+    make = of_counts(tmp_path, [times] * different)
+    for seed in range(3):
+        cursor = make(seed=seed)
+        for _ in range(2 * times):
+            assert len(set(texts(cursor, different))) == different
+    rows = [prompt.name for prompt in make().take(different * times)]
+    assert len(set(rows)) == different * times
+
+
+@pytest.mark.parametrize("counts", [[3, 1, 2, 1, 1, 2], [1] * 90 + [2] * 10, [7] + [1] * 40, [1, 2, 3, 4, 5] * 8])
+def test_copies_are_far_from_each_other(tmp_path: Path, counts: list[int]) -> None:
+    """A round of an epoch holds each prompt that has a copy left; half of those that have none follow a prompt."""
+    make = of_counts(tmp_path, counts)
+    for seed in range(5):
+        drawn = texts(make(seed=seed), sum(counts))
+        assert Counter(drawn) == {f"{n}+1=": count for n, count in enumerate(counts)}
+        assert len(set(drawn[: len(counts)])) == len(counts)
+        for n in range(len(counts)):
+            places = [place for place, text in enumerate(drawn) if text == f"{n}+1="]
+            for copy, (one, other) in enumerate(pairwise(places), 1):
+                left = sum(each > copy for each in counts)
+                assert other - one >= left + (sum(each == copy for each in counts)) // 2
+
+
+def test_rows_without_copies_are_drawn_as_ever(tmp_path: Path) -> None:
+    make = of_counts(tmp_path, [1] * 20)
+    assert texts(make(), 50) == texts(make(knows=False), 50)
+    assert make().state().order == "rows"
+    assert not make().keeps_old_order
+
+
+def test_without_shuffling_copies_stay_in_the_files_order(tmp_path: Path) -> None:
+    assert texts(of_counts(tmp_path, [2, 2])(shuffle=False), 4) == ["0+1=", "0+1=", "1+1=", "1+1="]
+
+
+def test_a_run_of_before_keeps_its_order_and_says_so(tmp_path: Path) -> None:
+    make = of_counts(tmp_path, [4] * 5)
+    before, resumed = make(knows=False), make()
+    before.take(7)
+    saved = json.loads(json.dumps(asdict(before.state())))
+    del saved["order"]
+    resumed.restore(TypeAdapter(CursorState).validate_python(saved))
+    assert texts(before, 40) == texts(resumed, 40)
+    assert resumed.keeps_old_order
+    assert resumed.state().order == "rows"
+
+
+@pytest.mark.parametrize("knows", [True, False])
+@pytest.mark.parametrize("count", [1, 3, 4, 8, 20])
+def test_a_cursor_goes_on_exactly_from_every_position_in_both_orders(tmp_path: Path, knows: bool, count: int) -> None:
+    make = of_counts(tmp_path, [3, 1, 2, 1, 1])
+    whole, states, rows = make(knows=knows), [], []
+    for _ in range(20):
+        states.append(whole.state())
+        rows.append(taken(whole, count))
+    for place, state in enumerate(states):
+        resumed = make()
+        resumed.restore(state)
+        resumed.read_ahead(count)
+        assert resumed.state() == state
+        assert [taken(resumed, count) for _ in range(20 - place)] == rows[place:]

@@ -90,6 +90,32 @@ def test_measures_of_a_set() -> None:
         estimates(["median@1"], np.zeros((1, 1)), [["x"]], 1.0)
 
 
+@pytest.mark.parametrize("copies", [1, 2, 32])
+@pytest.mark.parametrize("values", [[1.0] * 15 + [0.0] * 15, [0.0] * 30, [0.25, 0.5, 1.0] * 10])
+def test_copies_of_a_prompt_are_one_draw_of_an_interval(values: list[float], copies: int) -> None:
+    scores = np.repeat(np.array(values), copies)[:, None]
+    prompts = np.repeat(np.arange(len(values)), copies).tolist()
+    answers = [["x"]] * len(scores)
+    once = estimates(["mean@1"], np.array(values)[:, None], [["x"]] * len(values), 1.0)["mean@1"]
+    found = estimates(["mean@1"], scores, answers, 1.0, prompts)["mean@1"]
+    assert (found.value, found.low, found.high) == pytest.approx((once.value, once.low, once.high), abs=1e-12)
+
+
+def test_prompts_with_more_copies_count_more_and_their_interval_is_wider() -> None:
+    scores = np.array([1.0] * 50 + [0.0, 1.0] * 25)[:, None]
+    answers = [["x"]] * 100
+    prompts = [0] * 50 + list(range(1, 51))
+    apart = estimates(["mean@1", "pass@1"], scores, answers, 1.0)
+    found = estimates(["mean@1", "pass@1"], scores, answers, 1.0, prompts)
+    assert found["mean@1"].value == apart["mean@1"].value == found["pass@1"].value == 0.75
+    assert found["mean@1"].high - found["mean@1"].low > 2 * (apart["mean@1"].high - apart["mean@1"].low)
+
+
+def test_all_right_copies_have_the_interval_of_their_prompts() -> None:
+    found = mean_with_interval(np.ones(12), np.array([0] * 10 + [1, 2]))
+    assert found == mean_with_interval(np.ones(3))
+
+
 @pytest.mark.parametrize(
     ("text", "answer"),
     [

@@ -1,4 +1,6 @@
 import decimal
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -178,3 +180,83 @@ def test_a_prompt_that_begins_with_bos_gets_no_second_one() -> None:
     assert llama_like().encode(texts) == [[0, 3, 4], [0, 3, 4], [0, 2, 3], [0], [0], [0, 2, 3]]
     assert llama_like("<s> $A </s>").encode(["<s>hello", "hello"]) == [[0, 3, 1], [0, 3, 1]]
     assert llama_like("$A").encode(["<s>hello", "<s><s>hello"]) == [[0, 3], [0, 0, 3]]
+
+
+CHAT = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+ASKING = "{% for m in messages %}{% if m['content'] is none %}calls{% else %}{{ m.content }}{% endif %}{% endfor %}"
+
+
+def texts(path: Path, codec: TextCodec, **settings: object) -> list[str]:
+    section_ = section(path, answer_key=None, chat_template=settings.pop("chat_template", CHAT), **settings)
+    return [prompt.text for prompt in load_prompts(section_, "train", codec)]
+
+
+def rows_of(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_row_has_a_system_prompt_of_its_own(tmp_path: Path, codec: TextCodec) -> None:
+    user, own = {"role": "user", "content": "1"}, {"role": "system", "content": "7"}
+    rows = rows_of(
+        tmp_path / "a.jsonl",
+        {"prompt": [user], "s": "9"},
+        {"prompt": [user], "s": None},
+        {"prompt": "1", "s": "9"},
+        {"prompt": [own, user], "s": ""},
+        {"prompt": [own, user], "s": "7"},
+    )
+    settings = {"system_key": "s", "prompt_as": "user_message"}
+    nine, seven, none = "[system:9][user:1]", "[system:7][user:1]", "[user:1]"
+    assert texts(rows, codec, **settings) == [nine, none, nine, seven, seven]
+    assert texts(rows, codec, system_prompt="2", **settings)[1] == "[system:2][user:1]"
+    of_source = [{"path": rows, "system_key": ""}]
+    data = section(of_source, answer_key=None, chat_template=CHAT, **settings)
+    assert next(iter(load_prompts(data, "train", codec))).text == none
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "1", "s": "9"}, "is a text, which data.system_key cannot be put before: set data.prompt_as: user_"),
+        ({"prompt": [{"role": "system", "content": "7"}, {"role": "user", "content": "1"}], "s": "9"}, "leave one out"),
+        ({"prompt": "1"}, "has no 's': it has 'prompt'; set data.system_key"),
+    ],
+)
+def test_a_system_prompt_that_has_no_place_is_named(
+    tmp_path: Path, codec: TextCodec, row: object, message: str
+) -> None:
+    with pytest.raises(DataError, match=re.escape(message)):
+        texts(rows_of(tmp_path / "a.jsonl", row), codec, system_key="s")
+
+
+def test_a_template_that_loses_the_system_prompt_is_noticed(tmp_path: Path, codec: TextCodec) -> None:
+    rows = rows_of(tmp_path / "a.jsonl", {"prompt": [{"role": "user", "content": "1"}], "s": "9"})
+    template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    for name, found in ((CHAT, set()), (template, {"data.system_key"})):
+        data = section(rows, answer_key=None, chat_template=name, system_key="s")
+        assert load_prompts(data, "train", codec).formats.lost_system == found
+
+
+@pytest.mark.parametrize(("template", "text"), [(ASKING, "1calls"), (CHAT, "[user:1][assistant:][tool:]")])
+def test_a_message_without_content_is_what_its_template_asks_for(
+    tmp_path: Path, codec: TextCodec, template: str, text: str
+) -> None:
+    call = {"role": "assistant", "tool_calls": [{"id": "1"}]}
+    for content in ({}, {"content": None}):
+        messages = [{"role": "user", "content": "1"}, call | content, {"role": "tool", "content": ""}]
+        rows = rows_of(tmp_path / "a.jsonl", {"prompt": messages})
+        assert texts(rows, codec, chat_template=template) == [text]
+
+
+def test_rows_of_a_json_list_are_read_where_they_lie(tmp_path: Path, codec: TextCodec) -> None:
+    rows = [{"prompt": f"{n}+1=", "answer": n} for n in range(5)]
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=2))
+    source = load_prompts(section(tmp_path / "a.json"), "train", codec).sources[0]
+    assert [(prompt.row, prompt.text, prompt.answer) for prompt in source.read([3, 0])] == [
+        (4, "3+1=", "3"),
+        (1, "0+1=", "0"),
+    ]
+    (tmp_path / "a.json").write_text(json.dumps(rows[1:], indent=2))
+    with pytest.raises(ConfigError, match=r"a\.json:4 is no longer what and where it was"):
+        source[3]

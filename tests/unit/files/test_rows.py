@@ -1,6 +1,7 @@
 import datetime
 import decimal
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,8 +118,8 @@ BAD_FILES = [
     ("gone/*.jsonl", "gone/*.jsonl: matches no file: there is no folder {folder}/gone"),
     ("x*.jsonl", "matches no file: " + LISTED),
     ("", "is a folder: " + LISTED + "; name a file, or a glob"),
-    ("a.csv", "suffix '.csv'; known are .jsonl, .ndjson, .parquet"),
-    ("p.jsonl.gz", "suffix '.gz'; known are .jsonl, .ndjson, .parquet: unpack it first"),
+    ("a.csv", "suffix '.csv'; known are .jsonl, .ndjson, .json, .parquet"),
+    ("p.jsonl.gz", "suffix '.gz'; known are .jsonl, .ndjson, .json, .parquet: unpack it first"),
     ("lfs.jsonl", "is a git-LFS pointer, not the data"),
 ]
 
@@ -175,7 +176,18 @@ BAD_MESSAGES = [
     ([USER, {"content": "x"}], "'prompt'[1] has no role ('content')"),
     ([{"role": "user"}], "'prompt'[0] has null (None) as content; it must be a string"),
     ([{"role": "user", "content": 3}], "has int (3) as content"),
-    ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "has a list of parts as content; join their text"),
+    ([{"role": "user", "content": []}], "'prompt'[0] has an empty list of parts as content"),
+    ([{"role": "user", "content": [{"type": "text", "text": None}]}], "holds a part dict ({'type': 'text'}); a part"),
+    ([{"role": "user", "content": [{"type": "audio", "text": "x"}]}], "holds a part of type 'audio'; a part of a"),
+    (
+        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}],
+        "holds a part of type 'image': images are not supported",
+    ),
+    ([{"from": "robot", "value": "x"}], "'prompt'[0] is from 'robot'; known are human, user, gpt, "),
+    ([USER, {"from": "gpt", "value": "4"}], "'prompt' ends with the assistant's message"),
+    ([{"from": "function_call", "value": "f(1)"}, USER], "is a function_call of str ('f(1)'); it must be JSON of a"),
+    (json.dumps([USER, {"from": "gpt", "value": "4"}]), "ends with the assistant's message; a prompt ends"),
+    (str([USER]), "'prompt' holds messages as Python writes them; write them as JSON"),
     (
         [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": "u"}]}],
         "'prompt'[0] holds a part of type 'image_url': images are not supported",
@@ -186,7 +198,7 @@ BAD_MESSAGES = [
 
 
 @pytest.mark.parametrize(("messages", "message"), BAD_MESSAGES, ids=[row[1] for row in BAD_MESSAGES])
-def test_messages_that_cannot_be_rendered(tmp_path: Path, messages: list[object], message: str) -> None:
+def test_messages_that_cannot_be_rendered(tmp_path: Path, messages: object, message: str) -> None:
     rows = [{"prompt": [USER]}, {"prompt": messages}]
     result = read(write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)).encode()), answer=None)
     (problem,) = result.problems
@@ -197,6 +209,122 @@ def test_messages_that_cannot_be_rendered(tmp_path: Path, messages: list[object]
 def test_a_message_that_only_calls_tools_needs_no_content(tmp_path: Path) -> None:
     row = {"prompt": [USER, TOOL_CALL, {"role": "tool", "content": "4"}]}
     assert read(write(tmp_path / "a.jsonl", json.dumps(row).encode()), answer=None).problems == []
+
+
+SYSTEM = {"role": "system", "content": "s"}
+CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+FORMS = [
+    ([{"from": "human", "value": "hi"}], [USER]),
+    ([{"from": "system", "value": "s"}, {"from": "Human", "value": "hi", "weight": 1}], [SYSTEM, USER | {"weight": 1}]),
+    ([{"from": "human", "value": "a"}, {"role": "assistant", "content": "b"}, USER],
+     [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, USER]),
+    ([USER, {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+      {"from": "observation", "value": "1"}],
+     [USER, {"role": "assistant", "tool_calls": CALLS}, {"role": "tool", "content": "1"}]),
+    ([{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}], [USER]),
+    ([{"role": "user", "content": [{"text": "h"}, "i"]}], [USER]),
+    ([{"role": "user", "content": {"type": "text", "text": "hi"}}], [USER]),
+    ([{"from": "human", "value": [{"type": "text", "text": "hi"}]}], [USER]),
+    ([{"role": "user", "content": "hi", "name": None, "tool_calls": None}], [USER]),
+    (json.dumps([USER | {"name": None}]), [USER]),
+    (" " + json.dumps([{"from": "human", "value": "hi"}]) + "\n", [USER]),
+    ('[{"role": "user", "content": [{"type": "text", "text": "hi"}]}]', [USER]),
+    ("[1, 2]", "[1, 2]"),
+    ("[]", "[]"),
+    ('[{"role": "CTO", "name": "Ann"}] Who is it?', '[{"role": "CTO", "name": "Ann"}] Who is it?'),
+    ('[{"role": "CTO", "name": "Ann"}]', '[{"role": "CTO", "name": "Ann"}]'),
+    ("[" * 100_000, "[" * 100_000),
+    ("['role'] is what?", "['role'] is what?"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("prompt", "expected"), FORMS)
+def test_messages_in_every_form_are_the_same_messages(tmp_path: Path, prompt: object, expected: object) -> None:
+    for name, content in (
+        ("a.jsonl", json.dumps({"prompt": prompt})),
+        ("a.json", json.dumps([{"prompt": prompt}], indent=1)),
+    ):
+        result = read(write(tmp_path / name, content.encode()), answer=None)
+        assert ([row.prompt for row in result.rows], result.problems) == ([expected], [])
+
+
+def test_rows_with_nulls_are_alike_in_jsonl_json_and_parquet(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [
+        {
+            "prompt": [USER, TOOL_CALL | {"name": None}, {"role": "tool", "content": "4"}],
+            "tools": [{"name": "f", "default": None}, {"name": "g", "default": "1"}],
+            "extra_info": {"a": None, "b": [1, None]},
+            "note": None,
+        },
+        {"prompt": [USER], "tools": [{"name": "f"}], "extra_info": {"a": 1}, "note": "x"},
+    ]
+    write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)).encode())
+    write(tmp_path / "a.json", json.dumps(rows).encode())
+    write_parquet(tmp_path / "a.parquet", {name: [row[name] for row in rows] for name in rows[0]})
+    one, other, parquet = (
+        [(row.prompt, row.tools, row.columns) for row in read(tmp_path / name, answer=None, tools="tools").rows]
+        for name in ("a.jsonl", "a.json", "a.parquet")
+    )
+    assert one == other == parquet
+    assert one[0][0][1] == {"role": "assistant", "tool_calls": [{"id": "1"}]}
+    assert (one[0][2]["extra_info"], one[0][2]["note"], one[1][2]["extra_info"]) == ({"b": [1, None]}, None, {"a": 1})
+
+
+def test_dots_that_lead_into_a_list_are_named(tmp_path: Path) -> None:
+    row = {"conversations": [{"from": "human", "value": "hi"}]}
+    path = write(tmp_path / "a.jsonl", json.dumps(row).encode())
+    (problem,) = read(path, prompt="conversations.0.value", answer=None).problems
+    assert "'conversations' is a list, into which dots do not lead: set data.prompt_key to conver" in problem.message
+
+
+@pytest.mark.parametrize(("value", "system"), [("Be brief.", "Be brief."), (None, None), ("", None), (" ", None)])
+def test_a_row_may_have_a_system_prompt(tmp_path: Path, value: object, system: str | None) -> None:
+    path = write(tmp_path / "a.jsonl", json.dumps({"prompt": "a", "meta": {"system": value}, "s": value}).encode())
+    assert [row.system for row in read(path, answer=None, system="s").rows] == [system]
+
+
+@pytest.mark.parametrize("value", [3, ["x"], {"role": "system"}])
+def test_a_system_prompt_that_is_no_text_is_named(tmp_path: Path, value: object) -> None:
+    path = write(tmp_path / "a.jsonl", json.dumps({"prompt": "a", "s": value}).encode())
+    (problem,) = read(path, answer=None, system="s").problems
+    assert "a system prompt is a string, or null where a row has none" in problem.message
+
+
+JSON_FILES: list[tuple[bytes, list[int], str]] = [
+    (b'[{"prompt": "a"}, {"prompt": "]}"}]', [1, 2], ""),
+    (b'\xef\xbb\xbf [\n {"prompt":\n "a"},\n\n {"prompt": "\\"["}\n]\n', [1, 2], ""),
+    (GOOD + GOOD, [1, 2], ""),
+    (b'[{"prompt": "a"}, 3, {"prompt": "a"}]', [1, 3], "a.json:2: holds a JSON int"),
+    (b'[{"prompt": "a"}, {"prompt": a}]', [1], "a.json:2: is not valid JSON"),
+    (b'{"rows": [{"prompt": "a"}]}', [], "a.json:1: has no 'prompt': it has 'rows'"),
+    (b"[]", [], "has no rows"),
+    (b"", [], "has no rows"),
+]
+CUT_OFF = [
+    (b'[{"prompt": "a"}, {"prompt": "a"', "a.json:2: its JSON is cut off"),
+    (b'[{"prompt": "a"},', "a.json: its JSON list of 1 rows is not closed"),
+    (b'[{"prompt": "a"}] {"prompt": "b"}', "a.json:2: its JSON list ends before"),
+]
+
+
+@pytest.mark.parametrize(("content", "numbers", "message"), JSON_FILES)
+def test_a_json_list_is_read_row_by_row(tmp_path: Path, content: bytes, numbers: list[int], message: str) -> None:
+    result = read(write(tmp_path / "a.json", content), answer=None)
+    assert [row.number for row in result.rows] == numbers
+    assert message in "\n".join(map(str, result.problems))
+    assert len(result.problems) == bool(message)
+
+
+@pytest.mark.parametrize(("content", "message"), CUT_OFF)
+def test_a_json_list_that_is_cut_off_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    with pytest.raises(DataError, match=re.escape(message)):
+        read(write(tmp_path / "a.json", content), answer=None)
+
+
+@pytest.mark.parametrize("content", [b'[\n {"prompt": "a"},\n {"prompt": "b"}\n]\n', b'\n[{"prompt": "a"}]'])
+def test_a_json_list_that_is_called_lines_is_named_once(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(DataError, match=r"a\.jsonl:\d: is one JSON list, .*: give it the suffix \.json$"):
+        read(write(tmp_path / "a.jsonl", content))
 
 
 def test_images_in_a_column_of_their_own_are_refused(tmp_path: Path) -> None:
@@ -258,7 +386,7 @@ def test_parquet_values_are_those_of_json(tmp_path: Path) -> None:
     assert row.tools == [{"type": "function", "function": {"name": "f"}}]
     assert row.answer == "4"
     assert row.columns["extra"] == {
-        "when": "2026-01-02T03:04:05+00:00", "price": "1.50", "raw": "/w==", "none": None, "tags": ["x"],
+        "when": "2026-01-02T03:04:05+00:00", "price": "1.50", "raw": "/w==", "tags": ["x"],
     }  # fmt: skip
     assert json.loads(json.dumps(row.columns)) == row.columns
 

@@ -148,3 +148,23 @@ print("the end", file=sys.stderr)
         _, said = process.communicate("go on\n", timeout=60)
     assert process.returncode == 0
     assert said == "output closed by its reader; the run continues (see: tandem status)\nthe end\n"
+
+
+def test_a_command_that_goes_on_without_its_reader_does_not_speak_of_a_run() -> None:
+    program = """
+import sys
+from launcher.view.run_view import make_console
+console = make_console()
+console.print("first")
+sys.stdin.readline()  # the reader has gone
+for number in range(3):
+    console.print("x" * 100_000)
+"""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", program], text=True, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "first\n"
+        process.stdout.close()
+        process.stdout = None
+        _, said = process.communicate("go on\n", timeout=60)
+    assert (process.returncode, said) == (0, "output closed by its reader; the command continues\n")

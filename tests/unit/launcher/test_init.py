@@ -18,7 +18,7 @@ from launcher.init.layout import HostMachine, suggest_layout
 from tandem_config.loading import load_config
 from tandem_config.problems import ConfigErrors
 from tandem_config.schema import RunConfig
-from tests.kit.folders import write_model
+from tests.kit.folders import different, write_model
 from weightsync.model.presets import preset
 
 USER = {"role": "user", "content": "1+2="}
@@ -36,14 +36,15 @@ def write_lines(path: Path, rows: Sequence[object]) -> Path:
     return path
 
 
-def asked(folder: Path, rows: Sequence[object], *, template: str | None = None, **given: Any) -> InitRequest:
+def asked(folder: Path, rows: Sequence[Any], *, template: str | None = None, **given: Any) -> InitRequest:
     """A request for a model and these rows in a folder; `given` replaces its parts."""
     model = given.pop("model", None) or write_model(folder / "model")
     if template is not None:
         (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}), encoding="utf-8")
+    lines = rows if any(isinstance(row, str) for row in rows) else different(rows)
     parts: dict[str, Any] = {
         "model": model,
-        "data": [str(write_lines(folder / "sums.jsonl", rows))],
+        "data": [str(write_lines(folder / "sums.jsonl", lines))],
         "heldout": [],
         "reward": None,
         "prompt_key": None,
@@ -90,6 +91,34 @@ def test_texts_become_messages_if_the_tokenizer_has_a_template(tmp_path: Path) -
     assert (config.data.prompt_as, kinds(config)) == ("user_message", ["exact_match"])
     rendered = asked(tmp_path, [{"prompt": "<|user|>1+2=", "answer": "3"}] * 4, template=marked, force=True)
     assert written(rendered).data.prompt_as == "text"
+
+
+TOOLED = "{% if tools %}9{% endif %}" + TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("columns", "template", "system", "tools"),
+    [
+        ({"system": "3", "tools": [{"name": "f"}]}, TOOLED, "system", "tools"),
+        ({"system_prompt": "3", "tools": '[{"name": "f"}]'}, TOOLED, "system_prompt", "tools"),
+        ({"system": "3", "tools": [{"name": "f"}]}, TEMPLATE, "system", None),
+        ({"system": None, "tools": []}, TOOLED, None, None),
+        ({"system": 3, "tools": "f"}, TOOLED, None, None),
+        ({"system": "3", "tools": [{"name": "f"}]}, None, None, None),
+    ],
+)
+def test_what_only_a_template_writes_is_found(
+    tmp_path: Path, columns: dict[str, Any], template: str | None, system: str | None, tools: str | None
+) -> None:
+    prompt = SUM["prompt"] if template is None else [USER]
+    config = written(asked(tmp_path, [SUM | columns | {"prompt": prompt}] * 20, template=template))
+    assert (config.data.system_key, config.data.tools_key) == (system, tools)
+
+
+def test_sharegpt_is_found_and_its_system_prompt_may_be_given(tmp_path: Path) -> None:
+    rows = [{"conversations": [{"from": "human", "value": "1+2="}], "answer": "three", "persona": "7"}] * 20
+    config = written(asked(tmp_path, rows, template=TEMPLATE, system_key="persona"))
+    assert (config.data.prompt_key, config.data.system_key) == ("conversations", "persona")
 
 
 def test_an_own_reward_needs_no_answers(tmp_path: Path) -> None:
@@ -342,3 +371,12 @@ def test_a_row_that_lacks_what_others_have_is_to_be_filled_or_removed(
     said = " ".join(capsys.readouterr().err.split())
     assert "has no 'answer', which other rows of the file have: fill it in, or remove the row" in said
     assert "answer_key" not in said
+
+
+def test_copies_of_a_prompt_are_not_counted_as_prompts(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}+5=", "answer": "three"} for n in range(5)] * 20
+    request = asked(tmp_path, rows)
+    config = written(request)
+    assert config.grpo.prompts_per_iteration == 5
+    assert request.out is not None
+    assert "100 rows, of which 5 are different prompts" in request.out.read_text()

@@ -20,6 +20,7 @@ from tests.kit.folders import (
     WORDS,
     tensors,
     write_config,
+    write_data,
     write_model,
     write_rows,
     write_sharded,
@@ -130,7 +131,7 @@ BAD_MODELS: list[tuple[str, Callable[[Path], object], str, str]] = [
 
 
 def test_data_of_evaluation_sets_is_checked(tmp_path: Path) -> None:
-    bad, good = tmp_path / "bad.jsonl", write_rows(tmp_path / "good.jsonl")
+    bad, good = tmp_path / "bad.jsonl", write_data(tmp_path / "good.jsonl", [(9, 9)])
     bad.write_text('{"prompt": "1+1="}\n')
     sets = [{"name": "bad", "data": "bad.jsonl"}, {"name": "long", "data": str(good), "max_new_tokens": 30}]
     problems = check(write_config(tmp_path, evaluation={"sets": sets}))

@@ -21,7 +21,8 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 def check(folder: Path, **data: Any) -> list[ConfigProblem]:
     """What is found in these data (cores of the machine apart)."""
-    found = preflight(draft_config(write_config(folder, data=data)), redis_url=None)
+    sections = {"evaluation": data.pop("evaluation")} if "evaluation" in data else {}
+    found = preflight(draft_config(write_config(folder, data=data, **sections)), redis_url=None)
     return [problem for problem in found if "cores" not in problem.message]
 
 
@@ -31,7 +32,8 @@ def only(folder: Path, **data: Any) -> ConfigProblem:
 
 
 def write_messages(folder: Path, *last: object) -> str:
-    rows = [{"prompt": [USER], "answer": 3}] * 8 + [{"prompt": messages, "answer": 3} for messages in last]
+    rows = [{"prompt": [USER | {"content": f"{n}+0="}], "answer": 3} for n in range(8)]
+    rows += [{"prompt": messages, "answer": 3} for messages in last]
     (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return "chat.jsonl"
 
@@ -80,8 +82,8 @@ def test_a_template_that_writes_the_date_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_what_is_left_out_of_a_mixture_is_said_by_source(tmp_path: Path) -> None:
-    write_data(tmp_path / "a.jsonl", [(1, 2)] * 6 + [(100, 2)])
-    write_data(tmp_path / "b.jsonl", [(1, 2)] * 6 + [(100, 2)] * 2)
+    write_data(tmp_path / "a.jsonl", [*((1, n) for n in range(6)), (100, 2)])
+    write_data(tmp_path / "b.jsonl", [*((2, n) for n in range(6)), (100, 2), (100, 3)])
     settings = {"max_prompt_tokens": 5, "overlong_prompts": "drop"}
     found = check(tmp_path, train=["a.jsonl", {"path": "b.jsonl", "name": "hard"}], **settings)
     assert [problem.message for problem in found] == [
@@ -91,8 +93,8 @@ def test_what_is_left_out_of_a_mixture_is_said_by_source(tmp_path: Path) -> None
 
 def test_a_held_out_file_that_a_glob_trains_on_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "all").mkdir()
-    for name in ("a", "b"):
-        write_rows(tmp_path / "all" / f"{name}.jsonl")
+    for number, name in enumerate(("a", "b")):
+        write_data(tmp_path / "all" / f"{name}.jsonl", [(number, n) for n in range(8)])
     problem = only(tmp_path, train="all/*.jsonl", heldout="all/b.jsonl")
     assert (problem.key, problem.value, problem.severity) == (
         "data.heldout",
@@ -128,3 +130,160 @@ def test_answers_of_many_rows_are_sampled_evenly(monkeypatch: pytest.MonkeyPatch
     sample.add([(row, None) for row in rows])
     assert sample.step == 16
     assert [number for (_, number), _ in sample.answers] == list(range(0, 100, 16))
+
+
+def told(problems: list[ConfigProblem]) -> list[tuple[str, str]]:
+    return [(problem.key, problem.message) for problem in problems]
+
+
+def test_repeated_prompts_are_counted(tmp_path: Path) -> None:
+    """As the published parquet files of AIME (x 32) and DAPO-Math (x 100) are made."""
+    write_data(tmp_path / "dapo.jsonl", [(n, 1) for n in range(5)] * 100)
+    write_data(tmp_path / "aime.jsonl", [(n, 2) for n in range(3)] * 32)
+    write_data(tmp_path / "some.jsonl", [(1, 3), (2, 3), (1, 3)])
+    sets = [{"name": "some", "data": "some.jsonl", "samples": 2, "temperature": 1.0}]
+    found = check(tmp_path, train="dapo.jsonl", heldout="aime.jsonl", evaluation={"sets": sets})
+    assert told(found) == [
+        ("data.train", "500 rows hold 5 different prompts, each of them 100 times"),
+        ("data.heldout", "96 rows hold 3 different prompts, each of them 32 times"),
+        ("evaluation.sets", "3 rows hold 2 different prompts, one of them 2 times"),
+    ]
+    assert "samples, in evaluation.sets" in found[1].suggestion
+
+
+def test_an_iteration_of_more_prompts_than_are_different_is_told(tmp_path: Path) -> None:
+    write_data(tmp_path / "a.jsonl", [(n, 1) for n in range(3)] * 100)
+    assert [message for key, message in told(check(tmp_path, train="a.jsonl")) if key.startswith("grpo")] == [
+        "data.train has only 3 different prompts, so an iteration sees some prompts more than once"
+    ]
+
+
+def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path: Path) -> None:
+    write_data(tmp_path / "other.jsonl", [(1, 2), (8, 8), (1, 3)])
+    sets = [{"name": "new", "data": "set.json", "samples": 1}]
+    rows = [{"prompt": "1+3=", "answer": "4"}, {"prompt": "9+9=", "answer": "18"}]
+    (tmp_path / "set.json").write_text(json.dumps(rows))
+    assert told(check(tmp_path, heldout="other.jsonl", evaluation={"sets": sets})) == [
+        ("data.heldout", "2 of 3 prompts are trained on too, so what is measured on them is memorization"),
+        ("evaluation.sets", "1 of 2 prompts are trained on too, so what is measured on them is memorization"),
+    ]
+
+
+CALLING = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE
+WITH_ID = {"prompt": [USER], "answer": "3", "id": 1}
+
+
+def noted(folder: Path, **sections: Any) -> list[str]:
+    notes: list[str] = []
+    preflight(draft_config(write_config(folder, **sections)), redis_url=None, notes=notes)
+    return notes
+
+
+def write_json(folder: Path, *rows: dict[str, Any], name: str = "rows.jsonl") -> str:
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return name
+
+
+@pytest.mark.parametrize(
+    ("column", "template", "setting"),
+    [
+        ({"tools": [{"name": "f"}]}, CALLING, "data.tools_key: tools"),
+        ({"tools": '[{"name": "f"}]'}, CALLING, "data.tools_key: tools"),
+        ({"tools": [{"name": "f"}]}, TEMPLATE, ""),
+        ({"tools": []}, CALLING, ""),
+        ({"tools": "[]"}, CALLING, ""),
+        ({"system": "9"}, TEMPLATE, "data.system_key: system"),
+        ({"system_prompt": "9"}, TEMPLATE, "data.system_key: system_prompt"),
+        ({"system": None}, TEMPLATE, ""),
+        ({"system": "9", "prompt": [{"role": "system", "content": "8"}, USER]}, TEMPLATE, ""),
+        ({"system": "9", "prompt": "1+2="}, TEMPLATE, ""),
+    ],
+)
+def test_a_column_that_the_template_would_write_is_a_warning(
+    tmp_path: Path, column: dict[str, Any], template: str, setting: str
+) -> None:
+    rows = [WITH_ID, *(WITH_ID | {"prompt": [USER | {"content": f"{n}+9="}]} | column for n in range(1, 5))]
+    rows = [row | ({"prompt": f"{n}+1="} if isinstance(row["prompt"], str) else {}) for n, row in enumerate(rows)]
+    train = write_json(tmp_path, *rows)
+    found = [p for p in check(tmp_path, train=train, chat_template=template) if "is not used" in p.message]
+    assert [(p.value, p.severity, p.suggestion) for p in found] == [
+        (f"{tmp_path / train}:2", "warning", f"set {setting}, and the chat template writes it")
+    ][: bool(setting)]
+
+
+def test_a_setting_that_reads_the_column_ends_the_warning(tmp_path: Path) -> None:
+    train = write_json(tmp_path, *({"prompt": [USER | {"content": f"{n}+9="}], "answer": 3, "system": "9",
+                                    "tools": [{"name": "3"}]} for n in range(4)))  # fmt: skip
+    settings = {"train": train, "chat_template": CALLING, "system_key": "system", "tools_key": "tools"}
+    assert check(tmp_path, **settings) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "data", "reward", "unused"),
+    [
+        ({"prompt": "1+2=", "answer": "3"}, {}, {}, []),
+        ({"id": 7, "prompt": "1+2=", "answer": "1", "choices": ["2", "3"]}, {}, {}, ["choices", "id"]),
+        ({"prompt": "1+2=", "answer": "3", "system": "s", "tools": []}, {}, {}, ["tools", "system"]),
+        ({"prompt": "1+2=", "rm": {"style": "rule", "truth": "3"}, "extra_info": {"index": 1}},
+         {"answer_key": "rm.truth"}, {}, ["rm.style", "extra_info"]),
+        ({"prompt": "1+2=", "a": {"b": {"c": "3", "d": 1}}}, {"answer_key": "a.b.c"}, {}, []),
+        ({"prompt": "1+2=", "answer": "3", "level": 1, "id": 7}, {},
+         {"kind": "judge", "url": "http://h/v1", "model": "m", "prompt": "{{ columns.level }} {{ completion }}"},
+         ["id"]),
+        ({"prompt": "1+2=", "answer": "3", "level": 1}, {}, {"kind": "remote", "address": "h:1"}, []),
+    ],
+)  # fmt: skip
+def test_columns_that_nobody_reads_are_named_in_a_line(
+    tmp_path: Path, row: dict[str, Any], data: dict[str, Any], reward: dict[str, Any], unused: list[str]
+) -> None:
+    train = write_json(tmp_path, row)
+    sections = {"data": {"train": train, **data}} | ({"reward": reward} if reward else {})
+    line = f"not used: {', '.join(unused)} (columns that no data.*_key names and no reward takes)"
+    assert noted(tmp_path, **sections) == [line][: bool(unused)]
+
+
+def test_columns_of_all_files_are_looked_at_and_many_are_counted(tmp_path: Path) -> None:
+    one = write_json(tmp_path, {"prompt": "1+2=", "answer": "3", "a": 1})
+    other = {"question": "1+3=", "answer": "4", "prompt": "x", "options": ["4"]} | {f"c{n}": n for n in range(12)}
+    train = [one, {"path": write_json(tmp_path, other, name="b.jsonl"), "prompt_key": "question"}]
+    (line,) = noted(tmp_path, data={"train": train})
+    assert line.startswith("not used: options, a, prompt, c0, c1, c2, c3, c4, c5, c6 and 5 more (")
+
+
+def test_a_function_reads_what_its_parameters_name(tmp_path: Path) -> None:
+    code = "def score(completion, level, hint=None): return 1.0\ndef all_of_it(completion, **columns): return 1.0\n"
+    (tmp_path / "mine.py").write_text(code)
+    train = write_json(tmp_path, {"prompt": "1+2=", "answer": "3", "level": 1, "hint": "x", "id": 7})
+    for function, unused in (("score", ["not used: id ("]), ("all_of_it", [])):
+        lines = noted(tmp_path, data={"train": train}, reward={"function": f"mine.py:{function}"})
+        assert [line[: len("not used: id (")] for line in lines] == unused
+
+
+THINKING = TEMPLATE + "{{ '<think>\n' }}"
+PATTERNS = [
+    ("format", "<think>.*</think>.*", THINKING, "'<think>'", ": '.*</think>.*'"),
+    ("format", r"^\s*<think>\n.*</think>.*", THINKING, "'<think>'", ""),
+    ("regex", "(?s)(?=.*<think>).*</think>", THINKING, "'<think>'", ""),
+    ("regex", "(?:<think>.+</think>)+", THINKING, "'<think>'", ""),
+    ("format", ".*</think>.*", THINKING, "", ""),
+    ("format", "(<think>)?.*</think>.*", THINKING, "", ""),
+    ("regex", "<think>|<answer>", THINKING, "", ""),
+    ("regex", "<answer>(.*)</answer>", TEMPLATE + "<answer>", "'<answer>'", ": '(.*)</answer>'"),
+    ("regex", r"<answer>\n(\d+)", TEMPLATE + "<answer>\n", "'<answer>'", ""),
+    ("format", ".*</think>.*", TEMPLATE + "<think>\n\n</think>\n\n", "'</think>'", ""),
+    ("format", "<think>.*</think>.*", TEMPLATE, "", ""),
+    ("regex", r"Answer: (\d+)", TEMPLATE + " Answer:", "'Answer:'", ""),
+    ("regex", r"The answer is (\d+)", TEMPLATE + " The", "'The'", ""),
+]
+
+
+@pytest.mark.parametrize(("kind", "pattern", "template", "begun", "advice"), PATTERNS)
+def test_a_pattern_that_begins_in_the_prompt_is_a_warning(
+    tmp_path: Path, kind: str, pattern: str, template: str, begun: str, advice: str
+) -> None:
+    train = write_messages(tmp_path)
+    file = write_config(tmp_path, data={"train": train, "chat_template": template},
+                        reward={"kind": kind, "pattern": pattern})  # fmt: skip
+    found = [p for p in preflight(draft_config(file), redis_url=None) if p.key == "reward.pattern"]
+    assert [(p.severity, f"end with {begun} already" in p.message) for p in found] == [("warning", True)][: bool(begun)]
+    assert all(p.suggestion.endswith(advice) for p in found)

@@ -15,7 +15,7 @@ from tandem_config.loading import draft_config, load_config
 from tandem_config.problems import ConfigProblem
 from tandem_files.rows.problems import DataError
 from tandem_files.tokenizer import TextCodec
-from tests.kit.folders import write_config
+from tests.kit.folders import different, write_config
 
 pytestmark = pytest.mark.timeout(60)  # imports in worker processes
 
@@ -57,7 +57,7 @@ def needs(completion, level, hint=None):
 
 def write(folder: Path, rewards: list[dict[str, Any]], rows: list[dict[str, Any]], **data: Any) -> Path:
     (folder / "mine.py").write_text(CODE)
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in different(rows)))
     file = write_config(folder, data={"train": "rows.jsonl", "heldout": None} | data)
     own = [entry | {"function": f"mine.py:{entry['function']}"} for entry in rewards]
     settings = yaml.safe_load(file.read_text()) | {"reward": own}
@@ -110,7 +110,7 @@ def test_a_function_is_called_once_or_not_at_all(tmp_path: Path, tried: bool, tr
 LACKING: list[dict[str, Any]] = [
     ROW,
     ROW,
-    {"prompt": "1+2=", "answer": "3"},
+    {"prompt": "2+1=", "answer": "3"},
     ROW,
     {"prompt": "1+3=", "answer": "4", "hint": "x"},
     *[ROW] * 4,
@@ -118,7 +118,7 @@ LACKING: list[dict[str, Any]] = [
 
 
 def test_a_row_without_a_column_that_a_reward_takes_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "1+2=", "answer": "3"}) + "\n")
+    (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
     train, heldout = check(write(tmp_path, [{"function": "needs", "name": "mine"}], LACKING, heldout="held.jsonl"))
     assert (train.key, train.value, train.severity) == ("data.train", f"{tmp_path}/rows.jsonl:3", "error")
     assert train.message == (
