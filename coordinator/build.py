@@ -94,7 +94,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
     config, inputs = app.config, app.inputs
     weights = _weights(app, services, group, lead)
     rollouts = _rollouts(app, services, weights.seed_late_joiners)
-    scorer = Scorer(parts=app.rewards, codec=inputs.codec)
+    scorer = build_scorer(config, inputs.codec, app.rewards)
     progress = Progress(state=inputs.state, events=app.events, logprob_diff_limit=config.grpo.logprob_diff_limit)
     loop = GrpoLoop(
         grpo=config.grpo,
@@ -229,6 +229,16 @@ def _warn_of_fleet(events: EventLog, message: str) -> None:
     log.warning(message)
 
 
+def build_scorer(config: RunConfig, codec: TextCodec, rewards: Sequence[Part]) -> Scorer:
+    """Connect rewards, which are started, with the decoding of completions."""
+    return Scorer(
+        parts=rewards,
+        codec=codec,
+        stop_ids=config.grpo.stop_token_ids,
+        skip_special_tokens=config.rollout.skip_special_tokens,
+    )
+
+
 def build_evaluator(
     config: RunConfig,
     codec: TextCodec,
@@ -260,7 +270,6 @@ def build_evaluator(
         rollouts=rollouts,
         rollouts_beside_training=beside_training,
         scorer=scorer,
-        codec=codec,
         right_from=config.evaluation.right_from,
         seed=_seed(config),
     )

@@ -24,6 +24,8 @@ class PromptText:
     text: str
     # Written by a chat template, so with all special tokens.
     rendered: bool
+    # What the template got; None: there was none.
+    messages: list[Message] | None = None
 
 
 class PromptFormat:
@@ -67,7 +69,8 @@ class PromptFormat:
                 )
             return PromptText(text=row.prompt, rendered=False)
         messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
-        return PromptText(text=self._render(self._with_system_prompt(messages), row), rendered=True)
+        messages = self._with_system_prompt(messages)
+        return PromptText(text=self._render(messages, row), rendered=True, messages=messages)
 
     def encode(self, texts: Sequence[PromptText]) -> list[list[int]]:
         """Tokenize texts; those that a template has not written get the tokenizer's special tokens, once."""

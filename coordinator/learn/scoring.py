@@ -5,7 +5,8 @@ broken reward must not train one.
 """
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +25,20 @@ class Scorer:
 
     Args:
         parts: the rewards, started; one of them is the accuracy.
+        stop_ids: further ids that end a completion (grpo.stop_token_ids).
+        skip_special_tokens: rollout.skip_special_tokens.
     """
 
-    def __init__(self, *, parts: Sequence[Part], codec: TextCodec) -> None:
+    def __init__(
+        self,
+        *,
+        parts: Sequence[Part],
+        codec: TextCodec,
+        stop_ids: Collection[int] = (),
+        skip_special_tokens: bool = False,
+    ) -> None:
         self._parts = parts
-        self._codec = codec
+        self._decode = partial(codec.decode, stop_ids=stop_ids, skip_special_tokens=skip_special_tokens)
         (self._accuracy,) = [part.name for part in parts if part.is_accuracy]
 
     async def score(self, groups: Sequence[Group]) -> Scored:
@@ -39,32 +49,48 @@ class Scorer:
         """
         items = self._items(groups)
         found = await self._score_all(items)
-        scores_SR = {part.name: np.array(scores.values, dtype=np.float64) for part, scores in found}
-        shown_SR = {
-            f"{part.name}_{name}": np.array(values_S, dtype=np.float64)
-            for part, scores in found
-            for name, values_S in scores.parts.items()
-        } | scores_SR
+        scores_SR = {part.name: _scores(scores) for part, scores in found}
         missing_S = _mask([_failed(scores) for part, scores in found if part.on_error == "drop"], len(items))
-        right_S = scores_SR[self._accuracy][~missing_S]
+        # No reward that is trained on applies.
+        missing_S |= np.all([np.isnan(scores_SR[part.name]) for part in self._parts if part.weight != 0], axis=0)
+        right_S = scores_SR[self._accuracy][~missing_S & ~np.isnan(scores_SR[self._accuracy])]
         unreadable = {place: why for _, scores in found for place, why in scores.unreadable.items()}
-        rewards_S: NDArray[np.float64] = np.sum([part.weight * scores_SR[part.name] for part in self._parts], axis=0)
+        rewards_S: NDArray[np.float64] = np.nansum([part.weight * scores_SR[part.name] for part in self._parts], axis=0)
         return Scored(
             rewards_PG=rewards_S.reshape(len(groups), -1),
             missing_PG=missing_S.reshape(len(groups), -1),
             accuracy=float(right_S.mean()) if right_S.size else 0.0,
             accuracy_part=self._accuracy,
-            parts={name: scores_S.reshape(len(groups), -1) for name, scores_S in shown_SR.items()},
+            parts={name: values_S.reshape(len(groups), -1) for name, values_S in self._shown(found, scores_SR).items()},
             failures=_failures(found),
             num_errors=int(_mask([scores.errors for _, scores in found], len(items)).sum()),
             first_error=next((_first(part, scores, items) for part, scores in found if scores.errors), ""),
             num_timeouts=int(_mask([scores.late for _, scores in found], len(items)).sum()),
             num_unreadable=len(unreadable),
             unreadable_rows={groups[items[place].group].prompt.place: why for place, why in unreadable.items()},
+            num_absent=sum(len(scores.absent) for _, scores in found),
+            num_parts_left_out=sum(scores.parts.num_left_out for _, scores in found),
+            remarks=_remarks(found, len(items)),
         )
 
+    def _shown(
+        self, found: Sequence[tuple[Part, Scores]], scores_SR: Mapping[str, NDArray[np.float64]]
+    ) -> dict[str, NDArray[np.float64]]:
+        """Return what is reported, in its order: the accuracy, the other rewards as configured, parts of scores."""
+        parts_S = {
+            f"{part.name}_{name}": np.array(values_S, dtype=np.float64)
+            for part, scores in found
+            for name, values_S in scores.parts.values.items()
+        }
+        others = {name: values_S for name, values_S in (scores_SR | parts_S).items() if name not in scores_SR}
+        return {self._accuracy: scores_SR[self._accuracy]} | dict(scores_SR) | others
+
+    def texts(self, groups: Sequence[Group]) -> list[str]:
+        """Return the completions' texts as the rewards read them."""
+        return self._decode(completion.token_ids for group in groups for completion in group.completions)
+
     def _items(self, groups: Sequence[Group]) -> list[ScoredText]:
-        texts = iter(self._codec.decode(c.token_ids for group in groups for c in group.completions))
+        texts = iter(self.texts(groups))
         return [
             ScoredText(
                 completion=next(texts),
@@ -72,6 +98,7 @@ class Scorer:
                 truncated=completion.truncated,
                 num_tokens=len(completion.token_ids),
                 prompt=group.prompt.text,
+                messages=group.prompt.messages,
                 columns=group.prompt.columns,
                 sample_id=group.sample_id(index),
                 group=place,
@@ -114,6 +141,28 @@ async def _score_in_budget(part: Part, items: Sequence[ScoredText]) -> Scores:
             f"{part.key}.workers"
         )
     return scores
+
+
+def _scores(scores: Scores) -> NDArray[np.float64]:
+    """Return [S] scores; NaN: the reward does not apply."""
+    values_S = np.array(scores.values, dtype=np.float64)
+    values_S[list(scores.absent)] = np.nan
+    return values_S
+
+
+def _remarks(found: Sequence[tuple[Part, Scores]], size: int) -> dict[str, str]:
+    """Return what a run's user is told once, by what it is about."""
+    remarks = {
+        f"{part.name}.{name}": f"reward {part.name}: {text}"
+        for part, scores in found
+        for name, text in scores.parts.remarks.items()
+    }
+    return remarks | {
+        part.name: f"reward {part.name} returned None for all of {size} completions: it applies to none of them, or "
+        "its function lacks a return"
+        for part, scores in found
+        if size and len(scores.absent) == size
+    }
 
 
 def _failed(scores: Scores) -> set[int]:

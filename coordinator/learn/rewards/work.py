@@ -40,6 +40,7 @@ class WorkedReward(Reward):
             errors={place: answer.error for place, answer in enumerate(answers) if answer.error},
             late=frozenset(place for place, answer in enumerate(answers) if answer.late or not answer.tried),
             unreadable=unreadable,
+            seconds={place: answer.seconds for place, answer in enumerate(answers)},
         )
 
     async def close(self) -> None:
