@@ -134,7 +134,7 @@ class Scored:
     # Scores that rewards did not give since they do not apply, and values of parts that cannot be reported.
     num_absent: int = 0
     num_parts_left_out: int = 0
-    # What a run's user is told once, by what it is about.
+    # Warnings for the run's user, each once, by what they are about.
     remarks: Mapping[str, str] = field(default_factory=dict)
 
     @property

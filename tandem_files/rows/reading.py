@@ -22,8 +22,8 @@ _NO_ROWS = "has no rows: add at least one with a prompt"
 class RowKeys:
     """The columns of a row that have a meaning; dots lead into columns."""
 
-    prompt: str = "prompt"
-    # None: rows have no answer, or no tools.
+    # None: rows have no prompt, no answer, or no tools.
+    prompt: str | None = "prompt"
     answer: str | None = "answer"
     tools: str | None = None
 
@@ -105,7 +105,8 @@ def _record_of_line(raw: bytes, keys: RowKeys) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits, brackets thousands deep
         raise BadRow(f"is JSON that cannot be parsed: {error}") from error
     if not isinstance(record, dict):
-        raise BadRow(f'holds a JSON {type(record).__name__}; expected an object like {{"{keys.prompt}": ...}}')
+        name = keys.prompt or "completion"
+        raise BadRow(f'holds a JSON {type(record).__name__}; expected an object like {{"{name}": ...}}')
     if b"\\u" in raw:  # lone surrogates can only come from escapes
         check_unicode(record, "")
     return record
@@ -120,7 +121,7 @@ def _row(path: Path, number: int, record: dict[str, Any], keys: RowKeys) -> Row:
     return Row(
         file=path,
         number=number,
-        prompt=prompt_of(record, keys.prompt),
+        prompt="" if keys.prompt is None else prompt_of(record, keys.prompt),
         answer=answer_of(record, keys.answer),
         tools=tools_of(record, keys.tools),
         columns=record,

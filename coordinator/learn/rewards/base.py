@@ -70,6 +70,8 @@ class Scores:
     absent: frozenset[int] = frozenset()
     # Parts of the values, for the run's figures only.
     parts: Parts = field(default_factory=Parts)
+    # Items that scored 0 -> what was found in place of the answer.
+    found: Mapping[int, str] = field(default_factory=dict, compare=False)
     # Items -> seconds that scoring took, of the whole call for those that were scored together.
     seconds: Mapping[int, float] = field(default_factory=dict, compare=False)
 
@@ -89,6 +91,7 @@ class Scores:
             unreadable={places[place]: why for place, why in self.unreadable.items()},
             absent=frozenset(places[place] for place in self.absent),
             parts=replace(self.parts, values=parts),
+            found={places[place]: text for place, text in self.found.items()},
             seconds={places[place]: seconds for place, seconds in self.seconds.items()},
         )
 

@@ -102,7 +102,7 @@ class OwnFunction(Reward):
 
     @property
     def assumed(self) -> Sequence[str]:
-        """Names of other trainers that its parameters have, once it is started: those without a default."""
+        """Return the parameters with names of other trainers and without a default, once it is started."""
         return list(self._form["assumed"])
 
     @property
