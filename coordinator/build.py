@@ -162,7 +162,7 @@ def _evaluations(app: App, services: Services, scorer: Scorer, rollouts: Rollout
 def _sinks(app: App, lead: Lead) -> list[Sink]:
     """Make what gets every finished iteration."""
     config, run_dir = app.config, app.environment.run_dir
-    sinks: list[Sink] = [*build_trackers(config, run_dir, partial(_outcome, app))]
+    sinks: list[Sink] = [*build_trackers(config, run_dir, partial(_outcome, app), app.inputs.codec)]
     if config.samples.enabled:
         sinks.append(
             SampleSink(

@@ -84,8 +84,8 @@ class Scorer:
             for part, scores in found
             for name, values_S in scores.parts.values.items()
         }
-        others = {name: values_S for name, values_S in (scores_SR | parts_S).items() if name not in scores_SR}
-        return {self._accuracy: scores_SR[self._accuracy]} | dict(scores_SR) | others
+        others = {name: values_S for name, values_S in parts_S.items() if name not in scores_SR}
+        return {self._accuracy: scores_SR[self._accuracy], **scores_SR, **others}
 
     def texts(self, groups: Sequence[Group]) -> list[str]:
         """Return the completions' texts as the rewards read them."""

@@ -1,4 +1,4 @@
-"""`tandem score`: a configuration's rewards on completions of one's own. `from launcher.score import score` in Python."""
+"""`tandem score`: rewards on completions of one's own. In Python: `from launcher.score import score`."""
 
 from typing import TYPE_CHECKING, Any
 

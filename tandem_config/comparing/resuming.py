@@ -46,7 +46,7 @@ OF_THE_COORDINATOR = frozenset(
         *(f"evaluation.{name}" for name in ("sets", "right_from", "best", "save_best", "concurrent")),
         *(f"samples.{name}" for name in ("enabled", "every", "max_mib", "token_ids")),
         *(f"trackers.{name}" for name in ("kind", "uri", "experiment", "project", "entity", "group")),
-        *(f"trackers.{name}" for name in ("tags", "mode", "dir")),
+        *(f"trackers.{name}" for name in ("tags", "mode", "dir", "completions")),
     }
 )
 # How far, how fast and how carefully it learns: amounts that are tuned during a run.

@@ -96,7 +96,7 @@ class OwnFunction(Reward):
         self._task = task_of(section, output=output)
         self._workers: RewardWorkers | None = None
         self._form: Mapping[str, Any] = {}
-        self._values = VALUES | _AS_MESSAGES if section.completions == "messages" else VALUES
+        self._values = {**VALUES, **_AS_MESSAGES} if section.completions == "messages" else VALUES
         # The newest of those whose samples were scored: evaluations have none of their own.
         self._iteration = 0
 
