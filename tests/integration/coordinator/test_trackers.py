@@ -139,7 +139,7 @@ def test_a_tracker_that_takes_no_completions_gets_the_figures(
     assert len(found.Scalars("reward_mean")) == 4
 
 
-def test_tensorboard_shows_the_repeated_the_repeated_iterations_as_they_were_trained_last(
+def test_tensorboard_shows_the_repeated_iterations_as_they_were_trained_last(
     tmp_path: Path, launches: Launches
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
