@@ -108,7 +108,7 @@ class Tracker:
         completions: Completions | None = None,
     ) -> None:
         self._completions = Completions() if completions is None else completions
-        # Of the iteration that is sent next, once it is; a tracker that is away gets figures later, and no completions.
+        # Of the iteration that is sent next, once it is; an unreachable tracker gets figures later, and no completions.
         self._shown: tuple[int, list[Shown]] = (0, [])
         self._refused = ""
         self._backend, self._facts, self._clock = backend, facts, clock
