@@ -94,7 +94,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
     config, inputs = app.config, app.inputs
     weights = _weights(app, services, group, lead)
     rollouts = _rollouts(app, services, weights.seed_late_joiners)
-    scorer = Scorer(parts=app.rewards, codec=inputs.codec)
+    scorer = build_scorer(config, inputs.codec, app.rewards)
     progress = Progress(state=inputs.state, events=app.events, logprob_diff_limit=config.grpo.logprob_diff_limit)
     loop = GrpoLoop(
         grpo=config.grpo,
@@ -166,7 +166,7 @@ def _sinks(app: App, lead: Lead, progress: Progress) -> list[Sink]:
     """Make what gets every finished iteration."""
     loop, note_left = asyncio.get_running_loop(), partial(progress.note_left, "samples")
     config, run_dir = app.config, app.environment.run_dir
-    sinks: list[Sink] = [*build_trackers(config, run_dir, partial(_outcome, app))]
+    sinks: list[Sink] = [*build_trackers(config, run_dir, partial(_outcome, app), app.inputs.codec)]
     if config.samples.enabled:
         sinks.append(
             SampleSink(
@@ -234,6 +234,16 @@ def _warn_of_fleet(events: EventLog, message: str) -> None:
     log.warning(message)
 
 
+def build_scorer(config: RunConfig, codec: TextCodec, rewards: Sequence[Part]) -> Scorer:
+    """Connect rewards, which are started, with the decoding of completions."""
+    return Scorer(
+        parts=rewards,
+        codec=codec,
+        stop_ids=config.grpo.stop_token_ids,
+        skip_special_tokens=config.rollout.skip_special_tokens,
+    )
+
+
 def build_evaluator(
     config: RunConfig,
     codec: TextCodec,
@@ -265,7 +275,6 @@ def build_evaluator(
         rollouts=rollouts,
         rollouts_beside_training=beside_training,
         scorer=scorer,
-        codec=codec,
         right_from=config.evaluation.right_from,
         seed=_seed(config),
     )

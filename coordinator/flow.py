@@ -36,6 +36,8 @@ class Prompt:
     source: str = ""
     # What was tokenized: the prompt's column, or its messages in the chat template.
     text: str = ""
+    # Before the chat template; None: the prompt is a text.
+    messages: Sequence[Mapping[str, Any]] | None = None
     # All columns of the row, as JSON would hold them: for rewards, and to show them beside samples.
     columns: Mapping[str, Any] = field(default_factory=dict)
 
@@ -115,10 +117,10 @@ class Scored:
     accuracy: float
     # Name of the reward whose unweighted scores the accuracy is the mean of.
     accuracy_part: str = ""
-    # [P, G] True: a score of the sample could not be found (`on_error: drop`), so that its 0 in `rewards_PG` means
-    # nothing: it takes part in no mean and is not trained on. None: there is no such sample.
+    # [P, G] True: a score of the sample could not be found (`on_error: drop`), or no reward applies to it, so that its
+    # 0 in `rewards_PG` means nothing: it takes part in no mean and is not trained on. None: there is no such sample.
     missing_PG: NDArray[np.bool_] | None = None
-    # [P, G] unweighted scores by the reward's name.
+    # [P, G] unweighted scores by the reward's name, the accuracy's first, then their parts; NaN: the sample has none.
     parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     # Place of a sample in the rows of `rewards_PG`, one after the other -> the reward's name -> why it could not score.
     failures: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
@@ -129,6 +131,11 @@ class Scored:
     num_unreadable: int = 0
     # Prompt.place -> why its answer cannot be read.
     unreadable_rows: Mapping[str, str] = field(default_factory=dict)
+    # Scores that rewards did not give since they do not apply, and values of parts that cannot be reported.
+    num_absent: int = 0
+    num_parts_left_out: int = 0
+    # Warnings for the run's user, each once, by what they are about.
+    remarks: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def scores_PG(self) -> NDArray[np.float64]:
@@ -140,6 +147,11 @@ class Scored:
     def present_PG(self) -> NDArray[np.bool_]:
         """[P, G] True: the sample has a reward."""
         return np.ones(self.rewards_PG.shape, dtype=np.bool_) if self.missing_PG is None else ~self.missing_PG
+
+    def present_parts(self) -> dict[str, NDArray[np.float64]]:
+        """Return the values of each of `parts`, of the samples that have a reward and this value."""
+        present_PG = self.present_PG
+        return {name: values_PG[present_PG & ~np.isnan(values_PG)] for name, values_PG in self.parts.items()}
 
     @property
     def num_missing(self) -> int:

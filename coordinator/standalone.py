@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from coordinator.build import build_evaluator
+from coordinator.build import build_evaluator, build_scorer
 from coordinator.clients.replica import Replica
 from coordinator.fleet.fixed import FixedFleet
 from coordinator.fleet.services import merge_versions
@@ -22,7 +22,6 @@ from coordinator.inputs import evaluation_prompts
 from coordinator.learn.evaluation import Evaluated
 from coordinator.learn.rewards.registry import build_rewards, close_rewards, start_rewards
 from coordinator.learn.rewards.taken import ShownColumns
-from coordinator.learn.scoring import Scorer
 from coordinator.record.evaluations import evaluation_row
 from coordinator.record.samples.sink import SampleSink
 from coordinator.record.sinks import Finished
@@ -69,7 +68,7 @@ async def evaluate_model(config: RunConfig, environment: ServiceEnvironment) -> 
             max_groups_per_call=config.rollout.max_groups_per_call,
             timeout_s=config.rollout.generate_timeout_s,
         )
-        scorer = Scorer(parts=rewards, codec=codec)
+        scorer = build_scorer(config, codec, rewards)
         evaluator = build_evaluator(config, codec, prompts, scorer, rollouts, beside_training=rollouts)
         evaluated = await evaluator.evaluate(evaluator.sets, POLICY_VERSION)
         versions = {replica.name: dict((await replica.status()).versions.packages) for replica in replicas}

@@ -11,6 +11,7 @@ import typer
 from launcher.deploy.cli import deploy
 from launcher.init.cli import init
 from launcher.plan.cli import plan
+from launcher.score.cli import score
 from launcher.view.compare.cli import compare
 from launcher.view.logs.cli import logs
 from launcher.view.page import page
@@ -29,6 +30,7 @@ app = typer.Typer(
     tandem demo                      watch a tiny model learn to add
     tandem init --model DIR --data FILE    write my first configuration
     tandem check -c my.yaml          everything wrong with a configuration
+    tandem score -c my.yaml FILE     what its rewards give to completions of mine
     tandem run -c my.yaml            train; results in runs/<name>/
     tandem run --resume runs/<name>  resume after Ctrl-C or a crash
     tandem top                       watch a running run, live
@@ -170,6 +172,7 @@ def check(
 
 app.command()(init)
 app.command()(plan)
+app.command()(score)
 app.command()(samples)
 app.command()(profile)
 app.command()(logs)

@@ -194,7 +194,8 @@ def _run(request: "RunRequest", console: Console) -> int:
         evaluate_every=settings.evaluate_every,
         checkpoint_every=settings.checkpoint_every,
     )
-    weights = {section.label: section.weight for section in request.config.reward}
+    rewards = sorted(request.config.reward, key=lambda section: not section.accuracy)
+    weights = {section.label: section.weight for section in rewards}
     view = RunView(console, settings.iterations, left_s, weights)
     view.print_line(f"run {request.run_dir.name} in {request.run_dir}", "bold")
     outcome = launch(request, view)

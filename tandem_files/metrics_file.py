@@ -126,13 +126,19 @@ class Baseline:
         return {column: value for column, value in row.items() if set_of(column) not in gone} if gone else row
 
 
-def reward_means(row: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Return the mean scores of a row by reward, in the order of their names; nothing if there is only one reward.
+def reward_means(row: Mapping[str, float | None], order: Iterable[str] = ()) -> dict[str, float | None]:
+    """Return the mean scores of a row by reward, then those of parts; nothing if there is only one reward.
 
-    >>> reward_means({"reward_mean": 0.7, "reward/tidy_mean": 1.0, "reward/tidy_std": 0.0, "reward/math_mean": 0.5})
-    {'math': 0.5, 'tidy': 1.0}
+    Args:
+        order: names of rewards that come first, for a row that has lost its own order; it has the accuracy first, then
+            the other rewards as they are configured.
+
+    >>> row = {"reward_mean": 0.7, "reward/tidy_mean": 1.0, "reward/tidy_std": 0.0, "reward/math_mean": 0.5}
+    >>> reward_means(row), reward_means(row, ["math", "none"])
+    ({'tidy': 1.0, 'math': 0.5}, {'math': 0.5, 'tidy': 1.0})
     """
-    means = {found[1]: row[name] for name in sorted(row) if (found := REWARD_MEAN.fullmatch(name))}
+    found = {found[1]: row[name] for name in row if (found := REWARD_MEAN.fullmatch(name))}
+    means = {name: found[name] for name in dict.fromkeys([*order, *found]) if name in found}
     return means if len(means) > 1 else {}
 
 

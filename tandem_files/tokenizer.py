@@ -1,7 +1,7 @@
 """Encodes and decodes text with the `tokenizers` library, and reads the ids that end a completion."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from tandem_files.digests import text_digest
 
 # Texts decoded together by decode_all.
 _DECODE_BATCH = 64
+# Of a model's folder: each may have ids that end or pad a text.
+_MODEL_FILES = ("generation_config.json", "config.json")
 
 
 class TextCodec:
@@ -26,6 +28,10 @@ class TextCodec:
         self.stop_token_ids = stop_token_ids
         self.folder = folder
         self._digest = ""
+        self._special = {
+            id_: token.content for id_, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        }
+        self._padding_ids = frozenset[int]()
 
     @classmethod
     def from_folders(cls, model: Path, tokenizer: Path | None = None) -> "TextCodec":
@@ -42,10 +48,13 @@ class TextCodec:
             loaded = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for every kind of bad file
             raise ValueError(f"{path} is not a tokenizer: {error}") from error
+        padding = (loaded.padding or {}).get("pad_id")
         loaded.no_padding()
         loaded.no_truncation()
         _check_vocabulary(loaded, path, model)
-        return cls(loaded, stop_token_ids(model, _eos_of(loaded, folder)), folder)
+        codec = cls(loaded, stop_token_ids(model, _id_of(loaded, folder, "eos_token")), folder)
+        codec._padding_ids = _padding_ids(model, padding, _id_of(loaded, folder, "pad_token"))
+        return codec
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode each text, with the special tokens that the tokenizer's post-processor adds.
@@ -66,10 +75,34 @@ class TextCodec:
             self._digest = text_digest(self._tokenizer.to_str())
         return self._digest
 
-    def decode(self, sequences: Iterable[Sequence[int]]) -> list[str]:
-        """Decode each sequence of token ids, without special tokens."""
-        texts: list[str] = self._tokenizer.decode_batch([list(ids) for ids in sequences], skip_special_tokens=True)
-        return texts
+    def decode(
+        self, sequences: Iterable[Sequence[int]], *, stop_ids: Collection[int] = (), skip_special_tokens: bool = False
+    ) -> list[str]:
+        """Decode what a policy wrote, for rewards: without the tokens that end or pad a text, wherever they are.
+
+        Args:
+            stop_ids: further ids that end a completion; those of ordinary text, as of `</answer>`, are kept.
+            skip_special_tokens: leave out all special tokens.
+        """
+        left_out = self._left_out(stop_ids, skip_special_tokens)
+        return self.decode_all([id_ for id_ in ids if id_ not in left_out] for ids in sequences)
+
+    def left_out(self, *, stop_ids: Collection[int] = (), skip_special_tokens: bool = False) -> list[str]:
+        """Return the texts of the tokens that `decode` leaves out."""
+        ids = self._left_out(stop_ids, skip_special_tokens)
+        return [text for id_ in sorted(ids) if (text := self._tokenizer.id_to_token(id_)) is not None]
+
+    def as_written(self, text: str, *, stop_ids: Collection[int] = (), skip_special_tokens: bool = False) -> str:
+        """Return a text as `decode` gives it if a policy writes it."""
+        (ids,) = self.encode_rendered([text])
+        if self._left_out(stop_ids, skip_special_tokens).isdisjoint(ids):
+            return text  # which decoding could change: a tokenizer need not know all characters
+        return self.decode([ids], stop_ids=stop_ids, skip_special_tokens=skip_special_tokens)[0]
+
+    def _left_out(self, stop_ids: Collection[int], skip_special_tokens: bool) -> frozenset[int]:
+        """Return the ids that `decode` leaves out; those of the model always end a completion, special or not."""
+        chosen = self._special.keys() if skip_special_tokens else self._special.keys() & {*stop_ids, *self._padding_ids}
+        return frozenset((*self.stop_token_ids, *chosen))
 
     def decode_all(self, sequences: Iterable[Sequence[int]]) -> list[str]:
         """Decode each sequence of token ids, with its special tokens: to show what a model saw and wrote."""
@@ -98,7 +131,7 @@ def stop_token_ids(model: Path, of_tokenizer: int | None = None) -> tuple[int, .
     Raises: ValueError: none of them has one.
     """
     found = set() if of_tokenizer is None else {of_tokenizer}
-    for name in ("generation_config.json", "config.json"):
+    for name in _MODEL_FILES:
         value = _read_object(model / name).get("eos_token_id")
         found |= set() if value is None else {value} if isinstance(value, int) else set(value)
     if not found:
@@ -109,9 +142,15 @@ def stop_token_ids(model: Path, of_tokenizer: int | None = None) -> tuple[int, .
     return tuple(sorted(found))
 
 
-def _eos_of(tokenizer: Tokenizer, folder: Path) -> int | None:
+def _padding_ids(model: Path, *found: int | None) -> frozenset[int]:
+    """Add the padding ids of generation_config.json and config.json to those that were found."""
+    values = [*found, *(_read_object(model / name).get("pad_token_id") for name in _MODEL_FILES)]
+    return frozenset(value for value in values if isinstance(value, int))
+
+
+def _id_of(tokenizer: Tokenizer, folder: Path, role: str) -> int | None:
     """Find the id of tokenizer_config.json's `eos_token`, which is a string or the object of an added token."""
-    token = _read_object(folder / "tokenizer_config.json").get("eos_token")
+    token = _read_object(folder / "tokenizer_config.json").get(role)
     text = token.get("content") if isinstance(token, dict) else token
     found: int | None = tokenizer.token_to_id(text) if isinstance(text, str) else None
     return found

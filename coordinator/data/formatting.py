@@ -25,6 +25,8 @@ class PromptText:
     text: str
     # Written by a chat template, so with all special tokens.
     rendered: bool
+    # What the template got; None: there was none.
+    messages: list[Message] | None = None
 
 
 class PromptFormat:
@@ -70,10 +72,11 @@ class PromptFormat:
                 raise BadRow(f"is a text, which {setting} cannot be put before: set data.prompt_as: user_message")
             return PromptText(text=row.prompt, rendered=False)
         messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
-        text = self._render(self._with_system(messages, system, row), row)
-        if system is not None and messages[0]["role"] != "system" and system.strip() not in text:
+        messages = self._with_system(messages, system, row)
+        text = self._render(messages, row)
+        if system is not None and messages[0].get("content") == system and system.strip() not in text:
             self.lost_system.add(setting)
-        return PromptText(text=text, rendered=True)
+        return PromptText(text=text, rendered=True, messages=messages)
 
     def encode(self, texts: Sequence[PromptText]) -> list[list[int]]:
         """Tokenize texts; those that a template has not written get the tokenizer's special tokens, once."""

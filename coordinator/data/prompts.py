@@ -64,6 +64,7 @@ class PromptSource(Sequence[Prompt]):
                 file_label=file.label,
                 source=file.name,
                 text=text.text,
+                messages=text.messages,
                 columns=row.columns,
             )
             for (file, row), text, ids in zip(found, texts, self._format.encode(texts), strict=True)

@@ -10,7 +10,6 @@ from coordinator.generate.rollouts import Rollouts
 from coordinator.learn.answers import answer_in
 from coordinator.learn.estimates import Estimate, estimates
 from coordinator.learn.scoring import Scorer
-from tandem_files.tokenizer import TextCodec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,6 @@ class Evaluator:
     # Generates while the trainer is at work.
     rollouts_beside_training: Rollouts
     scorer: Scorer
-    codec: TextCodec
     right_from: float = 1.0
     seed: int | None = None
 
@@ -87,7 +85,7 @@ class Evaluator:
         groups = {f"eval.{asked.name}.{prompt.name}": prompt for prompt in prompts}
         generation = await rollouts.generate(groups, order)
         scored = await self.scorer.score(generation.groups)
-        texts = iter(self.codec.decode(c.token_ids for group in generation.groups for c in group.completions))
+        texts = iter(self.scorer.texts(generation.groups))
         answers_PG = [[answer_in(next(texts)) for _ in group.completions] for group in generation.groups]
         prompts_P = [tuple(group.prompt.token_ids) for group in generation.groups]
         return Evaluated(

@@ -5,7 +5,8 @@ broken reward must not train one.
 """
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +25,22 @@ class Scorer:
 
     Args:
         parts: the rewards, started; one of them is the accuracy.
+        codec: decodes groups; None: texts are scored only.
+        stop_ids: further ids that end a completion (grpo.stop_token_ids).
+        skip_special_tokens: rollout.skip_special_tokens.
     """
 
-    def __init__(self, *, parts: Sequence[Part], codec: TextCodec) -> None:
+    def __init__(
+        self,
+        *,
+        parts: Sequence[Part],
+        codec: TextCodec | None,
+        stop_ids: Collection[int] = (),
+        skip_special_tokens: bool = False,
+    ) -> None:
         self._parts = parts
         self._codec = codec
+        self._decoding: dict[str, Any] = {"stop_ids": stop_ids, "skip_special_tokens": skip_special_tokens}
         (self._accuracy,) = [part.name for part in parts if part.is_accuracy]
 
     async def score(self, groups: Sequence[Group]) -> Scored:
@@ -38,33 +50,51 @@ class Scorer:
             stop`, or took too long for more than 25 %.
         """
         items = self._items(groups)
-        found = await self._score_all(items)
-        scores_SR = {part.name: np.array(scores.values, dtype=np.float64) for part, scores in found}
-        shown_SR = {
-            f"{part.name}_{name}": np.array(values_S, dtype=np.float64)
-            for part, scores in found
-            for name, values_S in scores.parts.items()
-        } | scores_SR
-        missing_S = _mask([_failed(scores) for part, scores in found if part.on_error == "drop"], len(items))
-        right_S = scores_SR[self._accuracy][~missing_S]
+        found = await self.score_items(items)
+        for part, scores in found:
+            if why := over_budget(part, scores, items):
+                raise Internal(why)
+        scores_SR = {part.name: _scores(scores) for part, scores in found}
+        rewards_S, missing_S = added(found)
+        right_S = scores_SR[self._accuracy][~missing_S & ~np.isnan(scores_SR[self._accuracy])]
         unreadable = {place: why for _, scores in found for place, why in scores.unreadable.items()}
-        rewards_S: NDArray[np.float64] = np.sum([part.weight * scores_SR[part.name] for part in self._parts], axis=0)
         return Scored(
             rewards_PG=rewards_S.reshape(len(groups), -1),
             missing_PG=missing_S.reshape(len(groups), -1),
             accuracy=float(right_S.mean()) if right_S.size else 0.0,
             accuracy_part=self._accuracy,
-            parts={name: scores_S.reshape(len(groups), -1) for name, scores_S in shown_SR.items()},
-            failures=_failures(found),
+            parts={name: values_S.reshape(len(groups), -1) for name, values_S in self._shown(found, scores_SR).items()},
+            failures=failures_of(found),
             num_errors=int(_mask([scores.errors for _, scores in found], len(items)).sum()),
             first_error=next((_first(part, scores, items) for part, scores in found if scores.errors), ""),
             num_timeouts=int(_mask([scores.late for _, scores in found], len(items)).sum()),
             num_unreadable=len(unreadable),
             unreadable_rows={groups[items[place].group].prompt.place: why for place, why in unreadable.items()},
+            num_absent=sum(len(scores.absent) for _, scores in found),
+            num_parts_left_out=sum(scores.parts.num_left_out for _, scores in found),
+            remarks=remarks_of(found, len(items)),
         )
 
+    def _shown(
+        self, found: Sequence[tuple[Part, Scores]], scores_SR: Mapping[str, NDArray[np.float64]]
+    ) -> dict[str, NDArray[np.float64]]:
+        """Return what is reported, in its order: the accuracy, the other rewards as configured, parts of scores."""
+        parts_S = {
+            f"{part.name}_{name}": np.array(values_S, dtype=np.float64)
+            for part, scores in found
+            for name, values_S in scores.parts.values.items()
+        }
+        others = {name: values_S for name, values_S in parts_S.items() if name not in scores_SR}
+        return {self._accuracy: scores_SR[self._accuracy], **scores_SR, **others}
+
+    def texts(self, groups: Sequence[Group]) -> list[str]:
+        """Return the completions' texts as the rewards read them."""
+        assert self._codec is not None, "groups have token ids"
+        ids = (completion.token_ids for group in groups for completion in group.completions)
+        return self._codec.decode(ids, **self._decoding)
+
     def _items(self, groups: Sequence[Group]) -> list[ScoredText]:
-        texts = iter(self._codec.decode(c.token_ids for group in groups for c in group.completions))
+        texts = iter(self.texts(groups))
         return [
             ScoredText(
                 completion=next(texts),
@@ -72,6 +102,7 @@ class Scorer:
                 truncated=completion.truncated,
                 num_tokens=len(completion.token_ids),
                 prompt=group.prompt.text,
+                messages=group.prompt.messages,
                 columns=group.prompt.columns,
                 sample_id=group.sample_id(index),
                 group=place,
@@ -82,46 +113,84 @@ class Scorer:
             for index, completion in enumerate(group.completions)
         ]
 
-    async def _score_all(self, items: Sequence[ScoredText]) -> list[tuple[Part, Scores]]:
-        """Let all rewards score at the same time. Raises: Internal: of the first that is over its budget."""
-        scoring = [
-            asyncio.create_task(_score_in_budget(part, items), name=f"reward {part.name}") for part in self._parts
-        ]
+    async def score_items(self, items: Sequence[ScoredText]) -> list[tuple[Part, Scores]]:
+        """Let all rewards score at the same time. Returns: all scores, however many failed."""
+        scoring = [asyncio.create_task(_score(part, items), name=f"reward {part.name}") for part in self._parts]
         try:
             return list(zip(self._parts, await asyncio.gather(*scoring), strict=True))
         finally:
             await cancel(*scoring)
 
 
-async def _score_in_budget(part: Part, items: Sequence[ScoredText]) -> Scores:
+async def _score(part: Part, items: Sequence[ScoredText]) -> Scores:
     with in_part(f"reward {part.name}"):
-        scores = await part.reward.score(items)
+        return await part.reward.score(items)
+
+
+def added(found: Sequence[tuple[Part, Scores]]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Add the weighted scores of S samples.
+
+    Returns: [S] rewards; [S] True: the sample has none, since a score failed with `on_error: drop`, or no reward that
+        is trained on applies.
+    """
+    scores_RS = [_scores(scores) for _, scores in found]
+    size = scores_RS[0].size
+    missing_S = _mask([_failed(scores) for part, scores in found if part.on_error == "drop"], size)
+    trained_on = [np.isnan(scores_S) for (part, _), scores_S in zip(found, scores_RS, strict=True) if part.weight != 0]
+    weighted = [part.weight * scores_S for (part, _), scores_S in zip(found, scores_RS, strict=True)]
+    return np.nansum(weighted, axis=0), missing_S | np.all(trained_on, axis=0)
+
+
+def over_budget(part: Part, scores: Scores, items: Sequence[ScoredText]) -> str:
+    """Return why a run ends when so many of a reward's scores fail; "": it does not."""
     total, failed = len(items), _failed(scores)
     if failed and part.on_error == "stop":
-        raise Internal(
+        return (
             f"reward {part.name}: scoring failed for {len(failed)} of {total} completions, and {part.key}.on_error is "
             f"stop; first failure: {_first(part, scores, items)}"
         )
     if len(scores.errors) > part.max_error_share * total:
-        raise Internal(
+        return (
             f"reward {part.name}: scoring failed for {len(scores.errors)} of {total} completions, more than "
             f"{part.key}.max_error_share = {part.max_error_share:.0%}; first failure: {_first(part, scores, items)}"
         )
     if len(scores.late) > late_budget(total):
-        raise Internal(
+        return (
             f"reward {part.name}: scoring took longer than {part.key}.timeout_s for {len(scores.late)} of {total} "
             f"completions (the rest was not tried), more than {MAX_LATE_SHARE:.0%}: simplify {part.key}.pattern "
             f"(quantifiers within quantifiers take exponential time), or raise {part.key}.timeout_s and "
             f"{part.key}.workers"
         )
-    return scores
+    return ""
+
+
+def _scores(scores: Scores) -> NDArray[np.float64]:
+    """Return [S] scores; NaN: the reward does not apply."""
+    values_S = np.array(scores.values, dtype=np.float64)
+    values_S[list(scores.absent)] = np.nan
+    return values_S
+
+
+def remarks_of(found: Sequence[tuple[Part, Scores]], size: int) -> dict[str, str]:
+    """Return warnings for the run's user, each once, by what they are about."""
+    remarks = {
+        f"{part.name}.{name}": f"reward {part.name}: {text}"
+        for part, scores in found
+        for name, text in scores.parts.remarks.items()
+    }
+    return remarks | {
+        part.name: f"reward {part.name} returned None for all of {size} completions: it applies to none of them, or "
+        "its function lacks a return"
+        for part, scores in found
+        if size and len(scores.absent) == size
+    }
 
 
 def _failed(scores: Scores) -> set[int]:
     return {*scores.errors, *scores.late}
 
 
-def _failures(found: Sequence[tuple[Part, Scores]]) -> dict[int, dict[str, str]]:
+def failures_of(found: Sequence[tuple[Part, Scores]]) -> dict[int, dict[str, str]]:
     """Return why rewards failed, by the samples' places and the rewards' names."""
     failures: dict[int, dict[str, str]] = {}
     for part, scores in found:

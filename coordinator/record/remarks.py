@@ -73,8 +73,12 @@ def score_remarks(where: str, scored: Scored, known_rows: set[str]) -> Iterator[
 
     Args:
         where: whose prompts they are of: `data.train`.
-        known_rows: places of its rows that have been warned about; new ones are added.
+        known_rows: places of its rows, and other matters, that have been warned about; new ones are added.
     """
+    for about, message in scored.remarks.items():
+        if about not in known_rows:
+            known_rows.add(about)
+            yield "reward_remark", f"{where}: {message}"
     if scored.num_errors:
         yield (
             "reward_error",

@@ -135,14 +135,15 @@ def _scores_row(prefix: str, scored: Scored | None) -> Row:
         f"{prefix}reward_errors": None if scored is None else scored.num_errors,
         f"{prefix}reward_timeouts": None if scored is None else scored.num_timeouts,
         f"{prefix}unreadable_answers": None if scored is None else scored.num_unreadable,
+        f"{prefix}reward_not_applied": None if scored is None else scored.num_absent,
+        f"{prefix}reward_parts_left_out": None if scored is None else scored.num_parts_left_out,
     }
 
 
 def _parts_row(prefix: str, scored: Scored | None) -> Row:
     """Make `reward/NAME_mean` and `_std` of every reward's unweighted scores."""
     row: Row = {}
-    for name, scores_PG in ({} if scored is None else scored.parts).items():
-        scores_S = scores_PG[scored.present_PG] if scored is not None else scores_PG
+    for name, scores_S in ({} if scored is None else scored.present_parts()).items():
         row[f"{prefix}reward/{name}_mean"] = _mean(scores_S)
         row[f"{prefix}reward/{name}_std"] = _std(scores_S)
     return row

@@ -23,6 +23,8 @@ from tandem_files.digests import file_digest, text_digest
 
 # Longer values of settings are compared and shown by their digests, of which messages show the beginning.
 _SHOWN_CHARS, _DIGEST_CHARS = 80, 12
+# What a run with rollout.skip_special_tokens: false, the default, has beside its rewards' own.
+_KEPT = {"completions": "with special tokens, but those that end or pad them (rollout.skip_special_tokens: true: none)"}
 # Settings that change no score.
 _NO_SCORE = {"trial"}
 # What is known of the prompts of an evaluation set: their contents, or in the checkpoint of an older release the names.
@@ -77,11 +79,13 @@ def reward_facts(config: RunConfig) -> dict[str, str]:
 
     Raises: OSError: a file of own code cannot be read.
     """
-    return {
+    facts = {
         f"reward {section.label}: {name}": value
         for section in config.reward
         for name, value in (*_settings(section), *_code(section))
     }
+    # Checkpoints of older releases lack it: they removed all.
+    return facts if config.rollout.skip_special_tokens else facts | _KEPT
 
 
 def reward_warning(old: Mapping[str, str], new: Mapping[str, str]) -> str:

@@ -223,6 +223,7 @@ for _kind in (
     "reward_error",
     "reward_timeout",
     "unreadable_answer",
+    "reward_remark",
     "generate_retry",
     "replicas",
     "kubernetes",
@@ -288,8 +289,7 @@ def observe_scores(data: DataKey, scored: Scored) -> None:
     REWARD_ERRORS.labels(data=data).inc(scored.num_errors)
     REWARD_TIMEOUTS.labels(data=data).inc(scored.num_timeouts)
     UNREADABLE_ANSWERS.labels(data=data).inc(scored.num_unreadable)
-    for name, scores_PG in scored.parts.items():
-        scores_S = scores_PG[scored.present_PG]
+    for name, scores_S in scored.present_parts().items():
         if scores_S.size > 1:
             REWARD_SCORE_MEAN.labels(data=data, reward=name).set(float(scores_S.mean()))
             REWARD_SCORE_STD.labels(data=data, reward=name).set(float(scores_S.std(ddof=1)))

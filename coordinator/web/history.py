@@ -34,8 +34,8 @@ class History:
 
     def __init__(self, rows: Sequence[Row] = ()) -> None:
         self.rows: deque[Row] = deque(rows, maxlen=_ROWS_KEPT)
-        # Of the fields that any row has had.
-        self.names = {name for row in rows for name in row}
+        # Of the fields that any row has had, in their order.
+        self.names = {name: None for row in rows for name in row}
         self.messages: deque[Notice] = deque(maxlen=_MESSAGES_KEPT)
         self.part = ""
         self.part_since_s = time.time()
@@ -50,7 +50,7 @@ class History:
         """Add an event."""
         if event.kind is EventKind.ITERATION:
             self.rows.append(event.values)
-            self.names.update(event.values)
+            self.names.update(dict.fromkeys(event.values))
             self._curves.clear()
         if event.kind in (EventKind.PROGRESS, EventKind.ITERATION):
             self.part = event.message if event.kind is EventKind.PROGRESS else "report"

@@ -115,17 +115,16 @@ class Picture:
 
 
 def further(names: Collection[str]) -> list[tuple[str, str, str]]:
-    """Find the fields of rows that are drawn beside CURVES, with titles and units.
+    """Find the fields of rows that are drawn beside CURVES, with titles and units; rewards in the rows' order.
 
-    >>> further({"reward/math_mean", "reward/math_std", "reward/format_mean", "eval/aime/pass@8", "loss"})
-    [('reward/format_mean', 'Reward: format (unweighted)', ''), ('reward/math_mean', 'Reward: math (unweighted)', ''), \
+    >>> further(["reward/math_mean", "reward/math_std", "reward/format_mean", "eval/aime/pass@8", "loss"])
+    [('reward/math_mean', 'Reward: math (unweighted)', ''), ('reward/format_mean', 'Reward: format (unweighted)', ''), \
 ('eval/aime/pass@8', 'aime: pass@8', '')]
     """
-    ordered = sorted(names)
-    rewards = [(name, f"Reward: {found[1]}", "") for name in ordered if (found := REWARD_MEAN.fullmatch(name))]
+    rewards = [(name, f"Reward: {found[1]}", "") for name in names if (found := REWARD_MEAN.fullmatch(name))]
     if len(rewards) > 1:  # the reward is a sum, in which each has a weight
         rewards = [(name, f"{title} (unweighted)", unit) for name, title, unit in rewards]
-    sets = [(name, f"{found[1]}: {found[2]}", "") for name in ordered if (found := _OF_SET.fullmatch(name))]
+    sets = [(name, f"{found[1]}: {found[2]}", "") for name in sorted(names) if (found := _OF_SET.fullmatch(name))]
     return [*rewards, *sets][:_MOST_FURTHER]
 
 

@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from coordinator.learn.rewards.base import TakenColumns
 from coordinator.learn.rewards.servers.judge import columns_in
@@ -15,7 +16,7 @@ from launcher.check.trial import Trial, Tried
 from tandem_config.checks.reward import entry_key
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
-from tandem_config.sections.reward import FunctionReward, MathVerifyReward
+from tandem_config.sections.reward import FormatReward, FunctionReward, MathVerifyReward, RegexReward
 from tandem_config.sections.rewards.base import RewardSection
 from tandem_config.sections.rewards.servers import JudgeReward, RemoteReward
 
@@ -29,7 +30,18 @@ def check_rewards(config: RunConfig, usable: Callable[..., bool], data: CheckedD
     """
     columns = columns_of(scan for scans in data.scans.values() for scan in scans) or None
     first = data.first if usable("grpo.group_size") else None
-    trial = None if first is None else Trial(*first, codec=data.codec, group_size=config.grpo.group_size)
+    decoding = decoding_of(config) if usable("grpo.stop_token_ids", "rollout.skip_special_tokens") else {}
+    trial = (
+        None
+        if first is None
+        else Trial(
+            *first,
+            codec=data.codec,
+            group_size=config.grpo.group_size,
+            decoding=decoding,
+            alone=len(config.reward) == 1,
+        )
+    )
     tried = try_functions(config, usable, columns, trial)
     yield from _without_data(config, usable, tried)
     yield from check_patterns(config, usable, data.ends)
@@ -37,6 +49,8 @@ def check_rewards(config: RunConfig, usable: Callable[..., bool], data: CheckedD
     if not any(found.error for found in tried.values()):
         taken = [takes_of(section, tried.get(place)) for place, section in enumerate(config.reward)]
         data.notes += told(unused_columns(scans, None if data.first is None else data.first[0], taken))
+    if data.codec is not None and decoding:
+        yield from _left_out_of_texts(config, usable, data.codec.left_out(**decoding))
     takers = [(config.reward[place].label, found.takes) for place, found in tried.items()]
     for key, scans in data.scans.items():
         for problem in rows_without(scans, takers):
@@ -48,6 +62,35 @@ def takes_of(section: RewardSection, tried: Tried | None) -> TakenColumns:
     if isinstance(section, JudgeReward):
         return columns_in(section.prompt)
     return TakenColumns(everything=isinstance(section, RemoteReward)) if tried is None else tried.takes
+
+
+def decoding_of(config: RunConfig) -> dict[str, Any]:
+    """Return how completions are decoded for rewards: arguments of TextCodec.decode."""
+    return {
+        "stop_ids": config.grpo.stop_token_ids,
+        "skip_special_tokens": config.rollout.skip_special_tokens,
+    }
+
+
+def _left_out_of_texts(
+    config: RunConfig, usable: Callable[..., bool], left_out: Sequence[str]
+) -> Iterator[ConfigProblem]:
+    """Warn of patterns with tokens that no reward sees."""
+    for place, section in enumerate(config.reward):
+        key = entry_key(config, place)
+        if not usable(key) or not isinstance(section, RegexReward | FormatReward):
+            continue
+        text = section.pattern.replace("\\", "")
+        names = [name for name in left_out if name in text]
+        if names:
+            skipped = config.rollout.skip_special_tokens
+            yield ConfigProblem(
+                key=f"{key}.pattern",
+                value=section.pattern,
+                message=f"holds the special token {names[0]!r}, which is removed from the texts that rewards get",
+                suggestion="leave rollout.skip_special_tokens out" if skipped else "leave the token out of the pattern",
+                severity="warning",
+            )
 
 
 def check_imports(config: RunConfig, usable: Callable[..., bool], columns: Sequence[str]) -> Iterator[ConfigProblem]:

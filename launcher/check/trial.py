@@ -5,8 +5,9 @@ the run has.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from coordinator.data.formatting import PromptText
 from coordinator.learn.rewards.base import ScoredText, TakenColumns
@@ -18,6 +19,8 @@ from tandem_files.tokenizer import TextCodec
 
 # A call may be allowed an hour; a check does not wait for that.
 MOST_S = 30.0
+# What Python says to completion[0]["content"] of a text.
+_INDEXED = "string indices must be integers"
 
 
 @dataclass(frozen=True)
@@ -26,12 +29,16 @@ class Trial:
 
     Attributes:
         group_size: completions that a function of a group gets.
+        decoding: how completions are decoded: arguments of TextCodec.as_written.
+        alone: whether there is no other reward.
     """
 
     row: Row
     prompt: PromptText
     codec: TextCodec | None
     group_size: int
+    decoding: Mapping[str, Any] = field(default_factory=dict)
+    alone: bool = False
 
     @property
     def text(self) -> str:
@@ -41,14 +48,20 @@ class Trial:
 
     def items(self, per: str) -> list[ScoredText]:
         """Return the completions of one call."""
-        ids = [] if self.codec is None else self.codec.encode_rendered([self.row.answer])[0]
+        completion = self.row.answer
+        ids = []
+        if self.codec is not None:
+            (ids,) = self.codec.encode_rendered([completion])
+            completion = self.codec.as_written(completion, **self.decoding)
         return [
             ScoredText(
-                completion=self.row.answer,
+                completion=completion,
                 answer=self.row.answer,
                 truncated=False,
                 num_tokens=len(ids) + 1,
                 prompt=self.prompt.text,
+                messages=self.prompt.messages,
+                completion_ids=ids,
                 columns=self.row.columns,
                 sample_id=f"check.g0.row{self.row.number}#{index}",
             )
@@ -64,12 +77,14 @@ class Tried:
         takes: the columns that it takes.
         error: why it cannot be used; "": it can.
         failure: why it could not score the trial; "": it could, or was not called.
+        unknown: parameters with names of other trainers for which the rows have nothing.
     """
 
     section: FunctionReward
     takes: TakenColumns = field(default_factory=TakenColumns)
     error: str = ""
     failure: str = ""
+    unknown: Sequence[str] = ()
 
     @classmethod
     async def of(cls, section: FunctionReward, columns: Sequence[str] | None, trial: Trial | None) -> "Tried":
@@ -85,7 +100,9 @@ class Tried:
             takes = reward.takes
             possible = trial is not None and section.trial and all(name in trial.row.columns for name in takes.required)
             failure = await _failure(reward, section, trial) if trial is not None and possible else ""
-            return cls(section=section, takes=takes, failure=failure)
+            lacking = [name for name in reward.assumed if name.removesuffix("s") == "data_source"]
+            unknown = [name for name in lacking if columns is not None and "data_source" not in columns]
+            return cls(section=section, takes=takes, failure=failure, unknown=unknown)
         except ValueError as error:
             return cls(section=section, error=str(error))
         finally:
@@ -95,12 +112,25 @@ class Tried:
         """Yield the error or warning. key: the reward's key in the configuration."""
         if self.error:
             yield ConfigProblem(key=f"{key}.function", value=self.section.function, message=self.error)
+        for name in self.unknown:
+            yield ConfigProblem(
+                key=f"{key}.function",
+                value=self.section.function,
+                message=f"takes {name!r}, which no row has, so that it gets None",
+                suggestion=f"add the column data_source to the rows, or set {key}.args: {{{name}: ...}}",
+                severity="warning",
+            )
         if self.failure:
+            texts = _INDEXED in self.failure and self.section.completions == "text"
             yield ConfigProblem(
                 key=f"{key}.function",
                 value=self.section.function,
                 message=self.failure,
-                suggestion="correct it, or set trial: false if it can work in the run only",
+                suggestion=(
+                    "set completions: messages if it takes lists of messages, as TRL gives them"
+                    if texts
+                    else "correct it, or set trial: false if it can work in the run only"
+                ),
                 severity="warning",
             )
 
@@ -114,4 +144,6 @@ async def _failure(reward: OwnFunction, section: FunctionReward, trial: Trial) -
         why = f"no score after {MOST_S:g} s; the whole timeout_s = {section.timeout_s:g} s was not waited for"
     else:
         why = next(iter(scores.errors.values()), "")
+        if trial.alone and scores.absent:
+            why = "it returned None, and a completion to which no reward applies is left out"
     return f"tried on {trial.text}, it failed: {why}" if why else ""

@@ -1,5 +1,6 @@
 """The columns of the progress view: metric, heading, number of digits, and which of them a narrow terminal has."""
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -56,10 +57,12 @@ def columns_for(
     """Choose the columns for lines of at most `width` characters; those of rank 0 are always among them.
 
     Args:
+        width: sys.maxsize: of a file, where nothing is cut.
         rewards: names of a list of rewards; they get columns if there is room for all of them.
         weights: of rewards, by name; the figures are not multiplied by them.
     """
-    chosen = [COLUMNS[0], *(_of_reward(name, weights) for name in rewards), *COLUMNS[1:]]
+    longest = _LONGEST_TITLE if width < sys.maxsize else sys.maxsize
+    chosen = [COLUMNS[0], *(_of_reward(name, weights, longest) for name in rewards), *COLUMNS[1:]]
     if len(heading([column for column in chosen if column.rank == 0], total)) > width:
         chosen = list(COLUMNS)
     for rank in sorted({column.rank for column in chosen} - {0}, reverse=True):
@@ -78,9 +81,11 @@ def rewards_line(
 ) -> str:
     """Format the mean score of each reward, and its weight unless it is 1, for a line of its own.
 
+    Args:
+        weights: as for columns_for, in the order of the line.
     Returns: "" if the columns have them, or there is only one.
     """
-    means = reward_means(row)
+    means = reward_means(row, weights)
     if not means or any(REWARD_MEAN.fullmatch(column.metric) for column in columns):
         return ""
     texts = [
@@ -96,8 +101,8 @@ def _times(name: str, weights: Mapping[str, float]) -> str:
     return "" if weight == 1.0 else f" x {weight:g}"
 
 
-def _of_reward(name: str, weights: Mapping[str, float]) -> Column:
-    title = name if len(name) <= _LONGEST_TITLE else f"{name[: _LONGEST_TITLE - 1]}\N{HORIZONTAL ELLIPSIS}"
+def _of_reward(name: str, weights: Mapping[str, float], longest: int) -> Column:
+    title = name if len(name) <= longest else f"{name[: longest - 1]}\N{HORIZONTAL ELLIPSIS}"
     title += _times(name, weights)
     return Column(title=title, metric=f"reward/{name}_mean", form=".3f", width=max(6, len(title)))
 

@@ -60,7 +60,7 @@ class RunView:
 
     Args:
         left_s: estimates the seconds that the run still takes from its rows; None: unknown.
-        weights: of the rewards, by name.
+        weights: of the rewards, by name, in the order in which they are shown.
     """
 
     def __init__(
@@ -74,7 +74,9 @@ class RunView:
         if isinstance(console, _PipeSafeConsole):
             console.what_goes_on = "the run continues (see: tandem status)"
         self._weights = weights
-        self._columns = columns_for(console.width, total_iterations)
+        # What a terminal cuts off can be looked up; of a file it would be lost.
+        self._width = console.width if console.is_terminal else sys.maxsize
+        self._columns = columns_for(self._width, total_iterations)
         self._rows: list[Mapping[str, float | None]] = []
         self._left = ""
         self._status: Status | None = None
@@ -102,13 +104,15 @@ class RunView:
     def iteration(self, row: Mapping[str, float | None]) -> None:
         """Print the figures of an iteration, a row of metrics.jsonl."""
         if len(self._rows) % _ROWS_PER_HEADING == 0:
-            self._columns = columns_for(self._console.width, self._total, reward_means(row), self._weights)
+            # An event's row has no order; parts of scores come by name.
+            means = reward_means(dict(sorted(row.items())), self._weights)
+            self._columns = columns_for(self._width, self._total, means, self._weights)
             self.print_line(heading(self._columns, self._total), "bold")
         self._rows.append(row)
         left_s = self._left_s(self._rows)
         self._left = clock(left_s) if left_s else ""
         self.print_line(line(self._columns, row, self._total, self._left or "-"))
-        if rewards := rewards_line(self._columns, row, self._total, self._console.width, self._weights):
+        if rewards := rewards_line(self._columns, row, self._total, self._width, self._weights):
             self.print_line(rewards, "dim")
 
     def warning(self, text: str) -> None:

@@ -36,7 +36,8 @@ OF_THE_COORDINATOR = frozenset(
         *(f"run.{name}" for name in ("evaluate_every", "target_accuracy")),
         *(f"run.{name}" for name in ("trainer_restarts", "replica_restarts", "coordinator_restarts")),
         *(f"rollout.{name}" for name in ("replicas", "min_replicas", "rejoin_timeout_s", "generate_timeout_s")),
-        "rollout.seeded",
+        # A resume with another value is warned of: the scores do not compare.
+        *("rollout.seeded", "rollout.skip_special_tokens"),
         *(f"fleet.{name}" for name in ("kind", "kubeconfig", "rollout_set", "rollout_set_kind", "scale")),
         *(f"fleet.{name}" for name in ("stuck_after_s", "max_evictions_per_hour", "unready_after_s")),
         *(f"fleet.{name}" for name in ("reschedule_timeout_s", "request_timeout_s")),
@@ -45,7 +46,7 @@ OF_THE_COORDINATOR = frozenset(
         *(f"evaluation.{name}" for name in ("sets", "right_from", "best", "save_best", "concurrent")),
         *(f"samples.{name}" for name in ("enabled", "every", "max_mib", "token_ids")),
         *(f"trackers.{name}" for name in ("kind", "uri", "experiment", "project", "entity", "group")),
-        *(f"trackers.{name}" for name in ("tags", "mode", "dir")),
+        *(f"trackers.{name}" for name in ("tags", "mode", "dir", "completions")),
     }
 )
 # How far, how fast and how carefully it learns: amounts that are tuned during a run.
@@ -120,7 +121,7 @@ MUST_STAY = frozenset(
         *(f"run.{name}" for name in ("name", "seed")),
         "model.dtype",
         *(f"reward.{name}" for name in ("kind", "name", "weight", "accuracy", "require_stop")),
-        *(f"reward.{name}" for name in ("function", "args", "per", "pattern", "find_answer")),
+        *(f"reward.{name}" for name in ("function", "args", "per", "completions", "pattern", "find_answer")),
         *(f"reward.{name}" for name in ("full_tokens", "zero_tokens", "cache_tokens")),
         *(f"reward.{name}" for name in ("model", "prompt", "system", "scores", "full_score", "temperature")),
         *(f"reward.{name}" for name in ("max_answer_tokens", "body")),

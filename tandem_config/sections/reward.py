@@ -155,6 +155,12 @@ class FunctionReward(FailureSection):
         "else a sample. group: all completions of a prompt, for rankings.",
         json_schema_extra=about("a signature says it"),
     )
+    completions: Literal["text", "messages"] = Field(
+        "text",
+        description="What prompts and completions are for the function: texts, or lists of messages, as TRL gives them "
+        "for conversational data (`completions[0][0]['content']`).",
+        json_schema_extra=about("most functions take texts"),
+    )
     batch_size: PositiveInt | None = Field(
         None,
         description="per: batch: most completions in a call; null: 128.",

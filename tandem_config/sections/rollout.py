@@ -74,6 +74,14 @@ class RolloutSection(Section):
         ),
         json_schema_extra=about("in a run the first sync brings the weights, whatever the replica has"),
     )
+    skip_special_tokens: bool = Field(
+        False,
+        description=(
+            "Leave all special tokens out of the texts that rewards, judges, reward servers and maj@k get; false: only "
+            "those that end or pad a completion."
+        ),
+        json_schema_extra=about("a reward sees what the policy wrote, <think> too where it is a special token"),
+    )
     seeded: bool = Field(
         False,
         description=(

@@ -22,6 +22,13 @@ class TrackerSection(Section):
     A list, empty by default: `trackers: [tensorboard, {kind: wandb, project: sums}]`, `--set 'trackers=[tensorboard]'`.
     """
 
+    completions: Annotated[int, Field(ge=0, le=100)] = Field(
+        0,
+        description="Completions of each iteration, and of each of its evaluations, that are sent as a table with "
+        "their prompts and rewards: the worst, the best and some between them; texts of at most 4,000 characters.",
+        json_schema_extra=about("prompts and completions leave the run's folder only if they may", unit="completions"),
+    )
+
 
 class TensorboardTracker(TrackerSection):
     """TensorBoard: event files in the run's `tensorboard/`; look at them with `tensorboard --logdir runs`."""

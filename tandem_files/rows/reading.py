@@ -28,8 +28,8 @@ _JSON_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[\]{}]|[^\s,:"\[\]{}]+', re.DOT
 class RowKeys:
     """The columns of a row that have a meaning; dots lead into columns."""
 
-    prompt: str = "prompt"
-    # None: rows have no answer, no tools, or no system prompt.
+    # None: rows have no prompt, no answer, no tools, or no system prompt.
+    prompt: str | None = "prompt"
     answer: str | None = "answer"
     tools: str | None = None
     system: str | None = None
@@ -107,7 +107,8 @@ def _record_of_line(raw: bytes, keys: RowKeys) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits, brackets thousands deep
         raise BadRow(f"is JSON that cannot be parsed: {error}") from error
     if not isinstance(record, dict):
-        raise BadRow(f'holds a JSON {type(record).__name__}; expected an object like {{"{keys.prompt}": ...}}')
+        name = keys.prompt or "completion"
+        raise BadRow(f'holds a JSON {type(record).__name__}; expected an object like {{"{name}": ...}}')
     if b"\\u" in raw:  # lone surrogates can only come from escapes
         check_unicode(record, "")
     return without_nested_nulls(record) if b"null" in raw else record
@@ -136,7 +137,7 @@ def _row(path: Path, number: int, record: dict[str, Any], keys: RowKeys) -> Row:
     return Row(
         file=path,
         number=number,
-        prompt=prompt_of(record, keys.prompt),
+        prompt="" if keys.prompt is None else prompt_of(record, keys.prompt),
         answer=answer_of(record, keys.answer),
         tools=tools_of(record, keys.tools),
         system=system_of(record, keys.system),

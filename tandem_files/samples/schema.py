@@ -11,7 +11,7 @@ import pyarrow as pa
 # Samples of the training data; other kinds are the names of evaluation sets.
 TRAIN = "train"
 # What became of a sample in training: its tokens count in the loss; its group was left out, since all of its rewards
-# were equal; it was cut off by the length limit and counts in no loss; it has no reward, since scoring it failed; it
+# were equal; it was cut off by the length limit and counts in no loss; it has no reward (failed, or none applies); it
 # belongs to an evaluation.
 TRAINED, DROPPED, MASKED, UNSCORED, EVALUATED = "trained", "dropped", "masked", "unscored", "evaluated"
 

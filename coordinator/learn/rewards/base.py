@@ -1,20 +1,24 @@
 """What a reward is: texts with reference answers in, scores out."""
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 # Names of the parts of a score become names of metrics.
-PART_NAME = re.compile(r"[A-Za-z]\w{0,39}", re.ASCII)
+_LONGEST = 40
+PART_NAME = re.compile(rf"[A-Za-z]\w{{0,{_LONGEST - 1}}}", re.ASCII)
 MOST_PARTS = 16
+_NOT_IN_NAMES = re.compile(r"\W+", re.ASCII)
 
 
 @dataclass(kw_only=True, slots=True)
 class ScoredText:
     """A completion's text with what it is scored against."""
 
-    # Without special tokens.
+    # Without the tokens that end it (rollout.skip_special_tokens: without any special one).
     completion: str
     answer: str
     # Cut off by the length limit: it has not stopped by itself.
@@ -23,6 +27,8 @@ class ScoredText:
     num_tokens: int = 0
     # What was tokenized: the prompt's column, or its messages in the chat template.
     prompt: str = ""
+    # The prompt before the chat template; None: it is a text.
+    messages: Sequence[Mapping[str, Any]] | None = None
     # All columns of the row.
     columns: Mapping[str, Any] = field(default_factory=dict)
     # As in the trainer's errors: i12.g3.row77#5.
@@ -32,6 +38,21 @@ class ScoredText:
     # Of the policy's tokenizer, special tokens included.
     prompt_ids: Sequence[int] = ()
     completion_ids: Sequence[int] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """Parts of the scores of S samples, as the run reports them.
+
+    Attributes:
+        values: [S] by name; NaN: the sample has none.
+        remarks: what was left out of parts, and how they are called, by the part's own name (and "left out").
+        num_left_out: values that were left out.
+    """
+
+    values: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    remarks: Mapping[str, str] = field(default_factory=dict)
+    num_left_out: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,25 +66,71 @@ class Scores:
     late: frozenset[int] = frozenset()
     # Items whose *answer* cannot be read, so that no completion could score -> why.
     unreadable: Mapping[int, str] = field(default_factory=dict)
-    # [S] parts of the values by name, for the run's figures only.
-    parts: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    # Items to which the reward does not apply: they have no such score.
+    absent: frozenset[int] = frozenset()
+    # Parts of the values, for the run's figures only.
+    parts: Parts = field(default_factory=Parts)
+    # Items that scored 0 -> what was found in place of the answer.
+    found: Mapping[int, str] = field(default_factory=dict, compare=False)
+    # Items -> seconds that scoring took, of the whole call for those that were scored together.
+    seconds: Mapping[int, float] = field(default_factory=dict, compare=False)
+
+    def at(self, places: Sequence[int], size: int, others: float) -> "Scores":
+        """Return the scores of `size` items, of which these are those at `places`; the others have a score."""
+
+        def spread(values: Sequence[float], filling: float) -> list[float]:
+            found = dict(zip(places, values, strict=True))
+            return [found.get(place, filling) for place in range(size)]
+
+        parts = {name: spread(values, math.nan) for name, values in self.parts.values.items()}
+        return replace(
+            self,
+            values=spread(self.values, others),
+            errors={places[place]: why for place, why in self.errors.items()},
+            late=frozenset(places[place] for place in self.late),
+            unreadable={places[place]: why for place, why in self.unreadable.items()},
+            absent=frozenset(places[place] for place in self.absent),
+            parts=replace(self.parts, values=parts),
+            found={places[place]: text for place, text in self.found.items()},
+            seconds={places[place]: seconds for place, seconds in self.seconds.items()},
+        )
 
 
-def parts_of(found: Mapping[int, Mapping[str, float]], size: int) -> dict[str, list[float]]:
-    """Return [S] values of each part by its name; a sample that lacks one has 0.0.
+def parts_of(found: Mapping[int, Mapping[str, float]], size: int) -> Parts:
+    """Collect the parts of samples, by their places. A part is only reported: no name or number fails a score.
 
-    Args:
-        found: parts of samples, by their places.
-        size: S.
-
-    >>> parts_of({1: {"tone": 0.5}}, 3)
-    {'tone': [0.0, 0.5, 0.0]}
+    >>> parts_of({1: {"tone": 0.5, "acc/strict": math.nan}}, 3).values
+    {'tone': [nan, 0.5, nan], 'acc_strict': [nan, nan, nan]}
     """
-    parts = {name: [0.0] * size for of_sample in found.values() for name in of_sample}
+    names: dict[str, str] = {}
+    values: dict[str, list[float]] = {}
+    remarks: dict[str, str] = {}
+    left_out = Counter[str]()
     for place, of_sample in found.items():
-        for name, value in of_sample.items():
-            parts[name][place] = value
-    return parts
+        for given, value in of_sample.items():
+            if given not in names:
+                names[given] = _reported(given, values)
+                values |= {names[given]: [math.nan] * size} if len(values) < MOST_PARTS else {}
+                if names[given] != given:
+                    remarks[given] = f"part {given!r:.60} is reported as {names[given]}"
+            if names[given] in values and math.isfinite(value):
+                values[names[given]][place] = value
+            else:
+                left_out[given] += 1
+    for given, number in left_out.items():
+        why = "is not a finite number" if names[given] in values else f"is one of more than {MOST_PARTS} parts"
+        remarks[f"{given} left out"] = (
+            f"part {given!r:.60} {why} in {number} of {size} completions, and is left out of its mean there"
+        )
+    return Parts(values=values, remarks=remarks, num_left_out=left_out.total())
+
+
+def _reported(given: str, taken: Collection[str]) -> str:
+    """Return a name that metrics can have, and no other part has."""
+    name = _NOT_IN_NAMES.sub("_", given).strip("_")[:_LONGEST]
+    name = name if PART_NAME.fullmatch(name) else f"part_{name}".rstrip("_")[:_LONGEST]
+    numbered = (f"{name[: _LONGEST - 3]}_{number}" for number in range(2, MOST_PARTS + 2))
+    return next(other for other in (name, *numbered) if other not in taken)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,19 +196,7 @@ class StoppedOnly(Reward):
         """Return [S] scores."""
         whole = [place for place, item in enumerate(items) if not item.truncated]
         scores = await self._reward.score([items[place] for place in whole])
-
-        def spread(values: Sequence[float]) -> list[float]:
-            found = dict(zip(whole, values, strict=True))
-            return [found.get(place, 0.0) for place in range(len(items))]
-
-        return replace(
-            scores,
-            values=spread(scores.values),
-            errors={whole[place]: why for place, why in scores.errors.items()},
-            late=frozenset(whole[place] for place in scores.late),
-            unreadable={whole[place]: why for place, why in scores.unreadable.items()},
-            parts={name: spread(values) for name, values in scores.parts.items()},
-        )
+        return scores.at(whole, len(items), others=0.0)
 
     async def close(self) -> None:
         """Close the reward."""

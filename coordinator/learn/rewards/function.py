@@ -1,5 +1,6 @@
 """A user's own function as a reward, in worker processes (workers/own_code.py calls it)."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from coordinator.learn.rewards.base import Reward, ScoredText, Scores, TakenColumns, parts_of
 from coordinator.learn.rewards.source import read_source
 from coordinator.learn.rewards.workers.pool import RewardWorkers
-from coordinator.learn.rewards.workers.signature import unfilled
+from coordinator.learn.rewards.workers.signature import ITERATION, unfilled
 from coordinator.learn.rewards.workers.task import Answer, Task
 from coordinator.learn.rewards.workers.tasks import FUNCTION
 from servicekit.logs import get_logger
@@ -29,7 +30,15 @@ VALUES: Mapping[str, Callable[[ScoredText], Any]] = {
     "truncated": lambda item: item.truncated,
     "finish_reason": lambda item: "length" if item.truncated else "stop",
     "sample_id": lambda item: item.sample_id,
+    "prompt_ids": lambda item: list(item.prompt_ids),
+    "completion_ids": lambda item: list(item.completion_ids),
 }
+# With `completions: messages`.
+_AS_MESSAGES: Mapping[str, Callable[[ScoredText], Any]] = {
+    "prompt": lambda item: list(item.messages or [{"role": "user", "content": item.prompt}]),
+    "completion": lambda item: [{"role": "assistant", "content": item.completion}],
+}
+_ITERATION_OF_SAMPLE = re.compile(r"i(\d+)\.")
 
 
 def task_of(section: FunctionReward, *, output: bool) -> Task:
@@ -87,6 +96,14 @@ class OwnFunction(Reward):
         self._task = task_of(section, output=output)
         self._workers: RewardWorkers | None = None
         self._form: Mapping[str, Any] = {}
+        self._values = {**VALUES, **_AS_MESSAGES} if section.completions == "messages" else VALUES
+        # The newest of those whose samples were scored: evaluations have none of their own.
+        self._iteration = 0
+
+    @property
+    def assumed(self) -> Sequence[str]:
+        """Return the parameters with names of other trainers and without a default, once it is started."""
+        return list(self._form["assumed"])
 
     @property
     def per(self) -> str:
@@ -124,13 +141,18 @@ class OwnFunction(Reward):
         budget = max(_FEW, int(self._section.max_error_share * len(jobs)))
         answers = await self._workers.map(jobs, give_up_after=0 if self._section.on_error == "stop" else budget)
         values, errors, parts = [0.0] * len(items), dict[int, str](), dict[int, Mapping[str, float]]()
+        absent, seconds = set[int](), dict[int, float]()
         for call, answer in zip(calls, answers, strict=True):
             scores = [0.0] * len(call) if answer.failed else [answer.value] if single else answer.value
             for place, value in zip(call, scores, strict=True):
-                values[place], parts[place] = value if isinstance(value, list) else (value, {})
+                score, parts[place] = value if isinstance(value, list) else (value, {})
+                values[place], seconds[place] = score or 0.0, answer.seconds
+                if score is None:
+                    absent.add(place)
                 if answer.failed:
                     errors[place] = self._why(answer)
-        return Scores(values=values, errors=errors, parts=parts_of(parts, len(items)))
+        found = parts_of(parts, len(items))
+        return Scores(values=values, errors=errors, absent=frozenset(absent), parts=found, seconds=seconds)
 
     async def close(self) -> None:
         """End the worker processes, busy ones too."""
@@ -152,7 +174,11 @@ class OwnFunction(Reward):
     def _sample(self, item: ScoredText) -> dict[str, Any]:
         """Return the values that the function takes; columns that it does not name are not sent."""
         form = self._form
-        sample = {name: VALUES[name](item) for name in form["values"]}
+        if found := _ITERATION_OF_SAMPLE.match(item.sample_id):
+            self._iteration = int(found[1])
+        sample = {name: self._values[name](item) for name in form["values"] if name != ITERATION}
+        if ITERATION in form["values"]:
+            sample[ITERATION] = self._iteration
         names = [*form["required"], *form["optional"]]
         if "columns" not in sample and names:
             sample["columns"] = {name: item.columns[name] for name in names if name in item.columns}

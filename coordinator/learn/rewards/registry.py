@@ -75,13 +75,18 @@ async def start_rewards(parts: Sequence[Part], scans: Sequence[Scan]) -> None:
     Raises: ValueError: one cannot work, by its key, or rows lack a column that it takes; all are closed then.
         Cancelled, it closes them too.
     """
-    columns = columns_of(scans)
+    await start_with_columns(parts, columns_of(scans))
+    problems = rows_without(scans, [(part.name, part.reward.takes) for part in parts])
+    if problems:
+        await close_rewards(parts)
+        raise DataError(problems)
+
+
+async def start_with_columns(parts: Sequence[Part], columns: Sequence[str]) -> None:
+    """Start all rewards, for rows that have these columns. Raises: as start_rewards."""
     starting = [asyncio.create_task(_start(part, columns), name=f"reward {part.name}") for part in parts]
     try:
         await asyncio.gather(*starting)
-        problems = rows_without(scans, [(part.name, part.reward.takes) for part in parts])
-        if problems:
-            raise DataError(problems)
     except BaseException:
         await cancel(*starting)
         await close_rewards(parts)

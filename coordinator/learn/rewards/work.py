@@ -20,7 +20,8 @@ def late_budget(num_texts: int) -> int:
 class WorkedReward(Reward):
     """A reward that compares a completion's text with the answer in worker processes.
 
-    A job's value is a score, or `{"unreadable": why}` if no completion could match its answer.
+    A job's value is a score, or `{"unreadable": why}` if no completion could match its answer, or `{"found": text}`:
+    the score is 0.0, since the completion has this in place of the answer.
     """
 
     def __init__(self, task: Task, *, num_workers: int) -> None:
@@ -30,16 +31,14 @@ class WorkedReward(Reward):
         """Return [S] scores of 0.0 or 1.0."""
         jobs = [{"completion": item.completion, "answer": item.answer} for item in items]
         answers = await self._workers.map(jobs, give_up_after=late_budget(len(jobs)))
-        unreadable = {
-            place: str(answer.value["unreadable"])
-            for place, answer in enumerate(answers)
-            if isinstance(answer.value, dict)
-        }
+        said = {place: answer.value for place, answer in enumerate(answers) if isinstance(answer.value, dict)}
         return Scores(
             values=[answer.value if isinstance(answer.value, float) else 0.0 for answer in answers],
             errors={place: answer.error for place, answer in enumerate(answers) if answer.error},
             late=frozenset(place for place, answer in enumerate(answers) if answer.late or not answer.tried),
-            unreadable=unreadable,
+            unreadable={place: str(value["unreadable"]) for place, value in said.items() if "unreadable" in value},
+            found={place: str(value["found"]) for place, value in said.items() if "found" in value},
+            seconds={place: answer.seconds for place, answer in enumerate(answers)},
         )
 
     async def close(self) -> None:

@@ -91,11 +91,12 @@ def _columns(group: Group) -> str:
 
 
 def _parts(parts: Mapping[str, NDArray[np.float64]], size: int) -> pa.Array:
-    """Make the column of scores by the reward's name."""
-    offsets = np.arange(size + 1, dtype=np.int32) * len(parts)
-    names = pa.array([storable(name) for name in parts] * size, pa.string())
-    scores = np.stack([part_PG.ravel() for part_PG in parts.values()], axis=1).ravel() if parts else np.zeros(0)
-    return pa.MapArray.from_arrays(pa.array(offsets), names, pa.array(scores, pa.float64()))
+    """Make the column of scores by the reward's name, of those that a sample has."""
+    scores_SR = np.stack([part_PG.ravel() for part_PG in parts.values()], axis=1) if parts else np.zeros((size, 0))
+    there_SR = ~np.isnan(scores_SR)
+    offsets = np.concatenate([[0], np.cumsum(there_SR.sum(axis=1))]).astype(np.int32)
+    names = pa.array([storable(name) for name in parts], pa.string()).take(pa.array(np.nonzero(there_SR)[1]))
+    return pa.MapArray.from_arrays(pa.array(offsets), names, pa.array(scores_SR[there_SR], pa.float64()))
 
 
 def _errors(failures: Mapping[int, Mapping[str, str]], size: int) -> pa.Array | None:

@@ -6,16 +6,18 @@ resumed run continues that one, and a tracker that failed for a while, or was ad
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
 from coordinator.record.sinks import Finished
+from coordinator.record.trackers.completions import Shown, shown_of
 from coordinator.record.trackers.settings import Settings, without_login
 from servicekit.logs import get_logger
 from tandem_files.atomic import write_json_atomic
 from tandem_files.metrics_file import METRICS_FILE, MetricsFile, Row
+from tandem_files.tokenizer import TextCodec
 
 # Between attempts at a tracker that fails, so that each iteration does not wait for its timeouts again.
 RETRY_S = 60.0
@@ -46,6 +48,23 @@ class RunFacts:
     outcome: Callable[[], Outcome]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Completions:
+    """Which completions a tracker gets.
+
+    Attributes:
+        number: of an iteration, and of each of its evaluations; 0: none.
+        codec: decodes them.
+    """
+
+    number: int = 0
+    codec: TextCodec | None = None
+
+    def of(self, finished: Finished) -> list[Shown]:
+        """Return those of an iteration."""
+        return [] if self.codec is None or self.number == 0 else shown_of(finished, self.number, self.codec)
+
+
 class Backend(Protocol):
     """A tracker's library. Whatever a method raises is reported, and tried again later."""
 
@@ -68,6 +87,9 @@ class Backend(Protocol):
     def log(self, iteration: int, values: dict[str, float]) -> None:
         """Send the figures of an iteration."""
 
+    def show(self, iteration: int, completions: Sequence[Shown]) -> None:
+        """Send completions of an iteration, before its figures."""
+
     def close(self, outcome: Outcome) -> None:
         """Send what is held back, and say how the run ended."""
 
@@ -77,9 +99,20 @@ class Tracker:
 
     Args:
         clock: monotonic seconds.
+        completions: those that it gets as well.
     """
 
-    def __init__(self, backend: Backend, facts: RunFacts, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        facts: RunFacts,
+        clock: Callable[[], float] = time.monotonic,
+        completions: Completions | None = None,
+    ) -> None:
+        self._completions = Completions() if completions is None else completions
+        # Of the iteration that is sent next, once it is; an unreachable tracker gets figures later, and no completions.
+        self._shown: tuple[int, list[Shown]] = (0, [])
+        self._refused = ""
         self._backend, self._facts, self._clock = backend, facts, clock
         self._note = facts.run_dir / "trackers" / f"{backend.kind}.json"
         self._run_id, self._sent = _read_note(self._note, backend.resends)
@@ -102,7 +135,10 @@ class Tracker:
         if self._clock() < self._retry_s:
             return None
         try:
-            return self._send([finished.row]) or None
+            self._shown = (iteration, self._completions.of(finished))
+            remark = self._send([finished.row])
+            refused, self._refused = self._refused, ""
+            return remark or refused or None
         except Exception as error:  # noqa: BLE001 - the boundary of a foreign library: it must not end the sink
             return self._failed(error)
 
@@ -130,11 +166,24 @@ class Tracker:
             self._is_open = True
         for row in self._lacking(rows):
             iteration = int(row["iteration"] or 0)
+            self._show(iteration)
             self._backend.log(iteration, values_of(row))
             self._sent = iteration
         self._write_note(closed=False)
         self._failing = False
         return remark
+
+    def _show(self, iteration: int) -> None:
+        """Send the completions of an iteration; where that fails, its figures are sent all the same."""
+        of, shown = self._shown
+        if of != iteration or not shown:
+            return
+        try:
+            self._backend.show(iteration, shown)
+        except Exception as error:  # noqa: BLE001 - the boundary of a foreign library, as in take
+            log.warning("tracker takes no completions", tracker=self.name, error=without_login(str(error)))
+            self._completions = Completions()
+            self._refused = f"{self.name} does not take completions: {_described(error)}; it gets the figures only"
 
     def _write_note(self, *, closed: bool) -> None:
         note = {"id": self._run_id, "iteration": self._sent, "closed": closed}

@@ -6,9 +6,11 @@ MLflow keeps every figure that it gets for a step, so iterations that a resume r
 import os
 import re
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from coordinator.record.trackers.base import Outcome, RunFacts
+from coordinator.record.trackers.completions import COLUMNS, Shown
 from tandem_config.sections.trackers import MlflowTracker
 
 if TYPE_CHECKING:
@@ -80,6 +82,12 @@ class MlflowBackend:
         now_ms = int(time.time() * 1000)
         metrics = [Metric(allowed(name), value, now_ms, iteration) for name, value in values.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
+
+    def show(self, iteration: int, completions: Sequence[Shown]) -> None:
+        """Store them as a table, an artifact of the run."""
+        assert self._client is not None, "open first"
+        table = {"columns": list(COLUMNS), "data": [list(one.cells()) for one in completions]}
+        self._client.log_dict(self._run_id, table, f"completions/{iteration:08}.json")
 
     def close(self, outcome: Outcome) -> None:
         """End the run."""

@@ -4,9 +4,11 @@ A resumed run writes a further file, whose first event makes TensorBoard drop th
 """
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from coordinator.record.trackers.base import Outcome, RunFacts
+from coordinator.record.trackers.completions import Shown, as_markdown
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -44,6 +46,12 @@ class TensorboardBackend:
 
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
         self._write(iteration, summary=summary).flush()
+
+    def show(self, iteration: int, completions: Sequence[Shown]) -> None:
+        """Write them as a table of texts."""
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        self._write(iteration, summary=text_pb("completions", as_markdown(completions)))
 
     def close(self, outcome: Outcome) -> None:
         """End the file."""

@@ -5,11 +5,13 @@ Iterations that a resume repeats keep their first figures: W&B takes no figures 
 
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coordinator.record.sinks import CLOSE_TIMEOUT_S
 from coordinator.record.trackers.base import Outcome, RunFacts
+from coordinator.record.trackers.completions import COLUMNS, Shown
 from servicekit.logs import get_logger
 from tandem_config.sections.trackers import WandbTracker
 
@@ -64,6 +66,14 @@ class WandbBackend:
         assert self._run is not None, "open first"
         # Else W&B would keep the figures until those of the next step come.
         self._run.log(values, step=iteration, commit=True)
+
+    def show(self, iteration: int, completions: Sequence[Shown]) -> None:
+        """Hand over a table, which the figures of the same step complete."""
+        import wandb
+
+        assert self._run is not None, "open first"
+        table = wandb.Table(columns=list(COLUMNS), data=[list(one.cells()) for one in completions])
+        self._run.log({"completions": table}, step=iteration, commit=False)
 
     def close(self, outcome: Outcome) -> None:
         """End the run; it shows as failed unless it is finished."""

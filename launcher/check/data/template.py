@@ -40,8 +40,8 @@ class PlainPrompts:
             key=key,
             value=self._first,
             message=f"{self._folder} has a chat template, and prompts that are texts are used without it: "
-            f"{self._num_plain} of {self._num_rows} hold none of its {named}, so a model that was tuned on it gets text "
-            "that it has never seen",
+            f"{self._num_plain} of {self._num_rows} hold none of its {named}, so a model that was tuned on it gets "
+            "text that it has never seen",
             suggestion="set data.prompt_as: user_message to render each as a user's message; for a base model, set "
             "data.chat_template: none",
             severity="warning",

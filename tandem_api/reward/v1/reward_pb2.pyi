@@ -97,7 +97,7 @@ class Sample(_message.Message):
     prompt: _builtins.str
     """What was tokenized: the prompt's column, or its messages in the chat template."""
     completion: _builtins.str
-    """Without special tokens."""
+    """What the policy wrote, without the tokens that end or pad it; with rollout.skip_special_tokens without any special token."""
     answer: _builtins.str
     columns_json: _builtins.str
     """All columns of the row as a JSON object; "" is an empty one."""
@@ -188,7 +188,7 @@ class Score(_message.Message):
     """Why this sample could not be scored; the run treats it as reward.on_error says."""
     @_builtins.property
     def parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Named parts of the value, for the run's figures only. Finite; a call has the same names in all samples without an error."""
+        """Named parts of the value, for the run's figures only; what is not finite is left out, means are over the samples that have a part."""
 
     def __init__(
         self,

@@ -65,8 +65,45 @@ def one(answer):
     code += "def score(answers): return [one(answer) for answer in answers]" if batch else "score = one"
     found = await scores(tmp_path, code, items(3 if batch else 4))
     assert found.values[:3] == [2.0, 3.0, 2.0]
-    assert {name: part[:3] for name, part in found.parts.items()} == {"format": [0.0, 0.0, 1.0]}
+    assert {name: str(part[:3]) for name, part in found.parts.values.items()} == {"format": "[0.0, nan, 1.0]"}
     assert found.errors == ({} if batch else {3: "it returned a dict without 'score' ('pred')"})
+
+
+# As their users write them.
+VERLS = """
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source == "own/sums" and extra_info == {"index": 7}
+    return {"score": float(solution_str.endswith(ground_truth)), "acc": solution_str == ground_truth, "pred": "x"}
+"""
+TRLS = """
+def score(prompts, completions, answer, trainer_state=None, log_extra=None, log_metric=None, **kwargs):
+    log_extra("given", answer)
+    log_extra("length", [len(text) for text in completions])
+    log_metric("step", trainer_state.global_step)
+    return [None if text == "text 2" else float(text.endswith(right)) for text, right in zip(completions, answer)]
+"""
+CHAT = """
+import re
+def score(prompts, completions, solution, **kwargs):
+    assert [prompt[-1]["content"] for prompt in prompts] == ["p"] * len(prompts)
+    responses = [completion[0]["content"] for completion in completions]
+    return [1.0 if re.search(right, text) else 0.0 for text, right in zip(responses, solution)]
+"""
+
+
+async def test_verls_and_trls_functions_run_as_they_are(tmp_path: Path) -> None:
+    texts = items(
+        3, data_source="own/sums", extra_info={"index": 7}, reward_model={"ground_truth": "0"}, solution="[01]"
+    )
+    verl = await scores(tmp_path, VERLS, texts)
+    assert (verl.values, verl.errors) == ([1.0, 0.0, 0.0], {})
+    assert verl.parts.values == {"acc": [0.0, 0.0, 0.0]}
+    numbered = [replace(text, sample_id=f"i5.g0.row1#{place}") for place, text in enumerate(texts)]
+    trl = await scores(tmp_path, TRLS, numbered)
+    assert (trl.values, set(trl.absent), trl.errors) == ([1.0, 1.0, 0.0], {2}, {})
+    assert trl.parts.values == {"step": [5.0] * 3, "length": [6.0] * 3}
+    chat = await scores(tmp_path, CHAT, texts, completions="messages")
+    assert (chat.values, chat.errors) == ([1.0, 1.0, 0.0], {})
 
 
 @pytest.mark.parametrize(
@@ -216,7 +253,7 @@ UNUSABLE = [
     ("import sys\nsys.exit('not today')", {}, r"failed: SystemExit: not today \(mine.py:2\)"),
     ("import os\nos._exit(4)", {}, "its worker process exited with status 4"),
     ("import time\ntime.sleep(60)", {"start_timeout_s": 1}, "not ready within 1 s"),
-    ("def score(solution_str): pass", {}, "score takes 'solution_str', which nothing fills .* 'completion'"),
+    ("def score(response): pass", {}, "score takes 'response', which nothing fills .* 'completion'"),
     ("def score(completion): pass", {"args": {"depth": 1}}, "args.depth: it takes no such parameter"),
     ("def score(completion): pass", {"concurrency": 4}, "concurrency does nothing, since .* is not `async def`"),
     ("def score(completion): pass", {"batch_size": 4}, "batch_size does nothing, since .* scores one sample"),

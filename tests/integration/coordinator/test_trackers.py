@@ -3,16 +3,23 @@
 import json
 import subprocess
 import sys
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from coordinator.flow import Completion, Generation, Group, Prompt, Scored
+from coordinator.learn.evaluation import Evaluated
 from coordinator.record.sinks import Finished
 from coordinator.record.trackers import wandb as wandb_tracker
 from coordinator.record.trackers.registry import build_trackers
+from coordinator.record.trackers.tensorboard import TensorboardBackend
 from tandem_config.loading import load_config
 from tandem_files.metrics_file import METRICS_FILE, MetricsFile
+from tandem_files.tokenizer import TextCodec
+from tests.kit.folders import EOS, encode, write_small_model
 from tests.kit.waiting import until
 
 pytestmark = pytest.mark.integration
@@ -36,17 +43,19 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch
     for name in ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
 
+    codec = TextCodec.from_folders(write_small_model(tmp_path / "model"))
+
     def run(tracker: str, learning_rates: tuple[float, ...] = (1e-4, 2e-4)) -> list[str]:
         file, warnings = MetricsFile(run_dir / METRICS_FILE), []
         for rewards, learning_rate in zip((FIRST, RESUMED), learning_rates, strict=False):
             options = ["model.path=m", "data.train=d.jsonl", "run.name=mine", f"trackers=[{tracker}]"]
             config = load_config(None, [*options, f"trainer.learning_rate={learning_rate}"])
-            (sink,) = build_trackers(config, run_dir, lambda: "finished")
+            (sink,) = build_trackers(config, run_dir, lambda: "finished", codec)
             file.cut_after(min(rewards) - 1)
             for iteration, reward in rewards.items():
                 row = {"iteration": iteration, "reward_mean": reward, "eval/a/pass@8": 1.0, "heldout_accuracy": None}
                 file.append(row)
-                warnings.append(sink.take(Finished(record=None, row=row)))
+                warnings.append(sink.take(Finished(record=None, row=row, evaluated=[evaluated()])))
             sink.close()
         return [warning for warning in warnings if warning]
 
@@ -54,6 +63,81 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch
     import wandb
 
     wandb.teardown()  # its process, and the login
+
+
+def evaluated() -> Evaluated:
+    """An evaluation: four completions of a prompt, whose rewards are 0 to 3; one is long, one has marks of Markdown."""
+    said = ("1", "2" * 5000, "3", "+=+")
+    completions = tuple(
+        Completion(token_ids=array("I", [*encode(text), EOS]), logprobs=array("f"), truncated=False, oldest_version=0)
+        for text in said
+    )
+    group = Group(
+        group_id="eval.a.row1",
+        prompt=Prompt(row=1, token_ids=encode("1+2="), answer="3"),
+        completions=completions,
+    )
+    rewards_PG = np.array([[0.0, 1.0, 2.0, 3.0]])
+    parts = {"exact_match": rewards_PG, "some": np.array([[1.0, np.nan, 0.5, 0.0]])}
+    scored = Scored(
+        rewards_PG=rewards_PG, accuracy=0.5, parts=parts, missing_PG=np.array([[True, False, False, False]])
+    )
+    return Evaluated(
+        name="a", policy_version=0, generation=Generation(groups=(group,), engine_s=0.0, retried_calls=0), scored=scored
+    )
+
+
+def test_tensorboard_shows_completions_if_it_is_asked_to(tmp_path: Path, launches: Launches) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert launches("{kind: tensorboard, completions: 3}", (1e-4,)) == []
+    found = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [event.step for event in found.Tensors("completions")] == list(FIRST)
+    texts = [text.decode() for text in found.Tensors("completions")[-1].tensor_proto.string_val]
+    assert texts[0].startswith("**eval.a.row1#0** (a): no reward; exact_match 0, some 1\n\nprompt:\n\n    1+2=")
+    assert texts[2].startswith("**eval.a.row1#3** (a): reward 3;")
+    assert "    +=+<eos>" in texts[2]
+
+
+def test_mlflow_keeps_completions_as_artifacts(
+    tmp_path: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = f"file://{tmp_path}/mlflow"
+    assert launches(f"{{kind: mlflow, uri: '{uri}', completions: 100}}", (1e-4,)) == []
+    (path,) = tmp_path.glob("mlflow/**/completions/00000004.json")
+    table = json.loads(path.read_text())
+    rows = [dict(zip(table["columns"], cells, strict=True)) for cells in table["data"]]
+    assert [(row["sample"], row["reward"]) for row in rows] == [
+        *(("eval.a.row1#0", None), ("eval.a.row1#1", 1.0), ("eval.a.row1#2", 2.0), ("eval.a.row1#3", 3.0))
+    ]
+    assert (rows[1]["scores"], len(rows[1]["completion"])) == ("exact_match 1", 3999)
+    assert (rows[0]["kind"], rows[0]["prompt"], rows[0]["answer"]) == ("a", "1+2=", "3")
+
+
+def test_wandb_gets_a_table_of_completions_with_the_figures_of_the_step(tmp_path: Path, launches: Launches) -> None:
+    assert launches("{kind: wandb, mode: offline, completions: 2}", (1e-4,)) == []
+    (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
+    until(lambda: len([*folder.glob("files/media/table/completions_*.json")]) == 4, what="all tables")
+    (path,) = folder.glob("files/media/table/completions_4_*.json")
+    assert [row[0] for row in json.loads(path.read_text())["data"]] == ["eval.a.row1#0", "eval.a.row1#3"]
+    (log,) = folder.glob("*.wandb")
+    until(lambda: wandb_records(log)[1] == FIRST, what="all figures")
+
+
+def test_a_tracker_that_takes_no_completions_gets_the_figures(
+    tmp_path: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: object, iteration: int, completions: object) -> None:
+        raise PermissionError("no artifacts")
+
+    monkeypatch.setattr(TensorboardBackend, "show", refuse)
+    (warning,) = launches("{kind: tensorboard, completions: 3}", (1e-4,))
+    assert warning == ("tensorboard does not take completions: PermissionError: no artifacts; it gets the figures only")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert len(found.Scalars("reward_mean")) == 4
 
 
 def test_tensorboard_shows_the_repeated_iterations_as_they_were_trained_last(

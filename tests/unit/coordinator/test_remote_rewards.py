@@ -45,7 +45,7 @@ class Lengths(RewardScorer):
             case "parts":
                 return SampleScore(value=5.0, parts={"tone": 0.5})
             case "names":
-                return SampleScore(value=5.0, parts={"a b": 0.5})
+                return SampleScore(value=4.0, parts={"a b": 0.5, "tone": math.nan})
         return float(len(sample.completion))
 
 
@@ -178,17 +178,21 @@ async def test_groups_that_need_it_stay_whole(remote: Remote) -> None:
     assert sorted([sample.group for sample in call] for call in scorer.calls) == [[group] * 2 for group in range(5)]
 
 
+def there(values: Sequence[float]) -> dict[int, float]:
+    """Return the values that samples have, by their places."""
+    return {place: value for place, value in enumerate(values) if not math.isnan(value)}
+
+
 async def test_a_sample_that_has_no_score_says_why_and_the_others_have_theirs(remote: Remote) -> None:
     items = [text(said) for said in ("abc", "odd", "nan", "names", "parts")]
     scores = await (await remote(Lengths())).score(items)
-    assert scores.values == [3.0, 0.0, 0.0, 0.0, 5.0]
-    assert scores.errors[1] == "is odd"
-    assert scores.errors[2] == "the server's score or a part of it is nan"
-    assert "named by letters" in scores.errors[3]
-    assert scores.parts == {"tone": [0.0, 0.0, 0.0, 0.0, 0.5]}
+    assert scores.values == [3.0, 0.0, 0.0, 4.0, 5.0]
+    assert scores.errors == {1: "is odd", 2: "the server's score is nan"}
+    assert {name: there(values) for name, values in scores.parts.values.items()} == {"a_b": {3: 0.5}, "tone": {4: 0.5}}
+    assert list(scores.parts.remarks) == ["a b", "tone left out"]
     cut = [text("abc", truncated=True), text("parts"), text("odd")]
     only = await StoppedOnly(await remote(Lengths())).score(cut)
-    assert (only.values, only.parts, list(only.errors)) == ([0.0, 5.0, 0.0], {"tone": [0.0, 0.5, 0.0]}, [2])
+    assert (only.values, there(only.parts.values["tone"]), list(only.errors)) == ([0.0, 5.0, 0.0], {1: 0.5}, [2])
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,11 @@ SAMPLE = {
     "truncated": False,
     "finish_reason": "stop",
     "sample_id": "i1.g0.row1#0",
+    "prompt_ids": [3],
+    "completion_ids": [4, 1],
+    "iteration": 1,
 }
+BY_NAME_ONLY = ("prompt_ids", "completion_ids", "iteration")
 
 
 def keywords_only(*, completion: str, level: int, depth: int = 1) -> float:
@@ -38,8 +42,9 @@ def test_parameters_are_filled_by_name() -> None:
     assert arguments(lambda completion, answer: 0) == {"completion": "c", "answer": "a"}
     assert arguments(keywords_only) == {"completion": "c", "level": 3}
     assert arguments(lambda sample_id, num_tokens, truncated, finish_reason, prompt, columns: 0) == {
-        name: SAMPLE[name] for name in SAMPLE if name not in ("completion", "answer")
+        name: SAMPLE[name] for name in SAMPLE if name not in ("completion", "answer", *BY_NAME_ONLY)
     }
+    assert arguments(lambda prompt_ids, completion_ids: 0) == {"prompt_ids": [3], "completion_ids": [4, 1]}
 
 
 def test_what_is_the_samples_own_goes_before_args_and_these_before_columns() -> None:
@@ -54,7 +59,8 @@ def test_a_default_stands_for_a_column_that_is_missing() -> None:
 
 
 def test_keyword_arguments_get_everything() -> None:
-    assert arguments(anything, {"depth": 2}) == {**SAMPLE, "level": 3, "depth": 2}
+    sample = {name: value for name, value in SAMPLE.items() if name not in BY_NAME_ONLY}
+    assert arguments(anything, {"depth": 2}) == {**sample, "level": 3, "depth": 2}
 
 
 def test_lists_for_a_batch_and_for_a_group() -> None:
@@ -80,8 +86,8 @@ def positional(completion: str, /) -> float:
 @pytest.mark.parametrize(
     ("function", "per", "args", "message"),
     [
-        (lambda completions, answer: 0, None, {}, "'completions', lists .* and 'answer', .* write 'answers'"),
-        (lambda prompts, completions, answer: 0, None, {}, "for one sample 'prompt', 'completion' .* batch prompts, c"),
+        (lambda completions, prompt: 0, None, {}, "'completions', lists .* and 'prompt', .* write 'prompts'"),
+        (lambda prompts, completion: 0, None, {}, "for one sample 'prompt' .* batch prompts, c"),
         (lambda completion: 0, "batch", {}, "takes 'completion', which it cannot with per: batch: .* 'completions'"),
         (lambda completions: 0, "sample", {}, "takes 'completions', .* per: sample: call it 'completion'"),
         (lambda completion, depth: 0, None, {"dept": 1}, r"args.dept: it takes no such .* did you mean 'depth'\?"),
@@ -97,15 +103,15 @@ def test_a_signature_that_cannot_be_called_is_refused(
 
 
 def test_all_parameters_that_nothing_fills_are_named_with_what_could() -> None:
-    def verl(data_source, solution_str, ground_truth, level, extra_info=None): ...  # type: ignore[no-untyped-def]
+    def other(environments, response, label, level, hint=None): ...  # type: ignore[no-untyped-def]
 
-    required = read_signature(verl, per=None, args={}).required
+    required = read_signature(other, per=None, args={}).required
     assert unfilled(required, ["level"], "sample").startswith(
-        "takes 'data_source', 'solution_str', 'ground_truth', which nothing fills ('data_source' is a name of other "
-        "trainers, without a value here: leave it out; 'solution_str' is called 'completion' here; 'ground_truth' is "
+        "takes 'environments', 'response', 'label', which nothing fills ('environments' is a name of other "
+        "trainers, without a value here: leave it out; 'response' is called 'completion' here; 'label' is "
         "called 'answer' here). Names that can be used: prompt, completion, answer, columns,"
     )
-    assert "'solution_str' is called 'completions' here" in unfilled(["solution_str"], [], "batch")
+    assert "'response' is called 'completions' here" in unfilled(["response"], [], "batch")
     assert "did you mean 'question'?" in unfilled(["questoin"], ["question"], "batch")
     assert unfilled(["xyzzy"], [], "sample").startswith("takes 'xyzzy', which nothing fills. Names")
     assert unfilled(["question", "data_source"], ["question", "data_source"], "sample") == ""
@@ -136,14 +142,9 @@ def test_scores_of_all_kinds_are_scores(value: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (None, "returned None, not a number"),
         ("1", "returned a str"),
         ({"scores": 1, 2: 0}, r"returned a dict without 'score' \('scores', 2\)"),
         ({"score": "1"}, "returned a str, not a number"),
-        ({"score": 1, "a b": 1}, "returned a part 'a b'; names are of letters"),
-        ({"score": 1, 2: 1}, "returned a part 2; names"),
-        ({"score": 1, "tone": float("nan")}, "its part tone: it returned nan, which is not finite"),
-        ({"score": 1, **{f"p{place}": 1 for place in range(17)}}, "returned 17 parts of a score, at most 16"),
         (float("nan"), "returned nan, which is not finite"),
         (Scalar(float("-inf")), "returned -inf"),
         ([1.0], "returned a list"),
@@ -160,6 +161,79 @@ def test_a_dict_has_a_score_and_parts_that_are_numbers() -> None:
     value = {"score": Scalar(1.0), "format": True, "tone": 0.5, "pred": "7", "why": None, "tokens": [1]}
     assert score_of(value) == (1.0, {"format": 1.0, "tone": 0.5})
     assert scores_of([value, 2], 2) == [(1.0, {"format": 1.0, "tone": 0.5}), 2.0]
+
+
+def test_none_is_no_score_and_no_error() -> None:
+    assert score_of(None) is None
+    assert score_of({"score": None, "tone": 0.5}) == (None, {"tone": 0.5})
+    assert scores_of([1, None, {"score": None}], 3) == [1.0, None, (None, {})]
+    with pytest.raises(BadScore, match="it returned None, not a list of 2 numbers"):
+        scores_of(None, 2)
+
+
+@pytest.mark.parametrize("part", [float("nan"), float("inf"), Scalar(float("-inf")), 10**400])
+def test_a_part_that_is_not_finite_leaves_the_score_alone(part: Any) -> None:
+    score = score_of({"score": 1, "tone": part, 2: 1, "acc/strict": True, "text": Scalar("x")})
+    assert isinstance(score, tuple)
+    assert score[0] == 1.0
+    assert list(score[1]) == ["tone", "2", "acc/strict"]
+
+
+VERLS_ROW = {
+    "data_source": "own/sums",
+    "reward_model": {"style": "rule", "ground_truth": {"target": ["a"]}},
+    "extra_info": {"index": 0},
+}
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs): ...  # type: ignore[no-untyped-def]
+
+
+def compute_scores(data_sources, solution_strs, ground_truths, extra_infos): ...  # type: ignore[no-untyped-def]
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        (VERLS_ROW, {"data_source": "own/sums", "ground_truth": {"target": ["a"]}, "extra_info": {"index": 0}}),
+        ({}, {"data_source": None, "ground_truth": "a"}),
+        ({"ground_truth": 5, "reward_model": "r"}, {"data_source": None, "ground_truth": 5}),
+    ],
+)
+def test_verls_names_are_filled_from_the_row_and_the_sample(row: dict[str, Any], found: dict[str, Any]) -> None:
+    signature = read_signature(compute_score, per=None, args={})
+    got = signature.arguments({**SAMPLE, "columns": row})
+    assert signature.per == "sample"
+    assert {name: got[name] for name in ("data_source", "ground_truth", "extra_info") if name in got} == found
+    assert got["solution_str"] == "c"
+    needed = read_signature(lambda solution_str, extra_info: 0, per=None, args={})
+    assert needed.arguments({**SAMPLE, "columns": {}}) == {"solution_str": "c", "extra_info": {}}
+
+
+def test_verls_batches_get_lists_and_args_stand_for_what_no_row_has() -> None:
+    signature = read_signature(compute_scores, per=None, args={})
+    assert signature.per == "batch"
+    assert signature.arguments_of_all([{**SAMPLE, "columns": VERLS_ROW}, {**SAMPLE, "columns": {}}]) == {
+        "data_sources": ["own/sums", None],
+        "solution_strs": ["c", "c"],
+        "ground_truths": [{"target": ["a"]}, "a"],
+        "extra_infos": [{"index": 0}, {}],
+    }
+    given = read_signature(compute_score, per=None, args={"data_source": "gsm8k"}).arguments(SAMPLE)
+    assert given["data_source"] == "gsm8k"
+
+
+def test_trls_answer_is_the_column_of_that_name_else_the_answers() -> None:
+    signature = read_signature(lambda prompts, completions, answer, **kwargs: 0, per=None, args={})
+    own = {**SAMPLE, "columns": {"solution": "56", "level": 2}}
+    got = signature.arguments_of_all([SAMPLE, own])
+    assert (signature.per, got["answer"]) == ("batch", ["from the row", "a"])
+    assert signature.arguments_of_all([own])["answer"] == ["a"]
+    assert got["trainer_state"].global_step == 1
+    assert callable(got["log_extra"])
+    assert callable(got["log_metric"])
+    grouped = read_signature(lambda completions, answer, ground_truth: 0, per="group", args={})
+    assert grouped.arguments_of_all([own]) == {"completions": ["c"], "answer": ["a"], "ground_truth": ["a"]}
 
 
 @pytest.mark.parametrize(

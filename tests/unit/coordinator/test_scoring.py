@@ -1,3 +1,4 @@
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from coordinator.flow import Completion, Group, Prompt
-from coordinator.learn.rewards.base import Reward, ScoredText, Scores, StoppedOnly
+from coordinator.learn.rewards.base import PART_NAME, Reward, ScoredText, Scores, StoppedOnly, parts_of
 from coordinator.learn.rewards.exact_match import ExactMatch
 from coordinator.learn.rewards.lengths import Length
 from coordinator.learn.rewards.registry import Part
@@ -76,6 +77,77 @@ async def test_several_rewards_are_added_by_weight_and_kept_apart(codec: TextCod
         [group("12", "12", "1", "123")]
     )
     assert (other.accuracy_part, other.accuracy) == ("length", 0.25)
+
+
+class Sometimes(Reward):
+    """Applies to the completions that it has a score for; the others have none, or a part that is no number."""
+
+    def __init__(self, **scores: float) -> None:
+        self.scores = scores
+
+    async def score(self, items: Sequence[ScoredText]) -> Scores:
+        absent = frozenset(place for place, item in enumerate(items) if f"c{item.completion}" not in self.scores)
+        parts = {place: {"acc/strict": math.nan if place == 0 else 0.5} for place in range(2)}
+        values = [self.scores.get(f"c{item.completion}", 0.0) for item in items]
+        return Scores(values=values, absent=absent, parts=parts_of(parts, len(items)))
+
+
+async def test_a_reward_that_does_not_apply_is_left_out_of_the_sum_and_of_its_mean(codec: TextCodec) -> None:
+    groups = [group("12", "12", "13", "14")]
+    some = Part(key="reward[1]", name="some", reward=Sometimes(c12=0.5), weight=2.0)
+    scored = await scorer(codec, ExactMatch(), some).score(groups)
+    assert scored.rewards_PG.tolist() == [[2.0, 0.0, 0.0]]
+    assert (scored.num_missing, scored.num_errors, scored.num_absent) == (0, 0, 2)
+    assert {name: values_S.tolist() for name, values_S in scored.present_parts().items()} == {
+        "first": [1.0, 0.0, 0.0],
+        "some": [0.5],
+        "some_acc_strict": [0.5],
+    }
+    alone = await scorer(codec, Sometimes(c12=0.5, c13=0.0)).score(groups)
+    assert alone.present_PG.tolist() == [[True, True, False]]
+    assert (alone.accuracy, alone.num_missing) == (0.25, 1)
+    measured = await scorer(codec, Sometimes(c12=0.5), replace(some, reward=ExactMatch(), weight=0.0)).score(groups)
+    assert measured.present_PG.tolist() == [[True, False, False]]
+
+
+async def test_odd_parts_and_a_reward_that_never_applies_are_told_once(codec: TextCodec) -> None:
+    known: set[str] = set()
+    scored = await scorer(codec, ExactMatch(), Part(key="reward[1]", name="some", reward=Sometimes())).score(
+        [group("12", "12", "13")]
+    )
+    assert scored.num_parts_left_out == 1
+    assert [message for _, message in score_remarks("data.train", scored, known)] == [
+        "data.train: reward some: part 'acc/strict' is reported as acc_strict",
+        "data.train: reward some: part 'acc/strict' is not a finite number in 1 of 2 completions, and is left out "
+        "of its mean there",
+        "data.train: reward some returned None for all of 2 completions: it applies to none of them, or its "
+        "function lacks a return",
+    ]
+    assert list(score_remarks("data.train", scored, known)) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "reported"),
+    [
+        (["acc/strict", "acc_strict"], ["acc_strict", "acc_strict_2"]),
+        (["acc_strict", "acc-strict"], ["acc_strict", "acc_strict_2"]),
+        (["format-ok", "bad name!", "2", "pass@1"], ["format_ok", "bad_name", "part_2", "pass_1"]),
+        (["分", "", "a" * 50], ["part", "part_2", "a" * 40]),
+        ([f"p{place}" for place in range(20)], [f"p{place}" for place in range(16)]),
+    ],
+)
+def test_parts_of_any_name_are_reported_under_names_of_their_own(given: list[str], reported: list[str]) -> None:
+    found = parts_of({0: dict.fromkeys(given, 1.0), 1: {}}, 2)
+    assert sorted(found.values) == sorted(reported)
+    assert all(PART_NAME.fullmatch(name) and values[0] == 1.0 for name, values in found.values.items())
+    assert found.num_left_out == len(given) - len(reported)
+    assert found.remarks
+
+
+async def test_the_accuracy_is_reported_first_then_the_others_as_configured_then_parts(codec: TextCodec) -> None:
+    last = Part(key="reward[1]", name="a_last", reward=Length(full=0, zero=4), is_accuracy=True)
+    scored = await scorer(codec, Sometimes(c12=1.0), last, is_accuracy=False).score([group("12", "12", "13")])
+    assert list(scored.parts) == ["a_last", "first", "first_acc_strict"]
 
 
 async def test_rewards_see_all_of_a_sample(codec: TextCodec) -> None:

@@ -25,7 +25,7 @@ class Read:
 
 def read(path: Path, limit: int = 20, **keys: str | None) -> Read:
     result = Read(rows=[], faults=Faults(limit=limit))
-    for item in read_rows(path, RowKeys(**keys)):  # type: ignore[arg-type]
+    for item in read_rows(path, RowKeys(**keys)):
         if isinstance(item, Row):
             result.rows.append(item)
         else:

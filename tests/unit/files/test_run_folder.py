@@ -203,6 +203,17 @@ def test_other_code_of_a_reward_than_the_checkpoints_is_a_warning(tmp_path: Path
     )
 
 
+def test_completions_that_rewards_read_otherwise_than_before_are_a_warning_once(tmp_path: Path) -> None:
+    """Checkpoints of older releases say nothing of special tokens, which were removed from what rewards read."""
+    _, file = make_run(tmp_path)
+    kept = reward_facts(load_config(file))
+    old = {name: value for name, value in kept.items() if name.startswith("reward ")}
+    assert old == reward_facts(load_config(file, ["rollout.skip_special_tokens=true"]))
+    assert "completions: unset in the checkpoint, with special tokens" in reward_warning(old, kept)
+    assert "rollout.skip_special_tokens" in reward_warning(old, kept)
+    assert reward_warning(kept, kept) == reward_warning({}, kept) == ""
+
+
 def test_other_rewards_than_the_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
     run_dir, file = make_run(tmp_path)
     refused, *_ = resume(run_dir, file, "reward={kind: exact_match, weight: 3}")

@@ -52,6 +52,15 @@ def leaves_a_trace(completion, trace):
 
 def needs(completion, level, hint=None):
     return 1
+
+def abstains(completions):
+    return [None for _ in completions]
+
+def chat(completions, **kwargs):
+    return [float(c[0]["content"] == "3") for c in completions]
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(solution_str == ground_truth), "edit-distance": float("nan")}
 """
 
 
@@ -91,6 +100,39 @@ def test_a_function_that_cannot_score_is_a_warning_with_the_reason_and_the_row(t
     }
     assert {problem.severity for problem in found} == {"warning"}
     assert found[0].key == "reward[0].function"
+
+
+def test_none_is_a_warning_for_the_only_reward(tmp_path: Path) -> None:
+    (found,) = check(write(tmp_path, [{"function": "abstains"}], [ROW] * 9))
+    assert found.severity == "warning"
+    assert "it returned None, and a completion to which no reward applies is left out" in found.message
+    assert check(write(tmp_path, [{"function": "abstains"}, {"function": "needs"}], [ROW] * 9)) == []
+
+
+def test_a_function_of_chat_completions_is_told_how_it_gets_them(tmp_path: Path) -> None:
+    (found,) = check(write(tmp_path, [{"function": "chat"}], [ROW] * 9))
+    assert found.suggestion == "set completions: messages if it takes lists of messages, as TRL gives them"
+    assert check(write(tmp_path, [{"function": "chat", "completions": "messages"}], [ROW] * 9)) == []
+
+
+def test_verls_function_is_taken_and_a_source_that_no_row_has_is_told(tmp_path: Path) -> None:
+    assert check(write(tmp_path, [{"function": "compute_score"}], [ROW | {"data_source": "x"}] * 9)) == []
+    (found,) = check(write(tmp_path, [{"function": "compute_score"}], [ROW] * 9))
+    assert (found.message, found.severity) == ("takes 'data_source', which no row has, so that it gets None", "warning")
+    given = {"function": "compute_score", "args": {"data_source": "gsm8k"}}
+    assert check(write(tmp_path, [given], [ROW] * 9)) == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "skipped", "warned"),
+    [("<unk>.*", False, False), ("<unk>.*", True, True), (r".*\<eos\>", False, True), ("[0-9]*", True, False)],
+)
+def test_a_pattern_of_a_token_that_rewards_do_not_get_is_a_warning(
+    tmp_path: Path, pattern: str, skipped: bool, warned: bool
+) -> None:
+    file = write_config(tmp_path, reward={"kind": "format", "pattern": pattern})
+    found = check(file, f"rollout.skip_special_tokens={str(skipped).lower()}")
+    assert [problem.key for problem in found] == ["reward.pattern"] * warned
 
 
 def test_a_check_does_not_wait_for_a_long_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

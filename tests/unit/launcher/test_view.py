@@ -37,6 +37,10 @@ SUMMARY: dict[str, Any] = {
 }  # fmt: skip
 
 
+def terminal(stream: io.StringIO, width: int) -> Console:
+    return Console(file=stream, width=width, highlight=False, soft_wrap=True, force_terminal=True, color_system=None)
+
+
 def plain_view() -> tuple[RunView, io.StringIO]:
     stream = io.StringIO()
     return RunView(Console(file=stream, highlight=False, soft_wrap=True), 40), stream
@@ -70,7 +74,7 @@ REWARDS = {"reward/math_verify_mean": 0.412, "reward/tidy_mean": 0.9}
 @pytest.mark.parametrize(("width", "among"), [(80, False), (96, False), (97, True), (160, True)])
 def test_a_list_of_rewards_has_columns_where_there_is_room(width: int, among: bool) -> None:
     stream = io.StringIO()
-    view = RunView(Console(file=stream, width=width, highlight=False, soft_wrap=True), 40)
+    view = RunView(terminal(stream, width), 40)
     for _ in range(2):
         view.iteration({**ROW, **REWARDS})
     lines = stream.getvalue().splitlines()
@@ -83,8 +87,7 @@ def test_a_list_of_rewards_has_columns_where_there_is_room(width: int, among: bo
 @pytest.mark.parametrize("width", [80, 160])
 def test_a_reward_s_weight_stands_beside_its_mean_which_it_is_no_part_of(width: int) -> None:
     stream = io.StringIO()
-    console = Console(file=stream, width=width, highlight=False, soft_wrap=True)
-    RunView(console, 40, weights={"math_verify": 1.0, "tidy": 0.3}).iteration({**ROW, **REWARDS})
+    RunView(terminal(stream, width), 40, weights={"math_verify": 1.0, "tidy": 0.3}).iteration({**ROW, **REWARDS})
     lines = stream.getvalue().splitlines()
     if width == 80:
         assert lines[2] == "       math_verify 0.412  tidy 0.900 x 0.3"
@@ -102,6 +105,33 @@ def test_one_reward_is_not_shown_twice_and_many_are_cut() -> None:
     assert text.endswith("…")
     wide = columns_for(300, 40, ["a_name_of_twenty_chrs"])
     assert "a_name_of_twent…" in heading(wide, 40)
+
+
+def test_rewards_come_as_configured_with_the_accuracy_first_and_parts_last() -> None:
+    rewards = {
+        "reward/tidy_mean": 0.9,
+        "reward/zeal_mean": 0.2,
+        "reward/answer_mean": 0.4,
+        "reward/answer_calls_mean": 2.0,
+    }
+    stream = io.StringIO()
+    view = RunView(terminal(stream, 80), 40, weights={"zeal": 1.0, "tidy": 1.0, "answer": 1.0})
+    view.iteration({**ROW, **rewards})
+    assert stream.getvalue().splitlines()[2].split() == [
+        *("zeal", "0.200", "tidy", "0.900", "answer", "0.400", "answer_calls", "2.000")
+    ]
+
+
+def test_a_file_has_every_column_and_every_reward() -> None:
+    view, stream = plain_view()
+    rewards = {f"reward/a_reward_of_mine_{n}_mean": n / 10 for n in range(9)}
+    view.iteration({**ROW, **rewards})
+    titles, figures = stream.getvalue().splitlines()
+    assert [title for title in titles.split() if title.startswith(("a_rew", "version", "gen"))] == [
+        *(f"a_reward_of_mine_{n}" for n in range(9)),
+        *("gen", "version"),
+    ]
+    assert figures.split()[1:11] == ["0.500", *(f"0.{n}00" for n in range(9))]
 
 
 def test_rewards_are_in_the_summary_and_in_the_status_of_a_run_under_way(tmp_path: Path) -> None:
@@ -147,8 +177,8 @@ def test_events_become_plain_lines_without_control_codes() -> None:
     assert lines == [
         "running",
         "held-out accuracy 0.268 at version 0",
-        heading(columns_for(80, 40), 40),
-        line(columns_for(80, 40), ROW, 40),
+        heading(columns_for(999, 40), 40),
+        line(columns_for(999, 40), ROW, 40),
         "aime: mean@4 0.5",
         "warning: look [here]",
     ]
@@ -159,7 +189,7 @@ def test_the_heading_comes_again_every_twenty_rows() -> None:
     view, stream = plain_view()
     for _ in range(21):
         view.iteration(ROW)
-    assert stream.getvalue().count(heading(columns_for(80, 40), 40)) == 2
+    assert stream.getvalue().count(heading(columns_for(999, 40), 40)) == 2
 
 
 async def test_the_services_that_a_run_waits_for_are_named_again(redis_server: str) -> None:

@@ -8,15 +8,7 @@ from collections.abc import Mapping, Sequence
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from coordinator.learn.rewards.base import (
-    MOST_PARTS,
-    PART_NAME,
-    Reward,
-    ScoredText,
-    Scores,
-    TakenColumns,
-    parts_of,
-)
+from coordinator.learn.rewards.base import Reward, ScoredText, Scores, TakenColumns, parts_of
 from coordinator.learn.rewards.servers.calls import CallFailed, CallFailedForNow, FailureBudget, ServerCalls
 from coordinator.learn.rewards.servers.samples import batched, to_sample
 from servicekit.errors import Aborted, DeadlineExceeded, TandemError, TooLarge, Unavailable, from_rpc_error
@@ -203,8 +195,4 @@ def _checked(score: reward_pb2.Score) -> "reward_pb2.Score | str":
         return "the server gave neither a value nor an error"
     if score.WhichOneof("outcome") == "error":
         return score.error or "the server gave no reason"
-    names = [name for name in score.parts if not PART_NAME.fullmatch(name)]
-    if names or len(score.parts) > MOST_PARTS:
-        return f"the server's parts must be at most {MOST_PARTS}, named by letters, digits and '_': {names[:1]}"
-    odd = [value for value in (score.value, *score.parts.values()) if not math.isfinite(value)]
-    return f"the server's score or a part of it is {odd[0]}" if odd else score
+    return score if math.isfinite(score.value) else f"the server's score is {score.value}"

@@ -15,10 +15,11 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from coordinator.learn.rewards.base import MOST_PARTS, PART_NAME
-from coordinator.learn.rewards.workers.signature import Signature, Unfit, read_signature
+from coordinator.learn.rewards.workers.signature import Logged, Signature, Unfit, read_signature
 from coordinator.learn.rewards.workers.task import Work
 
+# A number, or None, by itself or with parts.
+Score = float | None | tuple[float | None, dict[str, float]]
 # Characters of an exception's message that are kept.
 _MESSAGE_CHARS = 300
 
@@ -53,9 +54,10 @@ def load(
         form={
             "per": signature.per,
             "is_async": is_async,
-            "values": signature.values,
+            "values": signature.sent,
             "required": signature.required,
-            "optional": signature.optional,
+            "optional": [*signature.optional, *signature.lent],
+            "assumed": [name for name, optional in signature.borrowed.items() if not optional],
             "everything": signature.everything,
         },
         describe=lambda error: describe(error, folder),
@@ -85,33 +87,30 @@ class BadScore(ValueError):
     """A function returned what is no score."""
 
 
-def score_of(value: Any) -> float | tuple[float, dict[str, float]]:
+def score_of(value: Any) -> Score:
     """Take what a function returned as a score: a number, or a dict with it as `score`, beside parts of any kind.
 
-    Returns: the number; of a dict with the parts that are numbers, which the run reports; others are left out.
+    Returns: the number; None: the reward does not apply; of a dict with the parts that are numbers, finite or not,
+        which the run reports; others are left out.
     Raises: BadScore: it is no score.
     """
     if not isinstance(value, Mapping):
-        return number(value)
+        return None if value is None else number(value)
     if "score" not in value:
         raise BadScore(f"it returned a dict without 'score' ({_listed(value)})")
-    parts = {name: _part(name, part) for name, part in value.items() if name != "score" and _is_number(part)}
-    if len(parts) > MOST_PARTS:
-        raise BadScore(f"it returned {len(parts)} parts of a score, at most {MOST_PARTS} are reported")
-    return number(value["score"]), parts
+    found = {str(name): _part(part) for name, part in value.items() if name != "score"}
+    score = value["score"]
+    return None if score is None else number(score), {name: part for name, part in found.items() if part is not None}
 
 
-def _part(name: Any, value: Any) -> float:
-    if not isinstance(name, str) or not PART_NAME.fullmatch(name):
-        raise BadScore(f"it returned a part {name!r:.60}; names are of letters, digits and '_', at most 40")
+def _part(value: Any) -> float | None:
+    """Return a part as a number; None: it is none."""
+    if not isinstance(value, bool | int | float) and getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
     try:
-        return number(value)
-    except BadScore as error:
-        raise BadScore(f"its part {name}: {error}") from None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, bool | numbers.Real) or (getattr(value, "shape", None) == () and hasattr(value, "item"))
+        return float(value) if isinstance(value, bool | numbers.Real) else None
+    except OverflowError:
+        return math.inf
 
 
 def number(value: Any) -> float:
@@ -130,7 +129,7 @@ def number(value: Any) -> float:
     return score
 
 
-def scores_of(values: Any, count: int) -> list[float | tuple[float, dict[str, float]]]:
+def scores_of(values: Any, count: int) -> list[Score]:
     """Take what a function returned as the scores of `count` samples. Raises: BadScore: it is something else."""
     if hasattr(values, "tolist"):
         values = values.tolist()
@@ -142,18 +141,36 @@ def scores_of(values: Any, count: int) -> list[float | tuple[float, dict[str, fl
     return [score_of(value) for value in values]
 
 
+def _with_parts(scores: list[Score], logged: Logged) -> list[Score]:
+    """Add what a function has logged to the scores of its samples."""
+    found = list[Score]()
+    for place, score in enumerate(scores):
+        parts = {name: part for name, value in logged.parts(place).items() if (part := _part(value)) is not None}
+        value, own = score if isinstance(score, tuple) else (score, {})
+        found.append((value, {**parts, **own}) if parts else score)
+    return found
+
+
 def _synchronous(code: Callable[..., Any], signature: Signature) -> Callable[[Any], Any]:
-    if signature.per == "sample":
-        return lambda sample: score_of(code(**signature.arguments(sample)))
-    return lambda samples: scores_of(code(**signature.arguments_of_all(samples)), len(samples))
+    def one(sample: Any) -> Any:
+        logged = Logged()
+        return _with_parts([score_of(code(**signature.arguments(sample, logged)))], logged)[0]
+
+    def several(samples: Any) -> Any:
+        logged = Logged()
+        return _with_parts(scores_of(code(**signature.arguments_of_all(samples, logged)), len(samples)), logged)
+
+    return one if signature.per == "sample" else several
 
 
 def _asynchronous(code: Callable[..., Any], signature: Signature) -> Callable[[Any], Any]:
     async def one(sample: Any) -> Any:
-        return score_of(await code(**signature.arguments(sample)))
+        logged = Logged()
+        return _with_parts([score_of(await code(**signature.arguments(sample, logged)))], logged)[0]
 
     async def several(samples: Any) -> Any:
-        return scores_of(await code(**signature.arguments_of_all(samples)), len(samples))
+        logged = Logged()
+        return _with_parts(scores_of(await code(**signature.arguments_of_all(samples, logged)), len(samples)), logged)
 
     return one if signature.per == "sample" else several
 

@@ -4,6 +4,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+# Of a wrong answer, for messages.
+_SHOWN_CHARS = 200
+
 
 def compiled(pattern: str, flags: re.RegexFlag = re.NOFLAG) -> re.Pattern[str]:
     """Compile the pattern. Raises: ValueError: it is not a regular expression that Python can use."""
@@ -19,14 +22,15 @@ def form_scorer(pattern: str) -> Callable[[dict[str, Any]], float]:
     return lambda job: float(wanted.fullmatch(job["completion"]) is not None)
 
 
-def scorer(pattern: str) -> Callable[[dict[str, Any]], float]:
+def scorer(pattern: str) -> Callable[[dict[str, Any]], float | dict[str, str]]:
     """Make the function that scores a job.
 
     It returns 1.0 if the pattern is found and its group 1 (when it has groups) is the answer; the *last* match counts.
+    `{"found": ...}`: group 1 is something else.
     """
     wanted = compiled(pattern)
 
-    def score(job: dict[str, Any]) -> float:
+    def score(job: dict[str, Any]) -> float | dict[str, str]:
         last = None
         for match in wanted.finditer(job["completion"]):
             last = match
@@ -34,7 +38,8 @@ def scorer(pattern: str) -> Callable[[dict[str, Any]], float]:
             return 0.0
         if wanted.groups == 0:
             return 1.0
-        found = last.group(1)
-        return float(found is not None and found.strip() == job["answer"].strip())
+        found = (last.group(1) or "").strip()
+        right = last.group(1) is not None and found == job["answer"].strip()
+        return 1.0 if right else {"found": found[:_SHOWN_CHARS]}
 
     return score

@@ -73,6 +73,8 @@ class Answer:
     late: bool = False
     error: str = ""
     tried: bool = True
+    # By the worker's clock; 0.0 if it did not say.
+    seconds: float = 0.0
 
     @property
     def failed(self) -> bool:

@@ -3,7 +3,8 @@
     python -m coordinator.learn.rewards.workers.worker PARENT_PID
 
 Lines of JSON. First in: what to do (`Task`); first out: `{"ready": true, "form": ...}` or `{"error": ...}`. Then in:
-`[place, job]`; out: `[place, answer]`, an answer being `{"value": ...}`, `{"late": true}` or `{"error": "..."}`.
+`[place, job]`; out: `[place, answer]`, an answer being `{"value": ...}`, `{"late": true}` or `{"error": "..."}`, with
+the `seconds` that it took.
 
 They are taken from stdin and stdout before any other code runs: what that prints goes to stderr, and it reads nothing.
 """
@@ -15,6 +16,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -78,7 +80,12 @@ def _take_streams() -> _Channel:
 def _serve(channel: _Channel, work: Work, timer: Timer) -> None:
     for line in channel.jobs:
         place, job = json.loads(line)
-        channel.write([place, _answer(work, timer, job)])
+        started_s = time.monotonic()
+        channel.write([place, _answer(work, timer, job) | _since(started_s)])
+
+
+def _since(started_s: float) -> dict[str, float]:
+    return {"seconds": round(time.monotonic() - started_s, 6)}
 
 
 def _answer(work: Work, timer: Timer, job: Any) -> dict[str, Any]:
@@ -100,7 +107,8 @@ async def _serve_async(channel: _Channel, work: Work, timeout_s: float, concurre
 
     async def do(place: int, job: Any) -> None:
         try:
-            channel.write([place, await _answer_async(work, timeout_s, job)])
+            started_s = time.monotonic()
+            channel.write([place, await _answer_async(work, timeout_s, job) | _since(started_s)])
         finally:
             free.release()
 
