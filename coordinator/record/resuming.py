@@ -19,6 +19,9 @@ from tandem_files.digests import file_digest, text_digest
 
 # Longer values of settings are compared and shown by their digests, of which messages show the beginning.
 _SHOWN_CHARS, _DIGEST_CHARS = 80, 12
+# How rewards read texts, since the release that reads them otherwise than the one before it.
+_READING = "marked answers first, numbers as the file has them, special tokens kept (CHANGELOG, docs/rewards.md)"
+_READS_TEXTS = {"exact_match", "regex", "format", "math_verify", "function", "remote", "judge"}
 # Settings that change no score.
 _NO_SCORE = {"trial"}
 
@@ -97,6 +100,8 @@ def reward_warning(old: Mapping[str, str], new: Mapping[str, str]) -> str:
 
 def _settings(section: RewardSection) -> Iterator[tuple[str, str]]:
     kind = section.model_dump(include={"kind"})
+    if kind["kind"] in _READS_TEXTS:
+        yield "reading of texts", _READING
     for name, value in (kind | section.model_dump(mode="json", exclude=_NO_SCORE, exclude_defaults=True)).items():
         text = json.dumps(value, sort_keys=True)
         yield name, text if len(text) <= _SHOWN_CHARS else text_digest(text)[:_DIGEST_CHARS]

@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from coordinator.learn.answers import accepted
+
 
 def compiled(pattern: str, flags: re.RegexFlag = re.NOFLAG) -> re.Pattern[str]:
     """Compile the pattern. Raises: ValueError: it is not a regular expression that Python can use."""
@@ -35,6 +37,6 @@ def scorer(pattern: str) -> Callable[[dict[str, Any]], float]:
         if wanted.groups == 0:
             return 1.0
         found = last.group(1)
-        return float(found is not None and found.strip() == job["answer"].strip())
+        return float(found is not None and found.strip() in map(str.strip, accepted(job["answer"])))
 
     return score
