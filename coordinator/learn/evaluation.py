@@ -7,7 +7,7 @@ from itertools import islice
 from coordinator.flow import Generation, Prompt, Scored
 from coordinator.generate.order import Order, Sampling
 from coordinator.generate.rollouts import Rollouts
-from coordinator.learn.answers import answer_in
+from coordinator.learn.answers import after_prompt, answer_in
 from coordinator.learn.estimates import Estimate, estimates
 from coordinator.learn.scoring import Scorer
 
@@ -86,7 +86,10 @@ class Evaluator:
         generation = await rollouts.generate(groups, order)
         scored = await self.scorer.score(generation.groups)
         texts = iter(self.scorer.texts(generation.groups))
-        answers_PG = [[answer_in(next(texts)) for _ in group.completions] for group in generation.groups]
+        answers_PG = [
+            [answer_in(after_prompt(group.prompt.text, next(texts))) for _ in group.completions]
+            for group in generation.groups
+        ]
         prompts_P = [tuple(group.prompt.token_ids) for group in generation.groups]
         return Evaluated(
             name=asked.name,

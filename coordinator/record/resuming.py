@@ -25,6 +25,9 @@ from tandem_files.digests import file_digest, text_digest
 _SHOWN_CHARS, _DIGEST_CHARS = 80, 12
 # What a run with rollout.skip_special_tokens: false, the default, has beside its rewards' own.
 _KEPT = {"completions": "with special tokens, but those that end or pad them (rollout.skip_special_tokens: true: none)"}
+# How rewards that compare with an answer read it, since the release that does so otherwise than the one before it.
+_READING = "marked answers first, numbers as the file has them (docs/rewards.md, Where the answer is)"
+_READS_ANSWERS = {"exact_match", "regex", "math_verify"}
 # Settings that change no score.
 _NO_SCORE = {"trial"}
 # What is known of the prompts of an evaluation set: their contents, or in the checkpoint of an older release the names.
@@ -230,6 +233,8 @@ def _content_of(prompts: Iterable[Prompt]) -> str:
 
 def _settings(section: RewardSection) -> Iterator[tuple[str, str]]:
     kind = section.model_dump(include={"kind"})
+    if kind["kind"] in _READS_ANSWERS:
+        yield "reading of answers", _READING
     for name, value in (kind | section.model_dump(mode="json", exclude=_NO_SCORE, exclude_defaults=True)).items():
         text = json.dumps(value, sort_keys=True)
         yield name, text if len(text) <= _SHOWN_CHARS else text_digest(text)[:_DIGEST_CHARS]

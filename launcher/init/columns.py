@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from coordinator.learn.answers import accepted, find_answer, letter_of
 from launcher.check.data.columns import SYSTEMS
 from tandem_config.problems import ConfigErrors, ConfigProblem
 from tandem_config.sections.reward import ExactMatchReward, MathVerifyReward
@@ -13,9 +14,17 @@ from tandem_files.rows.messages import prompt_of, system_of
 from tandem_files.rows.values import BadRow, answer_of, tools_of
 
 PROMPTS = ("messages", "conversations", "conversation", "prompt", "question", "problem", "instruction", "query")
-ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "reward_model.ground_truth", "target", "label")
-_MARKED = re.compile(r"####|\\boxed\b")
-_NUMBER = re.compile(r"\s*\$?[-+]?\$?[\d.][\d.,/^%:\s]*\$?\s*")
+ANSWERS = (
+    "answer",
+    "solution",
+    "ground_truth",
+    "final_answer",
+    "reward_model.ground_truth",
+    "reward_model.ground_truth.target",
+    "target",
+    "label",
+)
+_NUMBER = re.compile(r"\s*\$?[-+]?\$?[\d.][\d.,/^%:\s]*(?:[eE][-+]?\d+)?\$?\s*")
 _LATEX = re.compile(r"\\(?:d?frac|sqrt|pi|cdot|left|text)\b|^\s*\$.*\$\s*$")
 # Of the answers that must have a form; a few odd rows are left to `tandem check`.
 _MOST = 0.9
@@ -71,10 +80,15 @@ def reward_for(answers: Sequence[str]) -> tuple[RewardSection, str]:
 
     Raises: ConfigErrors: no reward compares such answers.
     """
-    marked = sum(1 for answer in answers if _MARKED.search(answer))
-    formulas = sum(1 for answer in answers if _NUMBER.fullmatch(answer) or _LATEX.search(answer))
-    if marked + formulas >= _MOST * len(answers):
+    texts = [accepted(answer)[0] for answer in answers]
+    kinds = [None if found is None or found.kind == "whole" else found.kind for found in map(find_answer, texts)]
+    marked = sum(kind is not None for kind in kinds)
+    plain = [text for text, kind in zip(texts, kinds, strict=True) if kind is None]
+    words = sum(bool(letter_of(text)) or text in ("true", "false") for text in plain)
+    formulas = sum(1 for text in plain if _NUMBER.fullmatch(text) or _LATEX.search(text))
+    if marked + words + formulas >= _MOST * len(answers):
         what = "have #### or \\boxed{}" if marked > formulas else "are numbers or formulas"
+        what = "are letters of multiple choice or truth values" if words > marked + formulas else what
         return MathVerifyReward(kind="math_verify"), f"the answers {what}, so completions are compared as mathematics"
     longest = max(answers, key=len)
     if len(longest) <= _SHORT_CHARS:

@@ -3,10 +3,12 @@
 import base64
 import datetime
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from tandem_files.rows.problems import DataError
+from tandem_files.rows.values import number_text
 
 # Rows decoded together, and their bytes; columns are read in pieces, however large the file's row groups are.
 _BATCH_ROWS = 1024
@@ -29,8 +31,14 @@ def read_records(path: Path) -> Iterator[tuple[int, float, dict[str, Any]]]:
             total = max(1, file.metadata.num_rows)
             groups = (file.metadata.row_group(place).total_byte_size for place in range(file.num_row_groups))
             batch_rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * total // max(1, sum(groups))))
+            singles = [
+                field.name for field in file.schema_arrow if field.type in (pyarrow.float16(), pyarrow.float32())
+            ]
             for batch in file.iter_batches(batch_size=batch_rows, use_threads=False):
-                for record in batch.to_pylist():
+                texts = {name: batch.column(name).cast(pyarrow.string()).to_pylist() for name in singles}
+                for place, record in enumerate(batch.to_pylist()):
+                    # As double precision, 0.1 in single precision would be 0.10000000149011612.
+                    record |= {name: column[place] and float(column[place]) for name, column in texts.items()}
                     number += 1
                     yield number, number / total, {name: _plain(value) for name, value in record.items()}
     except (pyarrow.ArrowException, OSError) as error:
@@ -50,7 +58,7 @@ def _plain(value: Any) -> Any:
         return _text_of(value)
     if isinstance(value, (datetime.date, datetime.time)):
         return value.isoformat()
-    return str(value)
+    return number_text(value) if isinstance(value, Decimal) and value.is_finite() else str(value)
 
 
 def _text_of(value: bytes) -> str:

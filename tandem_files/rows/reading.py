@@ -92,7 +92,7 @@ def first_record(path: Path) -> tuple[int, dict[str, Any]]:
 
 def row_of_line(path: Path, number: int, raw: bytes, keys: RowKeys) -> Row:
     """Parse a line. Raises: BadRow."""
-    return _row(path, number, _record_of_line(raw, keys), keys)
+    return _row(path, number, _record_of_line(raw, keys), keys, raw)
 
 
 def _record_of_line(raw: bytes, keys: RowKeys) -> dict[str, Any]:
@@ -104,7 +104,9 @@ def _record_of_line(raw: bytes, keys: RowKeys) -> dict[str, Any]:
         ) from error
     except json.JSONDecodeError as error:
         raise BadRow(f"is not valid JSON: {error.msg} at column {error.colno}") from error
-    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, brackets thousands deep
+    except ValueError as error:
+        raise BadRow("holds an integer of more than 4,300 digits: write it as a text, in quotes") from error
+    except RecursionError as error:
         raise BadRow(f"is JSON that cannot be parsed: {error}") from error
     if not isinstance(record, dict):
         name = keys.prompt or "completion"
@@ -133,12 +135,12 @@ def line_checksum(raw: bytes) -> int:
     return zlib.crc32(raw.rstrip(b"\r\n"))
 
 
-def _row(path: Path, number: int, record: dict[str, Any], keys: RowKeys) -> Row:
+def _row(path: Path, number: int, record: dict[str, Any], keys: RowKeys, raw: bytes = b"") -> Row:
     return Row(
         file=path,
         number=number,
         prompt="" if keys.prompt is None else prompt_of(record, keys.prompt),
-        answer=answer_of(record, keys.answer),
+        answer=answer_of(record, keys.answer, raw),
         tools=tools_of(record, keys.tools),
         system=system_of(record, keys.system),
         columns=record,

@@ -4,9 +4,12 @@ import difflib
 import json
 import math
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
 from typing import Any
 
 _NAMED_COLUMNS = 20
+# Of a number without an exponent.
+_MOST_DIGITS = 40
 
 
 class BadRow(ValueError):
@@ -59,17 +62,64 @@ def missing_column(key: str, option: str, present: list[str]) -> str:
     return f"has no {key!r}: {hint} set {option} to the column's name"
 
 
-def answer_of(record: Mapping[str, Any], key: str | None) -> str:
-    """Return the answer as text; "" if rows have none. Raises: BadRow."""
+def answer_of(record: Mapping[str, Any], key: str | None, raw: bytes = b"") -> str:
+    """Return the answer as text; "" if rows have none; a list of accepted answers as a JSON list of texts.
+
+    A number is the text that the file has, 0.00001 and not 1e-05; of a Parquet file, which has none, its shortest.
+
+    Args:
+        raw: the row's JSON; b"" of a Parquet file.
+    Raises: BadRow.
+    """
     if key is None:
         return ""
     value = column(record, key, "data.answer_key")
-    if isinstance(value, str):
-        return value
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-        return str(value)
+    if raw and _holds_float(value):
+        value = column(json.loads(raw, parse_float=_Digits), key, "data.answer_key")
+    if isinstance(value, list) and value:
+        texts = [_answer_text(one) for one in value]
+        if None not in texts:
+            return json.dumps(list(dict.fromkeys(texts)), ensure_ascii=False) if len(set(texts)) > 1 else str(texts[0])
+    text = _answer_text(value)
+    if text is not None:
+        return text
     advice = " (data.answer_key: null, if no reward needs an answer)" if value is None else ""
-    raise BadRow(f"{key!r} is {shown(value)}; it must be a string or a number{advice}")
+    if isinstance(value, Mapping):
+        fitting = [name for name, inner in value.items() if isinstance(inner, (str, int, float, list))]
+        advice = f": set data.answer_key to {key}.{fitting[0]}" if fitting else ""
+    raise BadRow(
+        f"{key!r} is {shown(value)}; it must be a string or a number, a truth value or a list of these{advice}"
+    )
+
+
+class _Digits(str):
+    """The text of a number."""
+
+
+def _holds_float(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, list) and any(isinstance(one, float) for one in value))
+
+
+def _answer_text(value: Any) -> str | None:
+    """Return the text of one answer; None: it has none."""
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    return number_text(value) if isinstance(value, float) and math.isfinite(value) else None
+
+
+def number_text(value: float | Decimal) -> str:
+    """Return the shortest exact text of a number: 6 for 6.0, 0.00001 for 1e-05; of many zeros with an exponent.
+
+    >>> [number_text(value) for value in (6.0, 1e-05, 0.1, -2.50, 1e17, 1e300, Decimal("6.50"))]
+    ['6', '0.00001', '0.1', '-2.5', '100000000000000000', '1e+300', '6.5']
+    """
+    digits = Decimal(repr(value)) if isinstance(value, float) else value
+    text = format(digits.normalize(), "f")
+    return text if len(text) <= _MOST_DIGITS else str(value)
 
 
 def tools_of(record: Mapping[str, Any], key: str | None) -> list[dict[str, Any]] | None:

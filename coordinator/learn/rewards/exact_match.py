@@ -1,7 +1,8 @@
-"""Reward 1 when the completion is exactly the answer."""
+"""Reward 1 when the completion is exactly the answer, or one of those that the row accepts."""
 
 from collections.abc import Sequence
 
+from coordinator.learn.answers import accepted
 from coordinator.learn.rewards.base import Reward, ScoredText, Scores
 
 
@@ -10,4 +11,4 @@ class ExactMatch(Reward):
 
     async def score(self, items: Sequence[ScoredText]) -> Scores:
         """Return [S] scores of 0.0 or 1.0."""
-        return Scores(values=[float(item.completion == item.answer) for item in items])
+        return Scores(values=[float(item.completion in accepted(item.answer)) for item in items])

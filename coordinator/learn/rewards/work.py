@@ -10,6 +10,7 @@ from coordinator.learn.rewards.workers.task import Task
 MAX_LATE_SHARE = 0.25
 # In a small batch at least this many: a few slow texts do not mean that the reward is broken.
 _FEW = 8
+_END = 64
 
 
 def late_budget(num_texts: int) -> int:
@@ -29,7 +30,8 @@ class WorkedReward(Reward):
 
     async def score(self, items: Sequence[ScoredText]) -> Scores:
         """Return [S] scores of 0.0 or 1.0."""
-        jobs = [{"completion": item.completion, "answer": item.answer} for item in items]
+        # Of the prompt its end, which may begin a thought.
+        jobs = [{"completion": item.completion, "answer": item.answer, "prompt": item.prompt[-_END:]} for item in items]
         answers = await self._workers.map(jobs, give_up_after=late_budget(len(jobs)))
         said = {place: answer.value for place, answer in enumerate(answers) if isinstance(answer.value, dict)}
         return Scores(

@@ -5,6 +5,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from tandem_files.rows import reading
@@ -60,12 +62,13 @@ def test_good_rows_keep_their_line_numbers(tmp_path: Path) -> None:
         (b'{"prompt": "x"}', "has no 'answer': it has 'prompt'; set data.answer_key"),
         (b'{"promt": "x", "answer": "1"}', "has no 'prompt': did you mean 'promt'? set data.prompt_key"),
         (b"{}", "has no 'prompt': it has nothing;"),
-        (b'{"prompt": "x", "answer": [3]}', "'answer' is list ([3]); it must be a string or a number"),
-        (b'{"prompt": "x", "answer": true}', "'answer' is bool (True)"),
+        (b'{"prompt": "x", "answer": [[3]]}', "'answer' is list ([[3]]); it must be a string or a number"),
+        (b'{"prompt": "x", "answer": []}', "'answer' is list ([]); it must be a string or a number"),
+        (b'{"prompt": "x", "answer": {"target": ["3"]}}', "set data.answer_key to answer.target"),
         (b'{"prompt": "x", "answer": NaN}', "'answer' is float (nan)"),
         (
             b'{"prompt": "x", "answer": null}',
-            "'answer' is null (None); it must be a string or a number (data.answer_key: null",
+            "'answer' is null (None); or a list of these (data.answer_key: null, if",
         ),
         (b'{"prompt": null, "answer": "3"}', "'prompt' is null"),
         (b'{"prompt": "", "answer": "3"}', "'prompt' is empty"),
@@ -73,7 +76,7 @@ def test_good_rows_keep_their_line_numbers(tmp_path: Path) -> None:
         (b"[1, 2]", "holds a JSON list; expected an object"),
         (rb'{"prompt": "ab\ud83d", "answer": "3"}', r"'prompt' is not Unicode: \ud83d at character 3 is half of a"),
         (rb'{"prompt": "x", "answer": "\udc00 "}', r"'answer' is not Unicode: \udc00 at character 1"),
-        (b'{"prompt": ' + b"9" * 5000 + b', "answer": "3"}', "is JSON that cannot be parsed"),
+        (b'{"prompt": ' + b"9" * 5000 + b', "answer": "3"}', "holds an integer of more than 4,300 digits"),
         (b"[" * 100_000, "is JSON that cannot be parsed"),
         (b'{"prompt": "\xff", "answer": "3"}', "is not valid UTF-8: byte 0xff at offset 12 of the line"),
     ],
@@ -386,7 +389,7 @@ def test_parquet_values_are_those_of_json(tmp_path: Path) -> None:
     assert row.tools == [{"type": "function", "function": {"name": "f"}}]
     assert row.answer == "4"
     assert row.columns["extra"] == {
-        "when": "2026-01-02T03:04:05+00:00", "price": "1.50", "raw": "/w==", "tags": ["x"],
+        "when": "2026-01-02T03:04:05+00:00", "price": "1.5", "raw": "/w==", "tags": ["x"],
     }  # fmt: skip
     assert json.loads(json.dumps(row.columns)) == row.columns
 
@@ -402,3 +405,29 @@ def test_the_first_record_has_all_columns_whatever_their_names(tmp_path: Path) -
         first_record(write(tmp_path / "b.jsonl", b"{\n"))
     with pytest.raises(DataError, match="has no rows"):
         first_record(write(tmp_path / "c.jsonl", b"\n"))
+
+
+def test_answers_are_the_texts_of_the_file_and_alike_in_both_formats(tmp_path: Path) -> None:
+    """(the answer in JSON, in Parquet, its text of each)."""
+    single = pyarrow.float32()
+    table: list[tuple[str, pyarrow.Array, str, str]] = [
+        ("0.00001", pyarrow.array([0.00001]), "0.00001", "0.00001"),
+        ("1e17", pyarrow.array([1e17]), "1e17", "100000000000000000"),
+        ("6.0", pyarrow.array([6.0]), "6.0", "6"),
+        ("0.1", pyarrow.array([0.1], single), "0.1", "0.1"),
+        ("6.50", pyarrow.array([decimal.Decimal("6.50")]), "6.50", "6.5"),
+        ("6", pyarrow.array([6]), "6", "6"),
+        ("9" * 60, pyarrow.array(["9" * 60]), "9" * 60, "9" * 60),
+        ("true", pyarrow.array([True]), "true", "true"),
+        ('["Paris", "paris"]', pyarrow.array([["Paris", "paris"]]), '["Paris", "paris"]', '["Paris", "paris"]'),
+        ("[1.50, 2]", pyarrow.array([[1.5, 2.0]]), '["1.50", "2"]', '["1.5", "2"]'),
+        ('["x"]', pyarrow.array([["x"]]), "x", "x"),
+    ]
+    for place, (text, array, of_json, of_parquet) in enumerate(table):
+        lines, parquet = tmp_path / f"{place}.jsonl", tmp_path / f"{place}.parquet"
+        lines.write_text(f'{{"prompt": "x", "answer": {text}}}\n', encoding="utf-8")
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": ["x"], "answer": array}), parquet)
+        for path, expected in ((lines, of_json), (parquet, of_parquet)):
+            (row,) = read_rows(path, RowKeys())
+            assert isinstance(row, Row)
+            assert row.answer == expected

@@ -326,3 +326,14 @@ def test_a_damaged_newest_checkpoint_is_a_warning_and_a_damaged_only_one_an_erro
     (problem,) = resume(run_dir, file)
     assert problem.severity == "error"
     assert "iteration 1 is damaged" in problem.message
+
+
+def test_a_resume_of_a_run_whose_rewards_read_answers_otherwise_is_warned_of_once(tmp_path: Path) -> None:
+    config = load_config(write_config(tmp_path), ["reward=[{kind: math_verify}, {kind: overlong}]"])
+    now = reward_facts(config)
+    before = {key: value for key, value in now.items() if "reading" not in key}
+    assert "reward math_verify: reading of answers: unset in the checkpoint, marked answers first" in reward_warning(
+        before, now
+    )
+    assert "overlong: reading" not in reward_warning(before, now)
+    assert reward_warning(now, now) == ""

@@ -339,7 +339,10 @@ def test_an_answer_that_must_be_chosen_says_how(row: dict[str, Any], said: str) 
         (["12", "-3.5", "$1,200", "1/2", "20%"], "math_verify"),
         ([r"\frac{3}{4}", "$x+1$"], "math_verify"),
         (["yes", "no", "12"], "exact_match"),
-        (["A", "B"], "exact_match"),
+        (["Paris", "Rome"], "exact_match"),
+        (["A", "(B)"], "math_verify"),
+        (["1e-05", "true"], "math_verify"),
+        (["<answer>7 apples</answer>", "Answer: 3"], "math_verify"),
     ],
 )
 def test_the_reward_follows_from_the_answers(answers: list[str], kind: str) -> None:

@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from coordinator.learn.answers import accepted
+
 # Of a wrong answer, for messages.
 _SHOWN_CHARS = 200
 
@@ -39,7 +41,7 @@ def scorer(pattern: str) -> Callable[[dict[str, Any]], float | dict[str, str]]:
         if wanted.groups == 0:
             return 1.0
         found = (last.group(1) or "").strip()
-        right = last.group(1) is not None and found == job["answer"].strip()
+        right = last.group(1) is not None and found in map(str.strip, accepted(job["answer"]))
         return 1.0 if right else {"found": found[:_SHOWN_CHARS]}
 
     return score
