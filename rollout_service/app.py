@@ -13,6 +13,7 @@ from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.hosts.leader import HostWorkers
 from rollout_service.metrics import RolloutMetrics
 from rollout_service.servicer import RolloutServicer
+from rollout_service.stall import StallWatch
 from rollout_service.weights.admission import Admission
 from rollout_service.weights.pauses import Pauses
 from rollout_service.weights.ranks import RankGroups, rank_clients
@@ -163,7 +164,19 @@ class _Replica:
         local = rank_clients(engine.rank_addresses)
         # Read last: a coordinator that takes over after this announces itself with TakeOver.
         fence = await asyncio.to_thread(self._fence)
-        servicer, on_up = self._wire(engine, RankGroups([*local, *self._workers.ranks()]), fence)
+        admission = Admission()
+        pauses = Pauses(engine, admission)
+        servicer, on_up = self._wire(engine, RankGroups([*local, *self._workers.ranks()]), fence, admission, pauses)
+        watch = StallWatch(
+            self._name,
+            engine,
+            [rank.answers for rank in local],
+            self._config.rollout.stall_timeout_s,
+            admission=admission,
+            load=servicer.load,
+            finished=lambda: servicer.generated_tokens,
+            paused=lambda: pauses.paused,
+        )
         self._server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, _FULL_NAME)
         self._server.add(weights_pb2_grpc.add_RoundServiceServicer_to_server, servicer, SERVICE)
         address = self._environment.advertised(await self._server.start())
@@ -181,7 +194,7 @@ class _Replica:
         try:
             if await announce(self._registry, record, self._config.sync.lease_ttl_s, self._stop, failing(lost)):
                 log.info("replica up", name=self._name, address=address, metrics_port=metrics_port)
-            await run_until_stopped(self._stop, ends)
+            await run_until_stopped(self._stop, {**ends, "stall": watch.run()})
         finally:
             servicer.refuse_new_calls()
             await self._server.drain(DRAIN_S if self._stop.is_set() else 0.0)
@@ -193,10 +206,10 @@ class _Replica:
         return fence_of(group, 2 * self._config.sync.lease_ttl_s)
 
     def _wire(
-        self, engine: RolloutEngine, ranks: RankGroups, fence: FenceGuard
+        self, engine: RolloutEngine, ranks: RankGroups, fence: FenceGuard, admission: Admission, pauses: Pauses
     ) -> tuple[RolloutServicer, Callable[[], None]]:
         """Wire the servicer. Returns: it, and a function to call once it is served."""
-        metrics, admission, rollout = RolloutMetrics(), Admission(), self._config.rollout
+        metrics, rollout = RolloutMetrics(), self._config.rollout
         metrics.running_groups.set_function(lambda: admission.running_groups)
         metrics.watch_load(engine.load)
 
@@ -207,7 +220,7 @@ class _Replica:
         updates = WeightUpdates(
             engine,
             ranks,
-            Pauses(engine, admission),
+            pauses,
             on_state,
             metrics.sync.observe_reports,
             metrics.sync.observe_outcome,

@@ -120,6 +120,9 @@ class EngineProcesses(Protocol):
     async def start(self) -> None:
         """Load the model and get ready to generate. Raises: RuntimeError: the engine did not start."""
 
+    def cpu_s(self) -> tuple[float, ...]:
+        """Return the seconds of CPU that each rank on this host has used; empty where they compute on GPUs."""
+
     async def shutdown(self) -> None:
         """End every process. Idempotent."""
 

@@ -9,6 +9,7 @@ from typing import Any
 from rollout_service.engine import Finish, FinishedGroup, RolloutEngine
 from rollout_service.metrics import RolloutMetrics
 from rollout_service.sampling import read_request
+from rollout_service.stall import Asked
 from rollout_service.weights.admission import Admission
 from rollout_service.weights.ranks import Ranks
 from rollout_service.weights.updates import WeightUpdates
@@ -65,7 +66,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
         self._updates = updates
         self._metrics = metrics
         self._fence = FenceGuard() if fence is None else fence
-        self._generated_tokens = 0
+        # In a thread: a scheduler that hangs while it reports its load blocks the reader.
+        self.load = Asked(lambda: asyncio.to_thread(engine.load))
+        self.generated_tokens = 0
         self._draining = False
 
     def refuse_new_calls(self) -> None:
@@ -110,7 +113,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
 
     def _count_tokens(self, groups: Sequence[FinishedGroup]) -> None:
         tokens = sum(len(completion.token_ids) for group in groups for completion in group.completions)
-        self._generated_tokens += tokens
+        self.generated_tokens += tokens
         self._metrics.generated_tokens.inc(tokens)
 
     async def RunPhase(self, request: weights_pb2.RunPhaseRequest, context: Any) -> weights_pb2.RunPhaseResponse:
@@ -150,14 +153,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         """State, served version and load of the replica."""
-        # In a thread: a scheduler that hangs while it reports its load blocks the reader.
-        load = await asyncio.to_thread(self._engine.load)
+        load = await self.load()
         return pb.GetStatusResponse(
             name=self._name,
             state=self._updates.state,
             policy_version=self._updates.policy_version,
             running_groups=self._admission.running_groups,
-            generated_tokens=self._generated_tokens,
+            generated_tokens=self.generated_tokens,
             engine_progress=load.progress,
             parallel=self._parallel.to_proto(),
             versions=common_pb2.SoftwareVersions(packages=software_versions(("sglang", "torch", "transformers"))),

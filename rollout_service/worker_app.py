@@ -10,11 +10,12 @@ from rollout_service.hosts.connection import WORKER_ROLE, beat_s
 from rollout_service.hosts.host_ranks import HostRanks, worker_name
 from rollout_service.hosts.membership import WorkerMembership
 from rollout_service.hosts.servicer import WorkerServicer
+from rollout_service.stall import StallWatch
 from rollout_service.weights.ranks import RankClient, RankGroups, rank_clients
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import DeadlineExceeded, Unavailable
 from servicekit.life.announcing import announce
-from servicekit.life.tasks import DEADLINE, Wait, end_of, failing, first_of
+from servicekit.life.tasks import DEADLINE, Wait, cancel, end_of, failing, first_of
 from servicekit.logs import get_logger
 from servicekit.metrics import serve_metrics
 from servicekit.redis.records import AgreedSettings, ServiceRecord
@@ -123,7 +124,13 @@ class _Worker:
         membership.ready = True
         self._server.set_ready(True)
         log.info("ranks up", ranks=list(share.ranks))
-        await self._until_over(membership, processes, ends)
+        pings = [rank.answers for rank in self._ranks]
+        watch = StallWatch(record.name, processes, pings, self._config.rollout.stall_timeout_s)
+        watching = asyncio.create_task(watch.run(), name="stall")  # what it finds fails the processes
+        try:
+            await self._until_over(membership, processes, ends)
+        finally:
+            await cancel(watching)
 
     async def shutdown(self) -> None:
         """End the ranks, and the server last: the leader may still call it."""

@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from coordinator.fleet.base import Fleet
+from coordinator.fleet.watched import WatchedFleet
 
 
 class HasTroubles(Protocol):
@@ -39,4 +40,5 @@ class FleetView:
 
     def troubles(self) -> list[str]:
         """Return the present troubles, a sentence each."""
-        return [] if self._cluster is None else self._cluster.troubles()
+        lost = self.fleet.troubles() if isinstance(self.fleet, WatchedFleet) else []  # in a cluster, those of its pods
+        return lost if self._cluster is None else self._cluster.troubles()

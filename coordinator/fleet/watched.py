@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from coordinator.clients.replica import Replica
 from coordinator.clients.trainer import Trainer
 from servicekit.logs import get_logger
-from servicekit.redis.records import ServiceRecord
+from servicekit.redis.records import Failure, ServiceRecord
 from servicekit.redis.registry import Registry
 from servicekit.security.tls import Identity
 
@@ -30,11 +30,12 @@ class WatchedFleet:
         self._identity = identity
         self._known: dict[str, Replica] = {}  # by worker_id
         self._serving: tuple[Replica, ...] = ()
+        self._failures: list[Failure] = []
         self._gone: list[Replica] = []  # lost, but still generating: closing the channel would end that call
 
     async def look(self) -> tuple[Replica, ...]:
         """Read the announced replicas, and move the trainer's client. Raises: Unavailable: Redis does not answer."""
-        rollouts, trainers = await asyncio.to_thread(self._read)
+        rollouts, trainers, self._failures = await asyncio.to_thread(self._read)
         for record in trainers:
             await self._trainer.move_to(record.address)
         for record in rollouts:
@@ -52,8 +53,12 @@ class WatchedFleet:
         records = await asyncio.to_thread(self._registry.list, ROLLOUT_ROLE)
         return tuple(self._known[record.worker_id] for record in records if record.worker_id in self._known)
 
-    def _read(self) -> tuple[list[ServiceRecord], list[ServiceRecord]]:
-        return self._registry.list(ROLLOUT_ROLE), self._registry.list(TRAINER_ROLE)
+    def _read(self) -> tuple[list[ServiceRecord], list[ServiceRecord], list[Failure]]:
+        return self._registry.list(ROLLOUT_ROLE), self._registry.list(TRAINER_ROLE), self._registry.failures()
+
+    def troubles(self) -> list[str]:
+        """Return why each replica ended that has not come back, and when."""
+        return [str(failure) for failure in self._failures if failure.role == ROLLOUT_ROLE]
 
     async def _forget(self, announced: set[str]) -> None:
         for worker_id in self._known.keys() - announced:

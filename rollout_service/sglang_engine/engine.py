@@ -62,6 +62,10 @@ class SglangEngine:
         """A future that fails when a rank has died."""
         return self._processes.failed
 
+    def cpu_s(self) -> tuple[float, ...]:
+        """Return the seconds of CPU that each rank has used; empty where they compute on GPUs."""
+        return self._processes.cpu_s()
+
     async def start(self) -> None:
         """Start SGLang and warm it up. Raises: RuntimeError: it did not start."""
         await self._processes.start()

@@ -14,6 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.sglang_engine.kernels import refuse_environment
 from rollout_service.sglang_engine.options import (
@@ -119,6 +121,12 @@ class SglangProcesses:
                 pids = [os.getpid(), *self.engine.get_all_child_pids()]
                 self._owned.note(shared_memory_of(pids, *_SHARED))
 
+    def cpu_s(self) -> tuple[float, ...]:
+        """Return the seconds of CPU that each rank has used, on GPUs nothing: a hung kernel is waited for busily."""
+        if self.arguments.get("device") != "cpu" or self._share.nodes > 1:
+            return ()
+        return tuple(_cpu_s(pid) for pid in self.engine.get_all_child_pids())
+
     def fail(self, error: Exception) -> None:
         """Mark the engine as failed: it can no longer serve."""
         if not self.failed.done():
@@ -162,6 +170,14 @@ def _read_model(config: RunConfig) -> ModelSpec:
     sizes = Parallel(tensor=config.rollout.tensor_parallel, expert=config.rollout.expert_parallel)
     sglang_layout(spec, sizes)
     return spec
+
+
+def _cpu_s(pid: int) -> float:
+    try:
+        used = psutil.Process(pid).cpu_times()
+    except psutil.NoSuchProcess:  # ChildWatch reports it
+        return 0.0
+    return float(used.user + used.system)
 
 
 def _join_children(timeout_s: float) -> None:

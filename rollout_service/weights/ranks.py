@@ -4,6 +4,9 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from typing import Protocol, TypeVar
 
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from servicekit.errors import rpc_errors
 from servicekit.rpc.channel import open_channel
 from tandem_api.weights.v1 import weights_pb2 as pb
@@ -13,6 +16,8 @@ from weightsync.round.client import RoundClient, RunsPhases
 from weightsync.round.phases import Phase
 
 T = TypeVar("T")
+# A ping of a rank that is frozen must end some time.
+_PING_S = 600.0
 
 
 class Ranks(RunsPhases, Protocol):
@@ -38,6 +43,15 @@ class RankClient(RoundClient):
         self._channel = open_channel(address)
         super().__init__(f"rank {rank}", self._channel, deadlines.rank_s)
         self._receiver = weights_pb2_grpc.ShardReceiverServiceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    async def answers(self) -> bool:
+        """Whether the rank's process answers at all: that it has no such service is an answer. A frozen one waits."""
+        try:
+            await self._health.Check(health_pb2.HealthCheckRequest(), timeout=_PING_S)
+        except grpc.aio.AioRpcError as error:
+            return error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        return True
 
     async def load_published(self, request: pb.LoadPublishedRequest) -> None:
         """Load published weights. Raises: TandemError."""

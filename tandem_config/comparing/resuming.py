@@ -82,11 +82,13 @@ OF_THE_TRAINER = frozenset(
         *(f"profile.{name}" for name in ("steps", "first", "every", "ranks", "shapes", "stacks", "memory")),
     }
 )
-# The sizes of an engine, which each replica has for itself, and says in its status where others act on them.
+# The sizes of an engine, which each replica has for itself, and says in its status where others act on them; and when
+# it gives its own engine up.
 OF_A_REPLICA = frozenset(
     {
         *(f"rollout.{name}" for name in ("tensor_parallel", "expert_parallel", "max_total_tokens")),
         *(f"rollout.{name}" for name in ("context_length", "max_running_requests", "mem_fraction_static")),
+        "rollout.stall_timeout_s",
     }
 )
 # How the services work together, and what happens when one of them, or a reward, does not.

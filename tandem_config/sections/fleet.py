@@ -66,10 +66,10 @@ class FleetSection(Section):
     stuck_after_s: PositiveFloat = Field(
         1800.0,
         description=(
-            "Seconds without an answer, or without a token computed while it generates, after which a replica is stuck "
-            "and its pod is evicted; the default is that of rollout.generate_timeout_s."
+            "Seconds without an answer after which a replica is stuck and its pod is evicted. One whose engine stands "
+            "still ends itself (rollout.stall_timeout_s), and the kubelet's probes restart one that is frozen."
         ),
-        json_schema_extra=about("no completion takes longer than its call may", unit="s"),
+        json_schema_extra=about("a restart where it is comes first, another node after it", unit="s"),
     )
     max_evictions_per_hour: Annotated[int, Field(ge=0)] = Field(
         4,

@@ -97,3 +97,12 @@ class RolloutSection(Section):
         description="Seconds until a generate call is given up.",
         json_schema_extra=about("longer than the longest completions take", unit="s"),
     )
+    stall_timeout_s: PositiveFloat = Field(
+        60.0,
+        description=(
+            "Seconds without a token computed while groups run, or without an answer of a rank, after which a replica "
+            "ends itself to be started again. Paused engines are not counted; ten times as long before a GPU's first "
+            "group (kernels compile) and while CPU ranks compute."
+        ),
+        json_schema_extra=about("15 decode steps take less, and so does a weight sync's pause of a rank", unit="s"),
+    )

@@ -9,6 +9,7 @@ from prometheus_client import REGISTRY
 
 from coordinator.app import conduct
 from coordinator.fleet.services import Services
+from coordinator.fleet.view import FleetView
 from coordinator.fleet.watched import WatchedFleet
 from coordinator.flow import Prompt
 from coordinator.generate.order import Order, Sampling
@@ -42,6 +43,24 @@ async def announcer(environment: ServiceEnvironment) -> AsyncIterator[list[Regis
     yield registries
     for registry in registries:
         registry.close()
+
+
+async def test_status_says_why_a_replica_ended_until_it_is_back(announcer: list[Registry]) -> None:
+    looker, first, second = announcer
+    async with fake_fleet() as services:
+        fleet = WatchedFleet(looker, services.trainer)
+        view = FleetView(replicas=2)
+        view.fleet = fleet
+        first.announce(record("rollout-0", services.addresses["rollout-0"], "a"), TTL_S)
+        second.report_failure("rollout", "rollout-1", "the engine of rollout-1 computed no token for 60 s")
+        second.report_failure("trainer", "trainer", "of another kind")
+        await fleet.look()
+        (told,) = view.troubles()
+        assert told.startswith("rollout-1 ended 0 s ago: the engine of rollout-1 computed no token for 60 s")
+        second.announce(record("rollout-1", services.addresses["rollout-1"], "b"), TTL_S)
+        await fleet.look()
+        assert view.troubles() == []
+        await fleet.close()
 
 
 async def test_a_replica_that_returns_is_a_new_one_that_does_not_serve(announcer: list[Registry]) -> None:

@@ -199,13 +199,13 @@ async def test_a_run_on_pods_that_appear_end_hang_and_become_more(
         await got_work(rollouts, "rollout-1", starts=2)
         assert "create pods/eviction" not in api.seen
 
-        rollouts.history["rollout-0"][0].hold.clear()  # the engine hangs, its service answers
+        rollouts.history["rollout-0"][0]._gone = True  # it answers nothing any more
         await got_work(rollouts, "rollout-0", starts=2)
         assert api.seen["create pods/eviction"] == 1
         await soon(lambda: {event["reason"] for event in api.list_of("Event")} == {"TandemScaled", "TandemEvicted"})
         (evicted,) = [event for event in api.list_of("Event") if event["reason"] == "TandemEvicted"]
         assert evicted["involvedObject"]["name"] == "rollout-0"
-        assert evicted["message"] == "the engine is stuck: no token computed in 2 s"
+        assert evicted["message"] == "the replica is stuck: no answer in 2 s"
 
         api.put(rollout_set(3))  # as `kubectl scale` does
         await got_work(rollouts, "rollout-2", starts=1)
@@ -242,7 +242,7 @@ async def test_a_run_on_groups_of_pods_that_end_as_a_whole(
         await got_work(rollouts, "rollout-1", starts=2)
         assert "create pods/eviction" not in api.seen
 
-        rollouts.history["rollout-0"][0].hold.clear()
+        rollouts.history["rollout-0"][0]._gone = True  # it answers nothing any more
         await got_work(rollouts, "rollout-0", starts=2)
         assert api.seen["create pods/eviction"] == 1
         evicted = [event for event in api.list_of("Event") if event["reason"] == "TandemEvicted"]

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import signal
+import sys
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -172,6 +174,52 @@ async def test_the_leader_drives_the_ranks_of_all_hosts_in_their_order(rig: Rig)
     assert [report.bytes_received for report in reports] == [0, 1, 2, 3]
     await ranks.load_published(pb.LoadPublishedRequest(folder="f"))
     assert [receiver.loaded for receiver in rig.receivers] == [["f"]] * 4
+
+
+RANK = """
+import signal, sys
+from rollout_service.sglang_engine.receiver import ShardReceiver, add_receiver
+from servicekit.rpc.sync_server import start_sync_server
+server = start_sync_server(add_receiver, ShardReceiver(None, None), sys.argv[1])
+print("up", flush=True)
+signal.pause()
+"""
+
+
+@contextlib.asynccontextmanager
+async def rank_process(address: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A rank's server in a process of its own, which can be stopped."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", RANK, address, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            assert await process.stdout.readline() == b"up\n"
+        yield process
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def test_a_rank_whose_process_is_stopped_between_calls_ends_its_host_and_the_engine(rig: Rig) -> None:
+    rig.config = rig.config.model_copy(
+        update={"rollout": rig.config.rollout.model_copy(update={"stall_timeout_s": 0.5})}
+    )
+    rig.addresses[3] = f"unix:{rig.folder}/stopped"
+    async with rank_process(rig.addresses[3]) as process:
+        (rank,) = rank_clients(rig.addresses[3:])
+        assert await rank.answers()
+        worker = rig.start_worker()
+        leader = await rig.joined()
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(TimeoutError):  # it moves
+                await asyncio.wait_for(asyncio.shield(leader.lost), 1.0)
+            process.send_signal(signal.SIGSTOP)
+            with pytest.raises(Unavailable, match=r"rollout-0-host-1 has a rank that has not answered"):
+                await leader.lost
+            assert "(rollout.stall_timeout_s)" in await end_of(worker)
+        await rank.close()
 
 
 async def test_an_error_of_a_remote_rank_keeps_its_kind_and_names_host_and_rank(rig: Rig) -> None:

@@ -9,12 +9,10 @@ from coordinator.fleet.kubernetes.api.events import About
 from coordinator.fleet.kubernetes.api.pods import Pod
 from coordinator.fleet.kubernetes.cluster import Cluster
 from coordinator.fleet.kubernetes.fleet import KubernetesFleet
-from coordinator.fleet.kubernetes.stuck import HourlyBudget, StuckDetector, Vital
+from coordinator.fleet.kubernetes.stuck import HourlyBudget, StuckDetector
 from coordinator.watch import metrics
 from servicekit.errors import TandemError, Unavailable
 from servicekit.logs import get_logger
-from tandem_api.rollout.v1 import rollout_pb2
-from tandem_api.weights.v1 import weights_pb2
 
 # Between two checks; a quarter of a setting that is shorter than four times this.
 LONGEST_INTERVAL_S = 10.0
@@ -76,13 +74,13 @@ class Keeper:
         return replica not in members or members[replica].ready
 
     async def _evict_stuck(self, members: dict[Replica, Pod]) -> None:
-        vitals = await asyncio.gather(*(self._vital(replica) for replica in members), return_exceptions=True)
+        answers = await asyncio.gather(*(self._answers(replica) for replica in members), return_exceptions=True)
         stuck: dict[str, str] = {}
-        for (replica, pod), vital in zip(members.items(), vitals, strict=True):
+        for (replica, pod), answer in zip(members.items(), answers, strict=True):
             # A channel that is closed meanwhile cancels its calls: the replica is lost.
-            if isinstance(vital, BaseException):
+            if isinstance(answer, BaseException):
                 continue
-            why = self._detector.observe((replica, pod.incarnation), vital, self._clock())
+            why = self._detector.observe((replica, pod.incarnation), answer, self._clock())
             if why and pod.uid not in self._evicted:
                 stuck[f"stuck/{pod.name}"] = await self._evict(pod, why)
         self._detector.keep({(replica, pod.incarnation) for replica, pod in members.items()})
@@ -90,12 +88,12 @@ class Keeper:
             self._cluster.noted.note(about, text)
         self._cluster.noted.keep("stuck/", stuck)
 
-    async def _vital(self, replica: Replica) -> Vital | None:
+    async def _answers(self, replica: Replica) -> bool:
         try:
-            status = await replica.status(timeout_s=self._probe_timeout_s)
+            await replica.status(timeout_s=self._probe_timeout_s)
         except TandemError:
-            return None
-        return read_vital(status)
+            return False
+        return True
 
     async def _evict(self, pod: Pod, why: str) -> str:
         """Evict a stuck pod if the budget allows it. Returns: a sentence about the outcome."""
@@ -111,16 +109,9 @@ class Keeper:
         self._evicted.add(pod.uid)
         metrics.EVICTIONS.inc()
         log.warning("stuck replica evicted", replica=pod.name, why=why)
-        await self._record(pod, "TandemEvicted", f"the engine is stuck: {why}", kind="Warning")
+        await self._record(pod, "TandemEvicted", f"the replica is stuck: {why}", kind="Warning")
         return f"{pod.name} was stuck ({why}): evicted"
 
     async def _record(self, pod: Pod, reason: str, message: str, *, kind: str = "Normal") -> None:
         recorder = self._cluster.recorder
         await asyncio.to_thread(recorder.record, About.pod(pod), reason, message, kind=kind)
-
-
-def read_vital(status: rollout_pb2.GetStatusResponse) -> Vital:
-    """Read the progress from a replica's status; it is expected only while the replica serves."""
-    serves = status.state == weights_pb2.REPLICA_STATE_SERVING
-    progress = status.generated_tokens + status.engine_progress
-    return Vital(is_generating=serves and status.running_groups > 0, progress=progress)

@@ -1,31 +1,12 @@
-"""Detects stuck replicas, and limits how many may be evicted; times are arguments.
+"""Detects replicas that do not answer, and limits how many may be evicted; times are arguments.
 
-A replica is stuck if it has not answered for `stuck_after_s`, or has had work without computing a token. One that is
-slow, paused, unseeded or without work is not stuck, nor is a process that has ended: its record expires with its lease,
-and the kubelet starts it again.
+A replica whose engine stands still ends itself (rollout.stall_timeout_s). One that is slow, paused, unseeded or without
+work is not stuck, nor is a process that has ended: its record expires with its lease, and the kubelet starts it again.
 """
 
 from collections import deque
-from dataclasses import dataclass
 
 HOUR_S = 3600.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Vital:
-    """Progress of a replica: whether it generates, and a number that changes when its engine computes tokens."""
-
-    is_generating: bool
-    progress: int
-
-
-@dataclass(kw_only=True)
-class _Since:
-    """Since when a replica has made no progress, and its progress then."""
-
-    start_s: float
-    progress: int | None
-    is_silent: bool
 
 
 class StuckDetector:
@@ -33,26 +14,20 @@ class StuckDetector:
 
     def __init__(self, stuck_after_s: float) -> None:
         self._stuck_after_s = stuck_after_s
-        self._since: dict[object, _Since] = {}
+        self._silent_since_s: dict[object, float] = {}
 
-    def observe(self, key: object, vital: Vital | None, now_s: float) -> str:
-        """Record an observation. vital: None: no answer. Returns: why the replica is stuck; "" if it is not."""
-        since = self._since.get(key)
-        is_silent = vital is None
-        progress = None if vital is None else vital.progress
-        rests = vital is not None and not vital.is_generating
-        if rests or since is None or since.is_silent != is_silent or since.progress != progress:
-            self._since[key] = _Since(start_s=now_s, progress=progress, is_silent=is_silent)
+    def observe(self, key: object, answers: bool, now_s: float) -> str:
+        """Record an observation. Returns: why the replica is stuck; "" if it is not."""
+        if answers:
+            self._silent_since_s.pop(key, None)
             return ""
-        if now_s - since.start_s < self._stuck_after_s:
-            return ""
-        what = "no answer" if is_silent else "no token computed"
+        since_s = self._silent_since_s.setdefault(key, now_s)
         # Without the exact time, since a trouble is reported once per text.
-        return f"{what} in {self._stuck_after_s:g} s"
+        return f"no answer in {self._stuck_after_s:g} s" if now_s - since_s >= self._stuck_after_s else ""
 
     def keep(self, keys: set[object]) -> None:
         """Forget all replicas but these."""
-        self._since = {key: since for key, since in self._since.items() if key in keys}
+        self._silent_since_s = {key: since_s for key, since_s in self._silent_since_s.items() if key in keys}
 
 
 class HourlyBudget:

@@ -188,7 +188,7 @@ def test_a_large_call_that_is_given_up_ends_in_the_engine_too(replica: Replica) 
 
 
 def test_a_long_completion_is_progress_and_a_stuck_engine_is_none(replica: Replica) -> None:
-    """Of what fleet.stuck_after_s waits for, the coordinator is told while nothing is finished yet."""
+    """What rollout.stall_timeout_s waits for moves while nothing is finished yet."""
     finished = replica.status().generated_tokens
     told: set[int] = set()
 

@@ -100,6 +100,9 @@ class FakeEngine:
         self.calls.append("flush_cache")
         return self._inside == 0
 
+    def cpu_s(self) -> tuple[float, ...]:
+        return ()
+
     async def shutdown(self) -> None:
         self.calls.append("shutdown")
 
