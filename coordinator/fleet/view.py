@@ -5,12 +5,16 @@ from typing import Protocol
 from coordinator.fleet.base import Fleet
 
 
-class HasTroubles(Protocol):
-    """Reports troubles (fleet.kubernetes.cluster.Cluster)."""
+class TellsTroubles(Protocol):
+    """Reports troubles."""
 
     def troubles(self) -> list[str]:
         """Return the present troubles, a sentence each."""
         ...
+
+
+class HasTroubles(TellsTroubles, Protocol):
+    """Reports troubles (fleet.kubernetes.cluster.Cluster), and the pods of replicas."""
 
     def num_replicas(self) -> int | None:
         """Return how many replicas have pods, pending ones included; None: unknown. Called from any thread."""
@@ -26,6 +30,8 @@ class FleetView:
 
     def __init__(self, cluster: HasTroubles | None = None, replicas: int = 0) -> None:
         self.fleet: Fleet | None = None
+        # Replicas that are announced and take no part (sync.left_out.LeftOut).
+        self.left_out: TellsTroubles | None = None
         self._cluster, self._replicas = cluster, replicas
 
     def serving(self) -> list[str]:
@@ -39,4 +45,5 @@ class FleetView:
 
     def troubles(self) -> list[str]:
         """Return the present troubles, a sentence each."""
-        return [] if self._cluster is None else self._cluster.troubles()
+        told = (self._cluster, self.left_out)
+        return [trouble for each in told if each is not None for trouble in each.troubles()]
