@@ -32,8 +32,6 @@ SLOT_PATIENCE_TTLS = 3.0
 _RETRIABLE = (Aborted, PeerLost, Unavailable, DeadlineExceeded, DigestMismatch)
 # After these of a replica too: out of memory, a device that failed, a state that a full round mends.
 _RETRIABLE_OF_REPLICA = (*_RETRIABLE, Internal, TooLarge, NotReady, Poisoned, PhaseOrder)
-# Of these, what a publication that has failed with gives as Unavailable.
-_UNAVAILABLE_THEN = (Internal, TooLarge, NotReady, Poisoned, PhaseOrder, DeadlineExceeded)
 # Rounds that fail before a publication ends, whatever was learnt from them: enough to find several that fail of 64.
 MOST_FAILURES = 20
 # Pauses before the next round when there is nobody to leave out: they grow fourfold.
@@ -86,7 +84,7 @@ class Publication:
     # The replicas of the last roll call.
     present: Sequence[Replica] = ()
     # Whether the last failure was of replicas, as far as is known.
-    _of_replicas: bool = False
+    of_replicas: bool = False
     # Until its error is judged.
     failed_round: FailedRound | None = None
     # Whether a round has failed without a culprit.
@@ -140,8 +138,8 @@ class Publication:
         self.named |= {name: self.named.get(name, 0) + count for name, count in cause.named.items()}
         if isinstance(error, Evicted | Fenced) or (cause.trainer is not None and not is_retriable(cause.trainer)):
             self.is_over = True
-        self._of_replicas = cause.trainer is None and not self.is_over
-        if not self._of_replicas:
+        self.of_replicas = cause.trainer is None and not self.is_over
+        if not self.of_replicas:
             return True
         if not cause.failed and not cause.lost:
             if not self._is_puzzled and isinstance(error, PeerLost | Aborted):
@@ -181,7 +179,7 @@ class Publication:
         causes = " | then: ".join(dict.fromkeys([str(self.failures[0]), str(self.failures[-1])]))
         message = f"weight sync of version {self.policy_version}, try {len(self.failures)}: {causes}"
         kind = type(self.failures[-1])
-        # What passes with another replica, or later with this one, is no fault of ours: others may still join.
-        if self._of_replicas and kind in _UNAVAILABLE_THEN:
+        # A replica's own error is not ours: others may still join.
+        if self.of_replicas and (kind is DeadlineExceeded or not issubclass(kind, _RETRIABLE)):
             kind = Unavailable
         return kind(message)

@@ -312,7 +312,7 @@ class WeightSync:
         """Decide whether another round may help after `error`, and wait until it is time for it."""
         failed, work.failed_round = work.failed_round, None
         if failed is None:  # before a round
-            is_strike = True
+            is_strike, work.of_replicas = True, False
             work.is_over = work.is_over or not is_retriable(error)
         else:
             is_alone = all(replica.name in failed.cause.failed for replica in failed.group)

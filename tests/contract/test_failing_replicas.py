@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.fleet.view import FleetView
 from coordinator.sync import left_out
 from coordinator.sync.roll_call import RollCall
 from coordinator.sync.weights import MAX_ROUNDS, WeightSync
@@ -223,7 +224,7 @@ async def test_a_replica_that_is_needed_is_tried_again_and_named(error: TandemEr
         assert serving(sync) == ["rollout-0", "rollout-1"]
 
 
-@pytest.mark.parametrize("error", [Internal("out of memory"), ConfigError("a plan"), Fenced("another one leads")])
+@pytest.mark.parametrize("error", [Internal("out of memory"), InvalidRequest("odd"), Fenced("another one leads")])
 async def test_what_the_trainer_fails_with_is_not_blamed_on_replicas(error: TandemError) -> None:
     async with fake_fleet() as fleet:
         fleet.trainer_service.sync.faults.extend([Fault(TRANSFER, error)] * ALWAYS)
@@ -365,3 +366,15 @@ def roll_call_of(fleet: FakeFleet) -> RollCall:
         timeout_s=5.0,
         ending=asyncio.Event(),
     )
+
+
+async def test_status_tells_who_is_left_out() -> None:
+    async with fake_fleet() as fleet:
+        sync, view = sync_of(fleet, FakeGroup()), FleetView()
+        view.left_out = sync.left_out
+        assert view.troubles() == []
+        break_(fleet, 1, TRANSFER, Internal("MemoryError"))
+        await sync.publish(0)
+        (trouble,) = view.troubles()
+        assert trouble.startswith("rollout-1 is left out of weight syncs since ")
+        assert trouble.endswith("its part failed 2 times, last with: rollout-1: MemoryError")
