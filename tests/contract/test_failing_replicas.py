@@ -154,14 +154,10 @@ async def test_those_that_fail_among_many_are_found(bad: tuple[int, ...], error:
         assert serving(sync) == [f"rollout-{index}" for index in range(6) if index not in bad]
 
 
-class Sociable(StaticFleet):
-    """A fleet in which all participants fail alike if a replica of `bad` takes part, as over another torch."""
-
-
 def fail_together(fleet: FakeFleet, bad: set[str], error: Callable[[str], TandemError]) -> None:
     """Trainer and replicas refuse rounds with a replica of `bad`, and name its rank."""
-    for service in (fleet.trainer_service, *fleet.rollout_services):
-        run = service.sync.run_phase
+    for part in (fleet.trainer_service.sync, *(service.sync for service in fleet.rollout_services)):
+        run = part.run_phase
 
         def run_phase(phase: Any, round_: pb.Round, run: Any = run) -> Any:
             found = sorted(bad & {spec.name for spec in round_.replicas})
@@ -169,7 +165,7 @@ def fail_together(fleet: FakeFleet, bad: set[str], error: Callable[[str], Tandem
                 raise error(found[0])
             return run(phase, round_)
 
-        service.sync.run_phase = run_phase  # type: ignore[method-assign]
+        part.run_phase = run_phase  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(
