@@ -93,6 +93,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
     """
     config, inputs = app.config, app.inputs
     weights = _weights(app, services, group, lead)
+    app.view.left_out = weights.left_out
     rollouts = _rollouts(app, services, weights.seed_late_joiners)
     scorer = build_scorer(config, inputs.codec, app.rewards)
     progress = Progress(state=inputs.state, events=app.events, logprob_diff_limit=config.grpo.logprob_diff_limit)
@@ -205,6 +206,7 @@ def _weights(app: App, services: Services, group: WeightGroup, lead: Lead) -> We
         disk_folder=str(config.sync.published_folder(app.environment.run_dir)),
         ending=app.leaving.asked,
         is_queued=partial(_has_queued_replicas, app),
+        warn=partial(_warn_of_fleet, app.events),
     )
 
 

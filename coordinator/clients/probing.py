@@ -27,17 +27,24 @@ class ProbedService(Protocol):
         ...
 
 
-async def while_alive(call: Coroutine[Any, Any, T], service: ProbedService, *, probe_timeout_s: float) -> T:
+async def while_alive(
+    call: Coroutine[Any, Any, T],
+    service: ProbedService,
+    *,
+    probe_timeout_s: float,
+    lost: Coroutine[Any, Any, Any] | None = None,
+) -> T:
     """Await `call`, a call to `service`; cancel it when the service no longer answers a status call.
 
     The calls of a killed process fail immediately; those of a frozen one last until their deadline, which may be an
     hour.
 
-    Raises: what `call` raises; NoAnswer: no answer to a probe within probe_timeout_s.
+    Args:
+        lost: raises when the service is known to be lost, whether it answers or not.
+    Raises: what `call` raises; NoAnswer: no answer to a probe within probe_timeout_s; what `lost` raises.
     """
-    first = await first_of(
-        {f"call of {service.name}": call, f"probe of {service.name}": _probe(service, probe_timeout_s)}
-    )
+    awaited = {f"call of {service.name}": call, f"probe of {service.name}": _probe(service, probe_timeout_s)}
+    first = await first_of(awaited if lost is None else awaited | {f"loss of {service.name}": lost})
     answer: T = first.value
     return answer
 

@@ -6,12 +6,16 @@ from coordinator.fleet.base import Fleet
 from coordinator.fleet.watched import WatchedFleet
 
 
-class HasTroubles(Protocol):
-    """Reports troubles (fleet.kubernetes.cluster.Cluster)."""
+class TellsTroubles(Protocol):
+    """Reports troubles."""
 
     def troubles(self) -> list[str]:
         """Return the present troubles, a sentence each."""
         ...
+
+
+class HasTroubles(TellsTroubles, Protocol):
+    """Reports troubles (fleet.kubernetes.cluster.Cluster), and the pods of replicas."""
 
     def num_replicas(self) -> int | None:
         """Return how many replicas have pods, pending ones included; None: unknown. Called from any thread."""
@@ -27,6 +31,8 @@ class FleetView:
 
     def __init__(self, cluster: HasTroubles | None = None, replicas: int = 0) -> None:
         self.fleet: Fleet | None = None
+        # Replicas that are announced and take no part (sync.left_out.LeftOut).
+        self.left_out: TellsTroubles | None = None
         self._cluster, self._replicas = cluster, replicas
 
     def serving(self) -> list[str]:
@@ -40,5 +46,6 @@ class FleetView:
 
     def troubles(self) -> list[str]:
         """Return the present troubles, a sentence each."""
-        lost = self.fleet.troubles() if isinstance(self.fleet, WatchedFleet) else []  # in a cluster, those of its pods
-        return lost if self._cluster is None else self._cluster.troubles()
+        lost = self.fleet if isinstance(self.fleet, WatchedFleet) else None  # in a cluster, those of its pods
+        told = (lost if self._cluster is None else self._cluster, self.left_out)
+        return [trouble for each in told if each is not None for trouble in each.troubles()]

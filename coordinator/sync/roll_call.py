@@ -1,7 +1,8 @@
 """Finds the participants of a round: services that are present, so answer and hold their slots in the weight group.
 
-A replica that is not present is left out. The roll call waits, until its deadline, for the trainer and
-rollout.min_replicas replicas; while too few are left and others are held in a queue, the deadline does not come nearer.
+A replica that is not present is left out, and not waited for again until it is back (left_out.py). The roll call waits,
+until its deadline, for the trainer and rollout.min_replicas replicas; while too few are left and others are held in a
+queue, the deadline does not come nearer.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from typing import Protocol
 from coordinator.clients.replica import Replica
 from coordinator.clients.trainer import Trainer
 from coordinator.fleet.base import LOOK_INTERVAL_S, Fleet
+from coordinator.sync.left_out import LeftOut
 from servicekit.errors import ConfigurationSkew, DeadlineExceeded, StaleVersion, TandemError, Unavailable, WrongVersion
 from servicekit.logs import get_logger
 from servicekit.redis.registry import SETTINGS_ADVICE
@@ -122,6 +124,7 @@ class RollCall:
         timeout_s: how long to wait for the trainer and min_replicas replicas to be present.
         ending: once it is set, since the run is to end, no service is waited for.
         is_queued: whether replicas are held in a queue.
+        left_out: gets the replicas that were waited for in vain.
     """
 
     def __init__(
@@ -137,7 +140,12 @@ class RollCall:
         ending: asyncio.Event,
         agreement: Agreement | None = None,
         is_queued: Callable[[], bool] = lambda: False,
+        left_out: LeftOut | None = None,
     ) -> None:
+        self._left_out = LeftOut() if left_out is None else left_out
+        # Questions to replicas that have not answered one: nobody waits for these.
+        self._asked: dict[Replica, asyncio.Task[bool]] = {}
+        self._told_absent: set[str] = set()
         self._agreement = agreement
         self._is_queued = is_queued
         self._trainer, self._fleet, self._group = trainer, fleet, group
@@ -174,8 +182,9 @@ class RollCall:
                 )
             if present is not None and len(present.replicas) >= self._min_replicas:
                 wait.note(False, look.absent)
-                if look.absent:
+                if look.absent.keys() - self._told_absent:
                     log.warning("starting round without absent members", absent=look.absent)
+                self._told_absent = set(look.absent)
                 return present
             may_rejoin = rejoin_timeout_s if self._has_trainer(look) else None
             timeout_s = self._timeout_s if may_rejoin is None else max(self._timeout_s, may_rejoin)
@@ -230,6 +239,10 @@ class RollCall:
         except Unavailable as error:
             look.absent["the registry"] = str(error)
             return look
+        self._left_out.keep(replicas)
+        silent = self._still_silent(replicas)
+        look.absent = {replica.name: "it has not answered since it was waited for" for replica in silent}
+        replicas = tuple(replica for replica in replicas if replica not in silent)
         answers = await asyncio.gather(
             self._trainer.status(timeout_s=self._probe_timeout_s),
             *(replica.status(timeout_s=self._probe_timeout_s) for replica in replicas),
@@ -239,6 +252,8 @@ class RollCall:
         for service, answer in zip(services, answers, strict=True):
             if isinstance(answer, TandemError):
                 look.absent[service.name] = str(answer)
+                if isinstance(answer, DeadlineExceeded) and isinstance(service, Replica):
+                    self.note_lost(service, f"no answer within {self._probe_timeout_s:g} s", answers=False)
             elif isinstance(answer, trainer_pb2.GetStatusResponse):
                 look.trainer = answer
             elif isinstance(answer, rollout_pb2.GetStatusResponse) and isinstance(service, Replica):
@@ -247,16 +262,43 @@ class RollCall:
                 raise answer
         return look
 
+    def _still_silent(self, replicas: Sequence[Replica]) -> set[Replica]:
+        """Return the replicas that have not answered since they were waited for in vain."""
+        asked, self._asked = self._asked, {}
+        for replica, question in asked.items():
+            if replica not in replicas:
+                question.cancel()
+            elif not question.done():
+                self._asked[replica] = question
+            elif not question.result():
+                self._ask_aside(replica)
+        return set(self._asked)
+
+    def note_lost(self, replica: Replica, reason: str, *, answers: bool) -> None:
+        """Note a replica that is lost: no roll call waits for its answer, or for its slots if it answers."""
+        self._left_out.note_absent(replica, reason)
+        if not answers and replica not in self._asked:
+            self._ask_aside(replica)
+
+    def _ask_aside(self, replica: Replica) -> None:
+        async def answers() -> bool:
+            try:
+                await replica.status(timeout_s=self._probe_timeout_s)
+            except TandemError:
+                return False
+            return True
+
+        self._asked[replica] = asyncio.create_task(answers(), name=f"ask-{replica.name}")
+
     async def _with_slots(self, look: _Look, left_s: float) -> Present | None:
         """Keep the services of `look` whose ranks hold their slots; None: not the trainer's, or no replica answered."""
         if look.trainer is None or not look.replicas:
             return None
-        slots = {self._trainer.name: [trainer_slot(rank) for rank in range(look.trainer.world_size)]}
-        for replica, status in look.replicas.items():
-            world_size = Parallel.from_proto(status.parallel).world_size
-            slots[replica.name] = [rollout_slot(replica.name, rank) for rank in range(world_size)]
+        slots = {self._trainer.name: trainer_slots(look.trainer)} | replica_slots(look.replicas)
+        absent = {replica.name for replica in look.replicas if self._left_out.is_absent(replica)}
+        awaited = [slot for name, wanted in slots.items() if name not in absent for slot in wanted]
         try:
-            group = await self._settle([slot for wanted in slots.values() for slot in wanted], left_s)
+            group = await self._settle(awaited, left_s)
         except Unavailable as error:
             look.absent["the weight group"] = str(error)
             return None
@@ -266,6 +308,12 @@ class RollCall:
                 look.absent[name] = f"slots missing from {self._group.group}: {', '.join(missing)}"
         if self._trainer.name in look.absent:
             return None
+        for replica in look.replicas:
+            if replica.name not in look.absent and self._left_out.is_absent(replica):
+                log.info("replica is back", replica=replica.name)
+                self._left_out.forget([replica])
+            elif replica.name in look.absent and left_s > 0:
+                self._left_out.note_absent(replica, look.absent[replica.name])
         replicas = {replica: status for replica, status in look.replicas.items() if replica.name not in look.absent}
         return Present(epoch=group.epoch, trainer=look.trainer, replicas=replicas)
 
@@ -304,6 +352,17 @@ def _exclude_newer(look: _Look, policy_version: int) -> list[str]:
 def seeded_version(status: rollout_pb2.GetStatusResponse) -> int:
     """Return the version that a replica has served; 0 if it never had one."""
     return 0 if status.state == weights_pb2.REPLICA_STATE_UNSEEDED else int(status.policy_version)
+
+
+def trainer_slots(trainer: trainer_pb2.GetStatusResponse) -> list[str]:
+    """Return the slots of the trainer's ranks."""
+    return [trainer_slot(rank) for rank in range(trainer.world_size)]
+
+
+def replica_slots(replicas: Mapping[Replica, rollout_pb2.GetStatusResponse]) -> dict[str, list[str]]:
+    """Return the slots of each replica's ranks, by its name."""
+    sizes = {replica.name: Parallel.from_proto(status.parallel).world_size for replica, status in replicas.items()}
+    return {name: [rollout_slot(name, rank) for rank in range(size)] for name, size in sizes.items()}
 
 
 def parallel_sizes(present: Present) -> weights_pb2.Round:

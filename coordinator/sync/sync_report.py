@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from coordinator.flow import ReplicaOutcome, SyncResult
-from servicekit.errors import DigestMismatch, Internal
+from servicekit.errors import DigestMismatch, Internal, TandemError
 from tandem_api.weights.v1 import weights_pb2
 from weightsync.round.phases import STAGES
 
@@ -48,35 +48,39 @@ class RoundReports:
         self._received |= other._received
         self._shards |= other._shards
 
-    def check_plans(self, reports: Mapping[str, Reports]) -> None:
-        """Check that every rank made the same plan.
+    def check_plans(self, reports: Mapping[str, Reports], trainer: str) -> dict[str, TandemError]:
+        """Check that every rank made the same plan as the trainer's first one.
 
-        Raises: Internal: names two ranks that differ.
+        Returns: for each participant that did not, an Internal that names two ranks that differ.
         """
-        digests = {(name, rank): r.plan_digest for name, ranks in reports.items() for rank, r in enumerate(ranks)}
-        (first, expected), *others = digests.items()
-        for (name, rank), digest in others:
-            if digest != expected:
-                raise Internal(
-                    f"{name} rank {rank} made transfer plan {digest or '(none)'}, "
-                    f"but {first[0]} rank {first[1]} made {expected or '(none)'}: they read the round differently"
-                )
+        expected = reports[trainer][0].plan_digest
+        wrong: dict[str, TandemError] = {}
+        for name, ranks in reports.items():
+            for rank, report in enumerate(ranks):
+                if report.plan_digest != expected:
+                    wrong[name] = Internal(
+                        f"{name} rank {rank} made transfer plan {report.plan_digest or '(none)'}, "
+                        f"but {trainer} rank 0 made {expected or '(none)'}: they read the round differently"
+                    )
+        return wrong
 
-    def check_bytes(self, reports: Mapping[str, Reports]) -> None:
+    def check_bytes(self, reports: Mapping[str, Reports]) -> dict[str, TandemError]:
         """Check that every rollout rank received exactly the bytes of its shard.
 
         Args:
             reports: TRANSFER reports of the rollouts.
-        Raises: DigestMismatch: names the rank.
+        Returns: for each one that did not, a DigestMismatch that names the rank.
         """
+        wrong: dict[str, TandemError] = {}
         for name, ranks in reports.items():
             for rank, report in enumerate(ranks):
                 self._received[name, rank] = report.bytes_received
                 self._shards[name, rank] = report.shard_bytes
                 if report.bytes_received != report.shard_bytes:
-                    raise DigestMismatch(
+                    wrong[name] = DigestMismatch(
                         f"{name} rank {rank} received {report.bytes_received} bytes for a shard of {report.shard_bytes}"
                     )
+        return wrong
 
     def result(
         self,

@@ -14,8 +14,10 @@ from coordinator.clients.probing import NoAnswer, while_alive
 from coordinator.clients.replica import Replica
 from coordinator.clients.trainer import Trainer
 from coordinator.flow import ReplicaOutcome
+from coordinator.sync.blame import CONTAGIOUS
+from coordinator.sync.slot_watch import SlotWatch
 from coordinator.sync.sync_report import RoundReports
-from servicekit.errors import DeadlineExceeded, PeerLost, TandemError, Unavailable
+from servicekit.errors import DeadlineExceeded, Fenced, PeerLost, TandemError, Unavailable
 from servicekit.logs import get_logger
 from servicekit.tracing import span
 from tandem_api.rollout.v1 import rollout_pb2
@@ -23,8 +25,9 @@ from tandem_api.weights.v1 import weights_pb2
 from weightsync.round.phases import ABORT, COMMIT, PREPARE, TRANSFER, Phase, PhaseRule, Role, calls_of, first_write
 
 # A rank that fails closes its connections, and its peers report PeerLost immediately. The rank's own error, which has
-# the cause, may arrive a moment later.
-BLAME_S = 1.0
+# the cause, may arrive a moment later; so may what others say to what all may see alike (blame.py). The second: for
+# others that fail by themselves as well.
+BLAME_S, OTHERS_S = 1.0, 0.1
 # What ABORT and the question for a state may take of a participant that has not answered a probe: it was waited for.
 SECOND_CHANCE_S = 1.0
 
@@ -41,9 +44,12 @@ class SyncRound:
 
     Args:
         probe_timeout_s: a participant that does not answer a status call for so long is lost.
+        slots: notices replicas with a rank that loses its slot meanwhile; None: nobody does.
     Attributes:
         reports: figures of the ranks, complete once `run` has returned.
         outcomes: by replica, how the round ended for it.
+        errors: by participant, of the call that failed.
+        unreachable: replicas that did not answer when the round was given up.
     """
 
     def __init__(
@@ -53,10 +59,14 @@ class SyncRound:
         replicas: Sequence[Replica],
         *,
         probe_timeout_s: float = 10.0,
+        slots: SlotWatch | None = None,
     ) -> None:
         self.description = description
         self.reports = RoundReports()
         self.outcomes: dict[str, ReplicaOutcome] = {}
+        self.errors: dict[str, TandemError] = {}
+        self.unreachable: set[str] = set()
+        self._slots = slots
         self._trainer, self._replicas = trainer, tuple(replicas)
         self._everyone: tuple[Participant, ...] = (trainer, *replicas)
         self._probe_timeout_s = probe_timeout_s
@@ -78,10 +88,14 @@ class SyncRound:
 
     def _check(self, phase: Phase, reports: dict[str, Reports]) -> None:
         """Raises: Internal, DigestMismatch: the participants' reports contradict each other."""
+        wrong: dict[str, TandemError] = {}
         if phase == PREPARE:
-            self.reports.check_plans(reports)
+            wrong = self.reports.check_plans(reports, self._trainer.name)
         if phase == TRANSFER:
-            self.reports.check_bytes({replica.name: reports[replica.name] for replica in self._replicas})
+            wrong = self.reports.check_bytes({replica.name: reports[replica.name] for replica in self._replicas})
+        if wrong:
+            self.errors = wrong
+            raise next(iter(wrong.values()))
 
     async def _commit(self) -> dict[str, Reports]:
         """Commit on every participant that can; abort on the others. Raises: TandemError: no replica has committed."""
@@ -91,6 +105,7 @@ class SyncRound:
         by_name = dict(zip((participant.name for participant in self._everyone), answers, strict=True))
         done = {name: answer for name, answer in by_name.items() if not isinstance(answer, TandemError)}
         failed = {name: answer for name, answer in by_name.items() if isinstance(answer, TandemError)}
+        self.errors = failed
         for name, error in failed.items():
             log.warning("COMMIT failed", participant=name, round_id=self.description.round_id, error=str(error))
         if not any(replica.name in done for replica in self._replicas):
@@ -143,6 +158,7 @@ class SyncRound:
             status = await replica.status(timeout_s=timeout_s)
         except TandemError as error:
             self.outcomes[replica.name] = ReplicaOutcome.POISONED if self._may_have_written else ReplicaOutcome.ABORTED
+            self.unreachable.add(replica.name)
             return f"{replica.name} does not answer ({error})"
         self.outcomes[replica.name] = self._outcome_of(status)
         state = weights_pb2.ReplicaState.Name(status.state).removeprefix("REPLICA_STATE_").lower()
@@ -189,6 +205,7 @@ class SyncRound:
             await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
             await wait_for_cause(tasks)
             lost = await self._lost_after_its_part(tasks)
+            self.errors = {name: error for name, error in errors_of(tasks).items() if name != lost}
             raise_first({name: task for name, task in tasks.items() if name != lost})
             return {name: task.result() for name, task in tasks.items() if name != lost}
         finally:
@@ -211,7 +228,9 @@ class SyncRound:
     async def _call(self, phases: Sequence[Phase], participant: Participant) -> Reports:
         call = participant.rounds.run_phases(phases, self.description)
         try:
-            return await while_alive(call, participant, probe_timeout_s=self._probe_timeout_s)
+            watched = self._slots is not None and participant is not self._trainer
+            lost = self._slots.until_lost(participant.name) if self._slots is not None and watched else None
+            return await while_alive(call, participant, probe_timeout_s=self._probe_timeout_s, lost=lost)
         except NoAnswer:
             self._silent.add(participant.name)
             raise
@@ -222,20 +241,34 @@ def _is_loss(error: BaseException | None) -> bool:
 
 
 async def wait_for_cause(tasks: Mapping[str, "asyncio.Task[Reports]"], blame_s: float = BLAME_S) -> None:
-    """After an error: while every error is a PeerLost, wait up to `blame_s` for the error that caused them."""
-    deadline_s = asyncio.get_running_loop().time() + blame_s
+    """After an error: wait for the others' up to `blame_s`, or OTHERS_S after one that has its own cause.
+
+    Not after a loss, which is the cause; nor without an error.
+    """
+    begun_s = asyncio.get_running_loop().time()
     while True:
-        errors = [error for task in tasks.values() if task.done() and (error := task.exception()) is not None]
+        errors = errors_of(tasks).values()
         running = [task for task in tasks.values() if not task.done()]
-        left_s = deadline_s - asyncio.get_running_loop().time()
-        if not running or left_s <= 0 or not all(isinstance(error, PeerLost) for error in errors):
+        has_own = any(not isinstance(error, CONTAGIOUS) for error in errors)
+        left_s = begun_s + (min(OTHERS_S, blame_s) if has_own else blame_s) - asyncio.get_running_loop().time()
+        if not running or not errors or left_s <= 0 or any(isinstance(error, NoAnswer) for error in errors):
             return
         await asyncio.wait(running, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
 
 
+def errors_of(tasks: Mapping[str, "asyncio.Task[Reports]"]) -> dict[str, TandemError]:
+    """Return the errors so far, by participant. Raises: what is no TandemError."""
+    found = {name: task.exception() for name, task in tasks.items() if task.done()}
+    for error in found.values():
+        if error is not None and not isinstance(error, TandemError):
+            raise error
+    return {name: error for name, error in found.items() if isinstance(error, TandemError)}
+
+
 def raise_first(tasks: Mapping[str, "asyncio.Task[Reports]"]) -> None:
-    """Raise the first error, if any; prefer a failed peer's own error to the PeerLost that others saw."""
-    errors = [error for task in tasks.values() if task.done() and (error := task.exception()) is not None]
-    errors.sort(key=lambda error: isinstance(error, PeerLost))
+    """Raise the first error, if any; prefer a Fenced, then a peer's own error to the PeerLost that others saw."""
+    errors = sorted(
+        errors_of(tasks).values(), key=lambda error: (not isinstance(error, Fenced), isinstance(error, PeerLost))
+    )
     if errors:
         raise errors[0]

@@ -1,14 +1,18 @@
 """Step 8: publish weights. Sync rounds as transactions, tried again in a new epoch while the budget lasts.
 
 A failed round is aborted on all participants before the next one starts, and its error names the state of every
-replica. The next round is made of those present then: a lost replica does not stop the others, and is seeded by a round
-of its own when it returns (`seed_late_joiners`), before it gets work.
+replica. The next round is made of those present then, without the replicas whose own calls failed (blame.py): neither a
+lost replica nor one that lives and fails stops the others. It is seeded by a round of its own when it returns, or ever
+more rarely (left_out.py), before it gets work. Where it is not clear who failed, rounds of fewer replicas find it out.
 """
 
 import asyncio
+import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any
 
 from coordinator.clients.probing import while_alive
 from coordinator.clients.replica import Replica
@@ -16,23 +20,40 @@ from coordinator.clients.trainer import Trainer
 from coordinator.fleet.base import Fleet
 from coordinator.flow import ReplicaOutcome, SyncResult
 from coordinator.lead import Lead
+from coordinator.sync.blame import blame
 from coordinator.sync.forecast import Forecast
+from coordinator.sync.left_out import LeftOut
 from coordinator.sync.look_ahead import LookAhead
-from coordinator.sync.publication import Publication
-from coordinator.sync.roll_call import Agreement, Present, RollCall, WeightGroup, parallel_sizes, seeded_version
+from coordinator.sync.publication import MOST_FAILURES, FailedRound, Publication, is_retriable
+from coordinator.sync.roll_call import (
+    Agreement,
+    Present,
+    RollCall,
+    WeightGroup,
+    parallel_sizes,
+    replica_slots,
+    seeded_version,
+    trainer_slots,
+)
+from coordinator.sync.slot_watch import SlotWatch
 from coordinator.sync.sync_round import SyncRound
 from coordinator.watch import metrics
 from coordinator.watch.observed import Observed
-from servicekit.errors import Aborted, Fenced, PeerLost, TandemError, Unavailable
+from servicekit.errors import Aborted, DeadlineExceeded, Fenced, PeerLost, TandemError, Unavailable
+from servicekit.life.tasks import cancel
 from servicekit.logs import get_logger
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import SyncSection
 from weightsync.plans.limits import bucket_bytes
 
-# Failed rounds after which a publication ends: three failures are not an accident.
+# Failed rounds after which nobody can be left out, and a publication ends: three failures are not an accident.
 MAX_ROUNDS = 3
+# Before the second of them; then longer (publication.py).
+PAUSE_S = 1.0
 SLOT_INTERVAL_S = 1.0
+# For a replica to end the work of an earlier coordinator; from our first round with it on it refuses that one anyway.
+TAKE_OVER_S = 60.0
 _INSTALL = {"in_place": weights_pb2.INSTALL_MODE_IN_PLACE, "staged": weights_pb2.INSTALL_MODE_STAGED}
 _PAUSE = {
     "drain": weights_pb2.PAUSE_MODE_DRAIN,
@@ -63,6 +84,10 @@ class WeightSync:
         forecast: predicts the duration of rounds; None: no prediction.
         observed: records syncs and fleet snapshots.
         ending: once it is set, since the run is to end, no service is waited for, and no round is tried again.
+        warn: gets warnings for the operator, as text.
+        pause_s: before a round is tried again with nobody left out; it grows.
+    Attributes:
+        left_out: replicas that are announced and take no part.
     """
 
     def __init__(
@@ -81,7 +106,11 @@ class WeightSync:
         observed: Observed | None = None,
         ending: asyncio.Event | None = None,
         is_queued: Callable[[], bool] = lambda: False,
+        warn: Callable[[str], None] = lambda _: None,
+        pause_s: float = PAUSE_S,
     ) -> None:
+        self.left_out = LeftOut()
+        self._warn, self._pause_s = warn, pause_s
         self._trainer = trainer
         self._fleet = fleet
         self._group = group
@@ -105,6 +134,7 @@ class WeightSync:
             timeout_s=settings.formation_timeout_s,
             ending=self._ending,
             is_queued=is_queued,
+            left_out=self.left_out,
         )
         self._ahead = LookAhead(self._roll_call, trainer, fleet)
 
@@ -115,11 +145,11 @@ class WeightSync:
     async def publish(self, policy_version: int) -> SyncResult:
         """Make every replica that is present serve the trainer's weights as `policy_version`.
 
-        Replicas that are lost meanwhile are left out; the result has the outcome of each.
+        Replicas that are lost meanwhile, or that fail, are left out; the result has the outcome of each.
         Raises: TandemError: the last round's, if the budget is spent, another round would not help, or too few replicas
             are present; the message names them. The round has been aborted on all participants.
         """
-        return await self._run_rounds(policy_version, serving=())
+        return await self._run_rounds(policy_version, first=self._fleet.serving())
 
     async def take_over(self) -> None:
         """Make trainer and replicas refuse earlier coordinators, and wait for the work that those started.
@@ -134,10 +164,7 @@ class WeightSync:
         # Concurrently: the work that an older coordinator started on the trainer may wait for a replica.
         trainer, *answers = await asyncio.gather(
             while_alive(self._trainer.take_over(), self._trainer, probe_timeout_s=probe_timeout_s),
-            *(
-                while_alive(replica.take_over(self._lead.fence), replica, probe_timeout_s=probe_timeout_s)
-                for replica in replicas
-            ),
+            *(self._bounded(replica.take_over(self._lead.fence), replica, TAKE_OVER_S) for replica in replicas),
             return_exceptions=True,
         )
         for answer in (trainer, *answers):
@@ -173,7 +200,9 @@ class WeightSync:
         self._observed.fleet(announced, serving)
         if all(replica in serving for replica in announced) and serving:
             return None
-        joiners = [replica for replica in announced if replica not in serving]
+        joiners = [replica for replica in announced if replica not in serving and self.left_out.is_due(replica)]
+        if not joiners and len(serving) >= self._min_replicas:
+            return None
         loaded = await self._load_published(policy_version, joiners)
         if loaded:
             serving = (*serving, *loaded)
@@ -203,8 +232,15 @@ class WeightSync:
         version, round_id = self._on_disk
         if not round_id or version != policy_version:
             return []
+        joiners = [joiner for joiner in joiners if not self.left_out.is_absent(joiner)]
         calls = (
-            joiner.load_published(self._disk_folder, policy_version=version, round_id=round_id, fence=self._lead.fence)
+            self._bounded(
+                joiner.load_published(
+                    self._disk_folder, policy_version=version, round_id=round_id, fence=self._lead.fence
+                ),
+                joiner,
+                self._settings.transfer_timeout_s,
+            )
             for joiner in joiners
         )
         loaded = []
@@ -217,31 +253,47 @@ class WeightSync:
                 loaded.append(joiner)
         return loaded
 
-    async def _run_rounds(self, policy_version: int, serving: Sequence[Replica]) -> SyncResult:
-        """Run rounds until every replica that is present serves `policy_version`, as those of `serving` do already."""
+    async def _bounded(self, call: Coroutine[Any, Any, None], replica: Replica, most_s: float) -> None:
+        """Await a call to a replica outside of rounds. Raises: DeadlineExceeded: it takes longer; as while_alive."""
+        try:
+            async with asyncio.timeout(most_s):
+                await while_alive(call, replica, probe_timeout_s=self._settings.probe_timeout_s)
+        except TimeoutError:
+            raise DeadlineExceeded(f"{replica.name} has not ended its work within {most_s:g} s") from None
+
+    async def _run_rounds(
+        self, policy_version: int, *, serving: Sequence[Replica] = (), first: Sequence[Replica] = ()
+    ) -> SyncResult:
+        """Run rounds until every replica that can serves `policy_version`, as those of `serving` do already.
+
+        Args:
+            first: replicas that get it before any other.
+        """
         work = Publication(
             policy_version=policy_version,
             start_s=time.perf_counter(),
             # While replicas serve, they have work to do: do not wait for others.
             rejoin_timeout_s=None if serving else self._rejoin_timeout_s,
             committed=list(serving),
+            left_out=self.left_out,
+            min_replicas=self._min_replicas,
+            first=first,
         )
-        while len(work.failures) < MAX_ROUNDS:
+        while True:
             begun_s = time.perf_counter()
             try:
                 targets = await self._targets(work)
                 begun_s = time.perf_counter()
-                if targets is None or await self._round(work, targets):
+                if targets is None:
+                    break
+                await self._round(work, targets)
+                if not work.next_group():
                     break
             except TandemError as error:
                 log.warning("weight sync round failed", error=str(error))
-                if not self._ending.is_set() and work.waits_for_slot(error, self._settings.lease_ttl_s):
-                    await asyncio.sleep(SLOT_INTERVAL_S)
-                    work.retries_s += time.perf_counter() - begun_s
-                    continue
+                goes_on = await self._goes_on(work, error)
                 work.retries_s += time.perf_counter() - begun_s
-                work.failures.append(error)
-                if self._ending.is_set() or not work.may_retry_after(error):
+                if not goes_on:
                     break
         # A replica that stopped serving meanwhile (its pod leaves, or is not ready) is not admitted again here.
         staying = self._fleet.serving()
@@ -256,6 +308,42 @@ class WeightSync:
         metrics.SERVING_REPLICAS.set(len(work.committed))
         return result
 
+    async def _goes_on(self, work: Publication, error: TandemError) -> bool:
+        """Decide whether another round may help after `error`, and wait until it is time for it."""
+        failed, work.failed_round = work.failed_round, None
+        if failed is None:  # before a round
+            is_strike, work.of_replicas = True, False
+            work.is_over = work.is_over or not is_retriable(error)
+        else:
+            is_alone = all(replica.name in failed.cause.failed for replica in failed.group)
+            waits = work.waits_for_slot(error, self._settings.lease_ttl_s)
+            if waits and (is_alone or not failed.cause.failed) and not self._ending.is_set():
+                await asyncio.sleep(SLOT_INTERVAL_S)
+                return True
+            self._tell(failed)
+            is_strike = work.learn(error, failed)
+        work.failures.append(error)
+        work.strikes += is_strike
+        spent = work.strikes >= MAX_ROUNDS or len(work.failures) >= MOST_FAILURES
+        if spent or work.is_over or self._ending.is_set() or (failed is not None and not work.next_group()):
+            return False
+        if is_strike:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(work.pause_s(self._pause_s)):
+                    await self._ending.wait()
+        return not self._ending.is_set()
+
+    def _tell(self, failed: FailedRound) -> None:
+        """Warn of the replicas that a round has lost or that have failed, once while that lasts."""
+        for replica in failed.group:
+            error = failed.cause.lost.get(replica.name) or failed.cause.failed.get(replica.name)
+            if error is not None and replica not in self.left_out:
+                log.warning("replica left out of weight sync", replica=replica.name, error=str(error))
+                self._warn(f"{replica.name} is left out of weight syncs until a round of its own succeeds: {error}")
+            is_lost = replica.name in failed.cause.lost
+            if error is not None and (is_lost or replica.name in failed.unreachable):
+                self._roll_call.note_lost(replica, str(error), answers=replica.name not in failed.unreachable)
+
     async def _targets(self, work: Publication) -> Present | None:
         """Find the replicas that are present and lack the version; None: there are none.
 
@@ -269,12 +357,15 @@ class WeightSync:
             metrics.SYNC_RENDEZVOUS_SECONDS.observe(waited_s)
         work.roll_call_s += waited_s
         work.committed = [replica for replica in work.committed if replica in present.replicas]
-        targets = {replica: status for replica, status in present.replicas.items() if replica not in work.committed}
+        work.present = tuple(present.replicas)
+        targets = {replica: present.replicas[replica] for replica in work.next_group()}
         return Present(epoch=present.epoch, trainer=present.trainer, replicas=targets) if targets else None
 
     async def _seen_ahead(self, work: Publication) -> Present | None:
         """Return the participants that were seen while the trainer worked, if they are a group still; None: if not."""
-        present = None if work.committed or work.failures else self._ahead.participants(work.policy_version)
+        present = (
+            None if work.rounds or work.committed or work.failures else self._ahead.participants(work.policy_version)
+        )
         if present is None:
             return None
         try:
@@ -296,19 +387,31 @@ class WeightSync:
         await asyncio.to_thread(self._lead.confirm, present.epoch)
         return present
 
-    async def _round(self, work: Publication, present: Present) -> bool:
-        """Run one round over `present`. Returns: whether all of them have committed.
+    async def _round(self, work: Publication, present: Present) -> None:
+        """Run one round over `present`.
 
-        Raises: TandemError: it failed and was aborted.
+        Raises: TandemError: it failed and was aborted, on all or, from COMMIT on, on some.
         """
         description = self._describe(work.policy_version, present)
         if self._forecast is not None:
             self._forecast.of(description)
         work.rounds += 1
         work.epoch = present.epoch
-        sync_round = SyncRound(
-            description, self._trainer, tuple(present.replicas), probe_timeout_s=self._settings.probe_timeout_s
+        begun_s = time.perf_counter()
+        slots = SlotWatch(
+            self._group,
+            trainer_slots(present.trainer),
+            replica_slots(present.replicas),
+            self._settings.lease_ttl_s,
         )
+        sync_round = SyncRound(
+            description,
+            self._trainer,
+            tuple(present.replicas),
+            probe_timeout_s=self._settings.probe_timeout_s,
+            slots=slots,
+        )
+        watching = asyncio.create_task(slots.run(), name="slot-watch")
         try:
             await sync_round.run()
         except TandemError as error:
@@ -316,7 +419,10 @@ class WeightSync:
             message = "; ".join([str(error), *await sync_round.abort()])
             self._observed.failed_round(work.policy_version, error, sync_round.outcomes)
             work.outcomes |= sync_round.outcomes
+            work.failed_round = self._failed(sync_round, present, error, begun_s)
             raise type(error)(message) from error
+        finally:
+            await cancel(watching)
         work.reports.merge(sync_round.reports)
         work.outcomes |= sync_round.outcomes
         metrics.observe_outcomes(sync_round.outcomes)
@@ -324,11 +430,25 @@ class WeightSync:
             self._on_disk = (work.policy_version, description.round_id)
         done = [r for r in present.replicas if sync_round.outcomes.get(r.name) is ReplicaOutcome.COMMITTED]
         work.committed.extend(done)
+        self.left_out.forget(done)
         left = [replica.name for replica in present.replicas if replica not in done]
         if left:
             self._failed_rounds += 1
-            work.failures.append(PeerLost(f"COMMIT failed on {', '.join(left)}"))
-        return not left
+            uncommitted = PeerLost(f"COMMIT failed on {', '.join(left)}")
+            work.failed_round = self._failed(sync_round, present, uncommitted, begun_s)
+            raise uncommitted
+
+    def _failed(self, sync_round: SyncRound, present: Present, error: TandemError, begun_s: float) -> FailedRound:
+        names = [replica.name for replica in present.replicas]
+        cause = blame(sync_round.errors, self._trainer.name, names)
+        if len(names) == 1 and cause.trainer is None and not cause.lost:
+            cause = replace(cause, failed={names[0]: error})  # the trainer or it: others will show
+        return FailedRound(
+            group=tuple(present.replicas),
+            cause=cause,
+            unreachable=sync_round.unreachable,
+            cost_s=time.perf_counter() - begun_s,
+        )
 
     def _describe(self, policy_version: int, present: Present) -> weights_pb2.Round:
         """Describe the round: what its participants must agree on."""

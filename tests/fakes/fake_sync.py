@@ -105,8 +105,10 @@ class FakeGroup:
     epoch: int = 0
     asked: list[tuple[str, ...]] = field(default_factory=list)
     empty: tuple[str, ...] = ()
+    known: dict[str, None] = field(default_factory=dict)
 
     def settle(self, slots: Iterable[str], timeout_s: float) -> FakeMembership:
         self.epoch += 1
         self.asked.append(tuple(slots))
-        return FakeMembership(self.epoch, {slot: "worker" for slot in slots if slot not in self.empty})
+        self.known |= dict.fromkeys(self.asked[-1])
+        return FakeMembership(self.epoch, {slot: "worker" for slot in self.known if slot not in self.empty})
