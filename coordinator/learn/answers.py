@@ -201,7 +201,7 @@ def unwrapped(text: str) -> str:
         if text.endswith(".") and not text.endswith("..."):
             text = text[:-1]
         for pair in _PAIRS:
-            begin, end = pair
+            begin, end = pair[0], pair[1]
             if len(text) > 2 and text[0] == begin and text[-1] == end and begin not in text[1:-1]:
                 text = text[1:-1]
         if match := _BRACKETED.fullmatch(text):
