@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from coordinator.data.copies import OLD_ORDER, copies_told
+from coordinator.data.copies import OLD_ORDER, copy_warnings
 from coordinator.data.cursor import DataCursor
 from coordinator.data.prompts import PromptSet, load_prompts
 from coordinator.data.scan import Scan
@@ -92,7 +92,7 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
         newest = load_newest(run_dir, config, fingerprint, read_identity(run_dir))
         state = state if newest is None else _checked(newest, state)
         _restore(cursor, rng, state)
-    _tell_copies(train, evaluation, cursor)
+    _warn_of_copies(train, evaluation, cursor)
     return Inputs(
         codec=codec,
         train=train,
@@ -127,11 +127,11 @@ def _restore(cursor: DataCursor, rng: np.random.Generator, state: RunState) -> N
         raise ConfigError(f"cannot resume: {error}") from error
 
 
-def _tell_copies(train: PromptSet, evaluation: Mapping[str, PromptSet], cursor: DataCursor) -> None:
+def _warn_of_copies(train: PromptSet, evaluation: Mapping[str, PromptSet], cursor: DataCursor) -> None:
     parts = {"data.train": train.scans} | {f"set {name}": prompts.scans for name, prompts in evaluation.items()}
     for key, scans in parts.items():
-        for told, _ in copies_told(scans, parts["data.train"]):
-            log.warning("data hold prompts more than once", part=key, found=told)
+        for warning, _ in copy_warnings(scans, parts["data.train"]):
+            log.warning("data hold prompts more than once", part=key, found=warning)
     if cursor.keeps_old_order:
         log.warning("order of prompts: as before", reason=OLD_ORDER)
 
