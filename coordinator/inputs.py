@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from coordinator.data.copies import OLD_ORDER, copies_told
+from coordinator.data.copies import OLD_ORDER, copy_warnings
 from coordinator.data.cursor import DataCursor
 from coordinator.data.prompts import PromptSet, load_prompts
 from coordinator.data.scan import Scan
@@ -100,7 +100,7 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
             state = _checked(newest, state)
             renewal = begin_sets_anew(state, config, facts, _config_so_far(run_dir))
         _restore(cursor, rng, state)
-    _tell_copies(train, evaluation, cursor)
+    _warn_of_copies(train, evaluation, cursor)
     return Inputs(
         codec=codec,
         train=train,
@@ -144,11 +144,11 @@ def _restore(cursor: DataCursor, rng: np.random.Generator, state: RunState) -> N
         raise ConfigError(f"cannot resume: {error}") from error
 
 
-def _tell_copies(train: PromptSet, evaluation: Mapping[str, PromptSet], cursor: DataCursor) -> None:
+def _warn_of_copies(train: PromptSet, evaluation: Mapping[str, PromptSet], cursor: DataCursor) -> None:
     parts = {"data.train": train.scans} | {f"set {name}": prompts.scans for name, prompts in evaluation.items()}
     for key, scans in parts.items():
-        for told, _ in copies_told(scans, parts["data.train"]):
-            log.warning("data hold prompts more than once", part=key, found=told)
+        for warning, _ in copy_warnings(scans, parts["data.train"]):
+            log.warning("data hold prompts more than once", part=key, found=warning)
     if cursor.keeps_old_order:
         log.warning("order of prompts: as before", reason=OLD_ORDER)
 

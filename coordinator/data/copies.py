@@ -36,7 +36,7 @@ class Copies:
         return cls(num_rows=len(texts), num_different=len(counts), most=int(counts.max(initial=0)))
 
     def __str__(self) -> str:
-        """Say it in words: `960 rows hold 30 different prompts, one of them 32 times`."""
+        """Describe them: `960 rows hold 30 different prompts, one of them 32 times`."""
         if self.num_different == 1:
             return f"{self.num_rows} rows hold the same prompt"
         often = f"each of them {self.most} times" if self.num_rows == self.num_different * self.most else ""
@@ -49,8 +49,8 @@ def texts_of(scans: Iterable[Scan]) -> NDArray[np.uint64]:
     return np.concatenate([np.zeros(0, np.uint64), *(np.asarray(scan.texts, np.uint64) for scan in scans)])
 
 
-def copies_told(scans: Sequence[Scan], train: Sequence[Scan]) -> Iterator[tuple[str, str]]:
-    """Yield what to tell of a part of the data that repeats prompts, or holds some that are trained on, and advice.
+def copy_warnings(scans: Sequence[Scan], train: Sequence[Scan]) -> Iterator[tuple[str, str]]:
+    """Yield a warning, and advice, for a part of the data that repeats prompts, or holds some that are trained on.
 
     Args:
         train: of data.train, or `scans` itself.
@@ -62,8 +62,8 @@ def copies_told(scans: Sequence[Scan], train: Sequence[Scan]) -> Iterator[tuple[
         yield str(copies), f"keep one row of each, unless copies are meant{more}"
     both = 0 if scans is train else int(np.isin(texts, texts_of(train)).sum())
     if both:
-        told = f"{both} of {len(texts)} prompts are trained on too, so what is measured on them is memorization"
-        yield told, "leave them out of data.train, or of these"
+        warning = f"{both} of {len(texts)} prompts are trained on too, so what is measured on them is memorization"
+        yield warning, "leave them out of data.train, or of these"
 
 
 def different_first(rows: NDArray[np.uint32], prompts: NDArray[np.int64]) -> NDArray[np.uint32]:

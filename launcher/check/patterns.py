@@ -34,7 +34,7 @@ def check_patterns(config: RunConfig, usable: Callable[..., bool], prompts: Sequ
             yield ConfigProblem(
                 key=f"{key}.pattern",
                 value=section.pattern,
-                message=f"prompts end with {begun!r} already, so completions go on after it, and the pattern, which "
+                message=f"prompts end with {begun!r} already, so completions begin after it, and the pattern, which "
                 "demands it of the completion, can hardly match",
                 suggestion="leave it out of the pattern" + (f": {without!r}" if without != section.pattern else ""),
                 severity="warning",

@@ -137,7 +137,7 @@ def _check_rewards(run_dir: Path, checkpoint: Path, config: RunConfig) -> Iterat
 
 
 def _check_order(run_dir: Path, checkpoint: Path, config: RunConfig, train: Sequence[Scan]) -> Iterator[ConfigProblem]:
-    """Warn of a run that draws copies of prompts as an older release did, which it has to go on with."""
+    """Warn of a run that draws copies of prompts as an older release did, which it has to keep."""
     repeats = any(Copies.of(texts_of([scan])).most > 1 for scan in train)
     try:
         is_old = repeats and RunState.load(checkpoint / COORDINATOR_FILE).cursor.order == "rows"

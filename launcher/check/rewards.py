@@ -9,7 +9,7 @@ from typing import Any
 from coordinator.learn.rewards.base import TakenColumns
 from coordinator.learn.rewards.servers.judge import columns_in
 from coordinator.learn.rewards.taken import columns_of, rows_without
-from launcher.check.data.columns import told, unused_columns
+from launcher.check.data.columns import unused_columns, unused_line
 from launcher.check.data.rows import CheckedData
 from launcher.check.patterns import check_patterns
 from launcher.check.trial import Trial, Tried
@@ -48,7 +48,7 @@ def check_rewards(config: RunConfig, usable: Callable[..., bool], data: CheckedD
     scans = [scan for of_key in data.scans.values() for scan in of_key]
     if not any(found.error for found in tried.values()):
         taken = [takes_of(section, tried.get(place)) for place, section in enumerate(config.reward)]
-        data.notes += told(unused_columns(scans, None if data.first is None else data.first[0], taken))
+        data.notes += unused_line(unused_columns(scans, None if data.first is None else data.first[0], taken))
     if data.codec is not None and decoding:
         yield from _left_out_of_texts(config, usable, data.codec.left_out(**decoding))
     takers = [(config.reward[place].label, found.takes) for place, found in tried.items()]

@@ -29,8 +29,8 @@ class _PipeSafeConsole(Console):
     def __init__(self, *, ends_with_reader: bool, **options: Any) -> None:
         super().__init__(**options)
         self._ends_with_reader = ends_with_reader
-        # What goes on without a reader.
-        self.what_goes_on = "the command continues"
+        # What continues without a reader.
+        self.continues = "the command continues"
 
     def on_broken_pipe(self) -> None:
         """Discard further output; end the process without a message where there is nothing but the output."""
@@ -43,7 +43,7 @@ class _PipeSafeConsole(Console):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         if not self.stderr:
             with contextlib.suppress(OSError, ValueError):
-                print(f"output closed by its reader; {self.what_goes_on}", file=sys.stderr)
+                print(f"output closed by its reader; {self.continues}", file=sys.stderr)
 
 
 def make_console(*, stderr: bool = False, ends_with_reader: bool = False) -> Console:
@@ -72,7 +72,7 @@ class RunView:
     ) -> None:
         self._console, self._total, self._left_s = console, total_iterations, left_s
         if isinstance(console, _PipeSafeConsole):
-            console.what_goes_on = "the run continues (see: tandem status)"
+            console.continues = "the run continues (see: tandem status)"
         self._weights = weights
         # What a terminal cuts off can be looked up; of a file it would be lost.
         self._width = console.width if console.is_terminal else sys.maxsize

@@ -1,4 +1,4 @@
-"""Names the columns that nobody reads, and warns of those that the chat template would write."""
+"""Names the columns that are not used, and warns of those that the chat template would write."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -78,8 +78,8 @@ def unused_columns(scans: Sequence[Scan], first: Row | None, taken: Sequence[Tak
     return [*likely, *(name for name in found if name not in likely)]
 
 
-def told(unused: Sequence[str]) -> list[str]:
-    """Say it in a line; [] if there are none."""
+def unused_line(unused: Sequence[str]) -> list[str]:
+    """Return the line that names them; [] if there are none."""
     if not unused:
         return []
     more = f" and {len(unused) - _NAMED} more" if len(unused) > _NAMED else ""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from coordinator.data.copies import Copies, copies_told, texts_of
+from coordinator.data.copies import Copies, copy_warnings, texts_of
 from coordinator.data.formatting import PromptFormat, PromptText, prompt_format
 from coordinator.data.index import Indexer, RowIndex
 from coordinator.data.scan import Scan, Scanner
@@ -121,7 +121,7 @@ def _check_part(
     scanner = Scanner(
         format=found.formats,
         max_tokens=config.data.max_prompt_tokens,
-        watchers=[found.keep_first, answers.add, *(each.add for each in watching)],
+        watchers=[found.keep_first, answers.add, *(watcher.add for watcher in watching)],
         report=_report,
     )
     try:
@@ -134,8 +134,8 @@ def _check_part(
     problems = [problem for scan in scans for problem in _problems(key, scan)]
     if read_answers:
         problems += check_answers(config, answers, key=key)
-    for each in watching:
-        problems += each.problems(key)
+    for watcher in watching:
+        problems += watcher.problems(key)
     for scan in scans:
         problems += check_lengths(config, scan, key=key)
     problems += _check_overlap(config, part, sources)
@@ -215,14 +215,14 @@ def _check_overlap(config: RunConfig, part: DataKey, sources: Sequence[RowSource
 
 
 def _check_copies(config: RunConfig, key: str, scans: Sequence[Scan], train: Sequence[Scan]) -> Iterator[ConfigProblem]:
-    """Warn of prompts that are repeated, and of held-out ones that are trained on; files that are both are told."""
+    """Warn of prompts that are repeated, and of held-out ones that are trained on; files that are both are reported."""
     trained = {file.path.resolve() for scan in train for file in scan.source.files}
     is_same = scans is not train and any(file.path.resolve() in trained for s in scans for file in s.source.files)
     # In `tandem evaluate`, data.train is one of the sets.
     others = [] if is_same or config.rollout.serve_model else train
     file = str(scans[0].source.files[0].path)
-    for told, advice in copies_told(scans, scans if scans is train else others):
-        yield ConfigProblem(key=key, value=file, message=told, suggestion=advice, severity="warning")
+    for warning, advice in copy_warnings(scans, scans if scans is train else others):
+        yield ConfigProblem(key=key, value=file, message=warning, suggestion=advice, severity="warning")
 
 
 def _check_enough(config: RunConfig, scans: Sequence[Scan]) -> Iterator[ConfigProblem]:
