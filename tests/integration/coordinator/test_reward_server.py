@@ -80,8 +80,8 @@ async def test_a_run_waits_for_the_server_and_gets_its_scores(servers: Servers, 
     await starting
     scores = await reward.score(ITEMS)
     assert scores.values == pytest.approx(SCORES)
-    assert scores.parts["right"] == [1.0, 0.0, 1.0, 1.0]
-    assert scores.parts["short"] == [1.0, 1.0, 0.5, 1.0]
+    assert scores.parts.values["right"] == [1.0, 0.0, 1.0, 1.0]
+    assert scores.parts.values["short"] == [1.0, 1.0, 0.5, 1.0]
     assert await services(port) >= {FULL_NAME, "grpc.health.v1.Health"}
     process.send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(process.wait, 30) == 0

@@ -1,5 +1,6 @@
 """A tracker gets each iteration once, across failures and resumes; the settings that it shows have no secrets."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from coordinator.record.sinks import Finished
 from coordinator.record.trackers.base import RETRY_S, Outcome, RunFacts, Tracker
+from coordinator.record.trackers.completions import Shown
 from coordinator.record.trackers.settings import public_settings
 from tandem_config.loading import load_config
 from tandem_files.metrics_file import METRICS_FILE, MetricsFile
@@ -35,6 +37,9 @@ class FakeBackend:
             raise ConnectionError("no route")
         assert values == {"reward_mean": 0.5}
         self.got.append(iteration)
+
+    def show(self, iteration: int, completions: Sequence[Shown]) -> None:
+        raise NotImplementedError
 
     def close(self, outcome: Outcome) -> None:
         self.ended = outcome

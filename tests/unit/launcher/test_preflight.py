@@ -453,7 +453,7 @@ OWN = ["reward.function=mine.py:score"]
         ("def scor(completion): return 1", "mine.py has no score; did you mean scor?"),
         ("import missing_library", "No module named 'missing_library' (mine.py:1)"),
         ("def score(completion, level): return 1", "takes 'level', which nothing fills"),
-        ("def score(completions, answer): return 1", "takes 'completions', lists of a batch, and 'answer'"),
+        ("def score(completions, prompt): return 1", "takes 'completions', lists of a batch, and 'prompt'"),
     ],
 )
 def test_an_own_reward_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str) -> None:

@@ -74,7 +74,7 @@ class Answer:
     error: str = ""
     tried: bool = True
     # By the worker's clock; 0.0 if it did not say.
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, compare=False)
 
     @property
     def failed(self) -> bool:
