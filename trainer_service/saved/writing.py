@@ -73,7 +73,7 @@ def write_file(folder: Path, file: SavedFile) -> int:
     path = folder / file.name
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in file.tensors.items()}
     # The checksums, so that a damaged tensor is found.
-    save_file(held, path, metadata=tensor_checksums(held) | file.mark)
+    save_file(held, path, metadata=tensor_checksums(held) | dict(file.mark))
     return leave_digest(path)
 
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from rollout_service import sampling
 from rollout_service.engine import EngineLimits
 from rollout_service.sampling import read_request
 from servicekit.errors import InvalidRequest, TandemError, TooLarge
+from servicekit.rpc.limits import MAX_COMPLETIONS_PER_CALL
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 
 LIMITS = EngineLimits(vocab_size=100, longest_request=64)
@@ -90,7 +90,7 @@ def test_the_longest_request_passes() -> None:
     ("groups", "says"),
     [
         ([pb.PromptGroup(group_id=str(i), prompt_ids=[1], num_completions=1) for i in range(9)], "9 groups"),
-        (group(num_completions=sampling.MAX_COMPLETIONS_PER_CALL + 1), "completions in one call"),
+        (group(num_completions=MAX_COMPLETIONS_PER_CALL + 1), "completions in one call"),
     ],
 )
 def test_too_much_in_one_call_is_refused(groups: list[pb.PromptGroup], says: str) -> None:
