@@ -298,7 +298,8 @@ class WeightSync:
             work.is_over = work.is_over or not is_retriable(error)
         else:
             is_alone = all(replica.name in failed.cause.failed for replica in failed.group)
-            waits = work.waits_for_slot(error, self._settings.lease_ttl_s)
+            is_needed = len(work.committed) < self._min_replicas  # else it is seeded when it has its slot again
+            waits = is_needed and work.waits_for_slot(error, self._settings.lease_ttl_s)
             if waits and (is_alone or not failed.cause.failed) and not self._ending.is_set():
                 return await self._pause(SLOT_INTERVAL_S)
             self._warn_of(failed)
