@@ -93,7 +93,6 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
     """
     config, inputs = app.config, app.inputs
     weights = _weights(app, services, group, lead)
-    app.view.left_out = weights.left_out
     rollouts = _rollouts(app, services, weights.seed_late_joiners)
     scorer = build_scorer(config, inputs.codec, app.rewards)
     progress = Progress(state=inputs.state, events=app.events, logprob_diff_limit=config.grpo.logprob_diff_limit)
@@ -192,7 +191,7 @@ def _outcome(app: App) -> Outcome:
 
 def _weights(app: App, services: Services, group: WeightGroup, lead: Lead) -> WeightSync:
     config = app.config
-    return WeightSync(
+    weights = WeightSync(
         trainer=services.trainer,
         fleet=services.fleet,
         group=group,
@@ -208,6 +207,8 @@ def _weights(app: App, services: Services, group: WeightGroup, lead: Lead) -> We
         is_queued=partial(_has_queued_replicas, app),
         warn=partial(_warn_of_fleet, app.events),
     )
+    app.view.left_out = weights.left_out
+    return weights
 
 
 def _rollouts(app: App, services: Services, seed: Seed | None) -> Rollouts:

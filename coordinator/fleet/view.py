@@ -6,7 +6,7 @@ from coordinator.fleet.base import Fleet
 from coordinator.fleet.watched import WatchedFleet
 
 
-class TellsTroubles(Protocol):
+class TroubleSource(Protocol):
     """Reports troubles."""
 
     def troubles(self) -> list[str]:
@@ -14,7 +14,7 @@ class TellsTroubles(Protocol):
         ...
 
 
-class HasTroubles(TellsTroubles, Protocol):
+class HasTroubles(TroubleSource, Protocol):
     """Reports troubles (fleet.kubernetes.cluster.Cluster), and the pods of replicas."""
 
     def num_replicas(self) -> int | None:
@@ -32,7 +32,7 @@ class FleetView:
     def __init__(self, cluster: HasTroubles | None = None, replicas: int = 0) -> None:
         self.fleet: Fleet | None = None
         # Replicas that are announced and take no part (sync.left_out.LeftOut).
-        self.left_out: TellsTroubles | None = None
+        self.left_out: TroubleSource | None = None
         self._cluster, self._replicas = cluster, replicas
 
     def serving(self) -> list[str]:
@@ -47,5 +47,5 @@ class FleetView:
     def troubles(self) -> list[str]:
         """Return the present troubles, a sentence each."""
         lost = self.fleet if isinstance(self.fleet, WatchedFleet) else None  # in a cluster, those of its pods
-        told = (lost if self._cluster is None else self._cluster, self.left_out)
-        return [trouble for each in told if each is not None for trouble in each.troubles()]
+        sources = (lost if self._cluster is None else self._cluster, self.left_out)
+        return [trouble for source in sources if source is not None for trouble in source.troubles()]

@@ -26,7 +26,7 @@ _VOTES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Blame:
-    """Whose fault a failed round is; nobody's: it is not known.
+    """Whose fault a failed round is; without any error it is not known.
 
     Attributes:
         lost, failed: errors of replicas that no longer answer, and of those that failed.

@@ -3,8 +3,8 @@
 why it is left out                     what it costs from then on
 absent: it did not answer, or a rank   nothing: no roll call waits for it again; it is back with its answer and slots
   had no slot, when it was waited for
-failing: it lives, and its own call    a round of its own: at once after the first quick failure, then ever more rarely
-  in a round failed
+failing: it lives, and its own call    a round of its own: immediately after a first, quick failure,
+  in a round failed                    then ever more rarely
 """
 
 import time
@@ -77,7 +77,7 @@ class LeftOut:
         """Note one that lives, and whose part in a round of `cost_s` failed.
 
         Args:
-            may_pass: whether the same round may succeed when it is tried again at once.
+            may_pass: whether the same round may succeed when it is tried again immediately.
         """
         before = self._why.get(replica)
         failures = 1 if before is None else before.failures + 1

@@ -34,7 +34,7 @@ _RETRIABLE = (Aborted, PeerLost, Unavailable, DeadlineExceeded, DigestMismatch)
 _RETRIABLE_OF_REPLICA = (*_RETRIABLE, Internal, TooLarge, NotReady, Poisoned, PhaseOrder)
 # Rounds that fail before a publication ends, whatever was learnt from them: enough to find several that fail of 64.
 MOST_FAILURES = 20
-# Pauses before the next round when there is nobody to leave out: they grow fourfold.
+# Pauses before the next round when there is no replica to leave out: they grow fourfold.
 LONGEST_PAUSE_S, PAUSE_GROWTH = 30.0, 4.0
 
 
@@ -68,7 +68,7 @@ class Publication:
 
     Attributes:
         first: get the weights before all others, which cannot fail them.
-        strikes: failed rounds after which nobody could be left out.
+        strikes: failed rounds after which no replica could be left out.
         most: replicas in a round at most, while it is sought who of them fails.
     """
 

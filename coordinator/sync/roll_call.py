@@ -143,9 +143,9 @@ class RollCall:
         left_out: LeftOut | None = None,
     ) -> None:
         self._left_out = LeftOut() if left_out is None else left_out
-        # Questions to replicas that have not answered one: nobody waits for these.
+        # Questions to replicas that have not answered one: these are not waited for.
         self._asked: dict[Replica, asyncio.Task[bool]] = {}
-        self._told_absent: set[str] = set()
+        self._known_absent: set[str] = set()
         self._agreement = agreement
         self._is_queued = is_queued
         self._trainer, self._fleet, self._group = trainer, fleet, group
@@ -182,9 +182,9 @@ class RollCall:
                 )
             if present is not None and len(present.replicas) >= self._min_replicas:
                 wait.note(False, look.absent)
-                if look.absent.keys() - self._told_absent:
+                if look.absent.keys() - self._known_absent:
                     log.warning("starting round without absent members", absent=look.absent)
-                self._told_absent = set(look.absent)
+                self._known_absent = set(look.absent)
                 return present
             may_rejoin = rejoin_timeout_s if self._has_trainer(look) else None
             timeout_s = self._timeout_s if may_rejoin is None else max(self._timeout_s, may_rejoin)

@@ -23,7 +23,7 @@ class SlotWatch:
     Args:
         trainer: the trainer's slots.
         replicas: those of each replica, all of which are held now.
-        lease_ttl_s: for so long after Redis has lost its data nobody is lost.
+        lease_ttl_s: for so long after Redis has lost its data no replica is lost.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class SyncRound:
 
     Args:
         probe_timeout_s: a participant that does not answer a status call for so long is lost.
-        slots: notices replicas with a rank that loses its slot meanwhile; None: nobody does.
+        slots: notices replicas with a rank that loses its slot meanwhile; None: they are not noticed.
     Attributes:
         reports: figures of the ranks, complete once `run` has returned.
         outcomes: by replica, how the round ended for it.

@@ -9,18 +9,15 @@ more rarely (left_out.py), before it gets work. Where it is not clear who failed
 import asyncio
 import contextlib
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import replace
 from typing import Any
 
 from coordinator.clients.probing import while_alive
 from coordinator.clients.replica import Replica
 from coordinator.clients.trainer import Trainer
 from coordinator.fleet.base import Fleet
-from coordinator.flow import ReplicaOutcome, SyncResult
+from coordinator.flow import SyncResult
 from coordinator.lead import Lead
-from coordinator.sync.blame import blame
 from coordinator.sync.forecast import Forecast
 from coordinator.sync.left_out import LeftOut
 from coordinator.sync.look_ahead import LookAhead
@@ -30,43 +27,23 @@ from coordinator.sync.roll_call import (
     Present,
     RollCall,
     WeightGroup,
-    parallel_sizes,
-    replica_slots,
     seeded_version,
-    trainer_slots,
 )
-from coordinator.sync.slot_watch import SlotWatch
-from coordinator.sync.sync_round import SyncRound
+from coordinator.sync.rounds import Rounds
 from coordinator.watch import metrics
 from coordinator.watch.observed import Observed
-from servicekit.errors import Aborted, DeadlineExceeded, Fenced, PeerLost, TandemError, Unavailable
-from servicekit.life.tasks import cancel
+from servicekit.errors import Aborted, DeadlineExceeded, Fenced, TandemError, Unavailable
 from servicekit.logs import get_logger
 from tandem_api.rollout.v1 import rollout_pb2
-from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import SyncSection
-from weightsync.plans.limits import bucket_bytes
 
-# Failed rounds after which nobody can be left out, and a publication ends: three failures are not an accident.
+# Failed rounds after which no replica can be left out, and a publication ends: three failures are not an accident.
 MAX_ROUNDS = 3
 # Before the second of them; then longer (publication.py).
 PAUSE_S = 1.0
 SLOT_INTERVAL_S = 1.0
 # For a replica to end the work of an earlier coordinator; from our first round with it on it refuses that one anyway.
 TAKE_OVER_S = 60.0
-_INSTALL = {"in_place": weights_pb2.INSTALL_MODE_IN_PLACE, "staged": weights_pb2.INSTALL_MODE_STAGED}
-_PAUSE = {
-    "drain": weights_pb2.PAUSE_MODE_DRAIN,
-    "keep_kv": weights_pb2.PAUSE_MODE_KEEP_KV,
-    "abort_requeue": weights_pb2.PAUSE_MODE_ABORT_REQUEUE,
-}
-_TRANSPORT = {
-    "auto": weights_pb2.SYNC_TRANSPORT_AUTO,
-    "collective": weights_pb2.SYNC_TRANSPORT_COLLECTIVE,
-    "colocated": weights_pb2.SYNC_TRANSPORT_COLOCATED,
-    "disk": weights_pb2.SYNC_TRANSPORT_DISK,
-}
-
 log = get_logger(__name__)
 
 
@@ -85,7 +62,7 @@ class WeightSync:
         observed: records syncs and fleet snapshots.
         ending: once it is set, since the run is to end, no service is waited for, and no round is tried again.
         warn: gets warnings for the operator, as text.
-        pause_s: before a round is tried again with nobody left out; it grows.
+        pause_s: before a round is tried again with no replica left out; it grows.
     Attributes:
         left_out: replicas that are announced and take no part.
     """
@@ -113,15 +90,20 @@ class WeightSync:
         self._warn, self._pause_s = warn, pause_s
         self._trainer = trainer
         self._fleet = fleet
-        self._group = group
         self._settings = settings
         self._lead = lead
         self._min_replicas, self._rejoin_timeout_s = min_replicas, rejoin_timeout_s
         self._disk_folder = disk_folder
-        self._failed_rounds = 0
-        self._on_disk = (0, "")  # version and id of the last round that went through disk
         self._observed = Observed() if observed is None else observed
-        self._forecast = forecast
+        self._rounds = Rounds(
+            trainer=trainer,
+            group=group,
+            settings=settings,
+            lead=lead,
+            disk_folder=disk_folder,
+            forecast=forecast,
+            observed=self._observed,
+        )
         self._ending = asyncio.Event() if ending is None else ending
         self._roll_call = RollCall(
             trainer=trainer,
@@ -229,7 +211,7 @@ class WeightSync:
 
     async def _load_published(self, policy_version: int, joiners: Sequence[Replica]) -> list[Replica]:
         """Let joiners load the version that our last round wrote to disk. Returns: those that have."""
-        version, round_id = self._on_disk
+        version, round_id = self._rounds.on_disk
         if not round_id or version != policy_version:
             return []
         joiners = [joiner for joiner in joiners if not self.left_out.is_absent(joiner)]
@@ -286,14 +268,14 @@ class WeightSync:
                 begun_s = time.perf_counter()
                 if targets is None:
                     break
-                await self._round(work, targets)
+                await self._rounds.run(work, targets)
                 if not work.next_group():
                     break
             except TandemError as error:
                 log.warning("weight sync round failed", error=str(error))
-                goes_on = await self._goes_on(work, error)
+                continues = await self._may_continue(work, error)
                 work.retries_s += time.perf_counter() - begun_s
-                if not goes_on:
+                if not continues:
                     break
         # A replica that stopped serving meanwhile (its pod leaves, or is not ready) is not admitted again here.
         staying = self._fleet.serving()
@@ -308,7 +290,7 @@ class WeightSync:
         metrics.SERVING_REPLICAS.set(len(work.committed))
         return result
 
-    async def _goes_on(self, work: Publication, error: TandemError) -> bool:
+    async def _may_continue(self, work: Publication, error: TandemError) -> bool:
         """Decide whether another round may help after `error`, and wait until it is time for it."""
         failed, work.failed_round = work.failed_round, None
         if failed is None:  # before a round
@@ -316,24 +298,27 @@ class WeightSync:
             work.is_over = work.is_over or not is_retriable(error)
         else:
             is_alone = all(replica.name in failed.cause.failed for replica in failed.group)
-            waits = work.waits_for_slot(error, self._settings.lease_ttl_s)
+            is_needed = len(work.committed) < self._min_replicas  # else it is seeded when it has its slot again
+            waits = is_needed and work.waits_for_slot(error, self._settings.lease_ttl_s)
             if waits and (is_alone or not failed.cause.failed) and not self._ending.is_set():
-                await asyncio.sleep(SLOT_INTERVAL_S)
-                return True
-            self._tell(failed)
+                return await self._pause(SLOT_INTERVAL_S)
+            self._warn_of(failed)
             is_strike = work.learn(error, failed)
         work.failures.append(error)
         work.strikes += is_strike
         spent = work.strikes >= MAX_ROUNDS or len(work.failures) >= MOST_FAILURES
         if spent or work.is_over or self._ending.is_set() or (failed is not None and not work.next_group()):
             return False
-        if is_strike:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(work.pause_s(self._pause_s)):
-                    await self._ending.wait()
+        return await self._pause(work.pause_s(self._pause_s)) if is_strike else True
+
+    async def _pause(self, most_s: float) -> bool:
+        """Wait, but not while the run is to end. Returns: whether it is not."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(most_s):
+                await self._ending.wait()
         return not self._ending.is_set()
 
-    def _tell(self, failed: FailedRound) -> None:
+    def _warn_of(self, failed: FailedRound) -> None:
         """Warn of the replicas that a round has lost or that have failed, once while that lasts."""
         for replica in failed.group:
             error = failed.cause.lost.get(replica.name) or failed.cause.failed.get(replica.name)
@@ -386,90 +371,3 @@ class WeightSync:
             raise
         await asyncio.to_thread(self._lead.confirm, present.epoch)
         return present
-
-    async def _round(self, work: Publication, present: Present) -> None:
-        """Run one round over `present`.
-
-        Raises: TandemError: it failed and was aborted, on all or, from COMMIT on, on some.
-        """
-        description = self._describe(work.policy_version, present)
-        if self._forecast is not None:
-            self._forecast.of(description)
-        work.rounds += 1
-        work.epoch = present.epoch
-        begun_s = time.perf_counter()
-        slots = SlotWatch(
-            self._group,
-            trainer_slots(present.trainer),
-            replica_slots(present.replicas),
-            self._settings.lease_ttl_s,
-        )
-        sync_round = SyncRound(
-            description,
-            self._trainer,
-            tuple(present.replicas),
-            probe_timeout_s=self._settings.probe_timeout_s,
-            slots=slots,
-        )
-        watching = asyncio.create_task(slots.run(), name="slot-watch")
-        try:
-            await sync_round.run()
-        except TandemError as error:
-            self._failed_rounds += 1
-            message = "; ".join([str(error), *await sync_round.abort()])
-            self._observed.failed_round(work.policy_version, error, sync_round.outcomes)
-            work.outcomes |= sync_round.outcomes
-            work.failed_round = self._failed(sync_round, present, error, begun_s)
-            raise type(error)(message) from error
-        finally:
-            await cancel(watching)
-        work.reports.merge(sync_round.reports)
-        work.outcomes |= sync_round.outcomes
-        metrics.observe_outcomes(sync_round.outcomes)
-        if description.transport == weights_pb2.SYNC_TRANSPORT_DISK:
-            self._on_disk = (work.policy_version, description.round_id)
-        done = [r for r in present.replicas if sync_round.outcomes.get(r.name) is ReplicaOutcome.COMMITTED]
-        work.committed.extend(done)
-        self.left_out.forget(done)
-        left = [replica.name for replica in present.replicas if replica not in done]
-        if left:
-            self._failed_rounds += 1
-            uncommitted = PeerLost(f"COMMIT failed on {', '.join(left)}")
-            work.failed_round = self._failed(sync_round, present, uncommitted, begun_s)
-            raise uncommitted
-
-    def _failed(self, sync_round: SyncRound, present: Present, error: TandemError, begun_s: float) -> FailedRound:
-        names = [replica.name for replica in present.replicas]
-        cause = blame(sync_round.errors, self._trainer.name, names)
-        if len(names) == 1 and cause.trainer is None and not cause.lost:
-            cause = replace(cause, failed={names[0]: error})  # the trainer or it: others will show
-        return FailedRound(
-            group=tuple(present.replicas),
-            cause=cause,
-            unreachable=sync_round.unreachable,
-            cost_s=time.perf_counter() - begun_s,
-        )
-
-    def _describe(self, policy_version: int, present: Present) -> weights_pb2.Round:
-        """Describe the round: what its participants must agree on."""
-        description = parallel_sizes(present)
-        description.MergeFrom(
-            weights_pb2.Round(
-                round_id=f"v{policy_version}-{uuid.uuid4().hex[:12]}",
-                policy_version=policy_version,
-                group=self._group.group,
-                epoch=present.epoch,
-                install_mode=_INSTALL[self._settings.install],
-                pause_mode=_PAUSE[self._settings.pause],
-                bucket_bytes=bucket_bytes(self._settings.bucket_mib),
-                formation_timeout_s=self._settings.formation_timeout_s,
-                transfer_timeout_s=self._settings.transfer_timeout_s,
-                transport=_TRANSPORT[self._settings.transport],
-                wire_dtype="" if self._settings.dtype == "same" else self._settings.dtype,
-                disk_folder=self._disk_folder,
-                fence=self._lead.fence,
-                failed_rounds=self._failed_rounds,
-                allow_staged_nccl=self._settings.allow_staged_nccl,
-            )
-        )
-        return description

@@ -28,4 +28,4 @@ def test_a_setting_reaches_the_ranks(setting: dict[str, object], field: str, exp
     settings = SyncSection.model_validate(setting)
     sync = WeightSync(trainer=nobody, fleet=nobody, group=FakeGroup(), settings=settings, lead=SoleLead())
     present = Present(epoch=1, trainer=trainer_pb2.GetStatusResponse(), replicas={})
-    assert getattr(sync._describe(1, present), field) == expected
+    assert getattr(sync._rounds._describe(1, present), field) == expected
