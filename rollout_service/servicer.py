@@ -9,7 +9,7 @@ from typing import Any
 from rollout_service.engine import Finish, FinishedGroup, RolloutEngine
 from rollout_service.metrics import RolloutMetrics
 from rollout_service.sampling import read_request
-from rollout_service.stall import Asked
+from rollout_service.stall import SingleFlight
 from rollout_service.weights.admission import Admission
 from rollout_service.weights.ranks import Ranks
 from rollout_service.weights.updates import WeightUpdates
@@ -67,7 +67,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
         self._metrics = metrics
         self._fence = FenceGuard() if fence is None else fence
         # In a thread: a scheduler that hangs while it reports its load blocks the reader.
-        self.load = Asked(lambda: asyncio.to_thread(engine.load))
+        self.load = SingleFlight(lambda: asyncio.to_thread(engine.load))
         self.generated_tokens = 0
         self._draining = False
 

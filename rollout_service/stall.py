@@ -31,13 +31,13 @@ PATIENCE = 10.0
 # Share of a core from which on a rank computes: the threads of one that waits take 0.001 for their leases.
 COMPUTES = 0.02
 # Time for the running calls to bring their error to the callers.
-TELL_S = 1.0
+REPLY_S = 1.0
 
 T = TypeVar("T")
 log = get_logger(__name__)
 
 
-class Asked(Generic[T]):
+class SingleFlight(Generic[T]):
     """A question of which one at a time is under way, whoever asks: if it hangs, it holds one thread and not many."""
 
     def __init__(self, ask: Callable[[], Coroutine[Any, Any, T]]) -> None:
@@ -139,13 +139,13 @@ class StallWatch:
         stall_timeout_s: float,
         *,
         admission: Admission | None = None,
-        load: Asked[EngineLoad] | None = None,
+        load: SingleFlight[EngineLoad] | None = None,
         finished: Callable[[], int] = lambda: 0,
         paused: Callable[[], bool] = lambda: False,
     ) -> None:
         self._name, self._processes, self._limit_s = name, processes, stall_timeout_s
         self._admission, self._load, self._finished, self._paused = admission, load, finished, paused
-        self._pings = [Asked(ping) for ping in pings]
+        self._pings = [SingleFlight(ping) for ping in pings]
         self._cpu_s: tuple[float, ...] = processes.cpu_s()
 
     async def run(self) -> None:
@@ -196,5 +196,5 @@ class StallWatch:
         log.error("engine stands still", error=str(error))
         if self._admission is not None:
             self._admission.evict(error)
-            await self._admission.wait_idle(TELL_S)
+            await self._admission.wait_idle(REPLY_S)
         raise error

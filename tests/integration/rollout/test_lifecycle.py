@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -100,5 +101,36 @@ def test_sigterm_while_starting_exits_zero_and_leaves_no_process(tmp_path: Path,
         replica.process.send_signal(signal.SIGTERM)
         assert replica.process.wait(timeout=60) == 0
         until(lambda: gone(family), 10.0, "the end of the ranks")
+    finally:
+        replica.close()
+
+
+@pytest.mark.parametrize("generates", [True, False])
+def test_a_replica_whose_scheduler_is_frozen_ends_with_a_clear_line(
+    tmp_path: Path, module_redis: str, generates: bool
+) -> None:
+    model = make_model(tmp_path / "m")
+    replica = lone_replica(tmp_path, model, module_redis, serve_model=True, stall_timeout_s=5.0)
+    try:
+        replica.wait_up()
+        family = replica.family()
+        (rank,) = [child for child in family if "sglang::scheduler" in " ".join(child.cmdline())]
+        why = "has a rank that has not answered for"
+        if generates:
+            why = "computed no token for"
+            with ThreadPoolExecutor(1) as pool:
+                call = pool.submit(replica.generate, [[1, 2, 3]], n=16, max_new_tokens=400)
+                until(lambda: replica.status().running_groups == 1, 10.0, "a running group")
+                rank.suspend()
+                with pytest.raises(grpc.RpcError, match=rf"the engine of rollout-0 {why}") as error:
+                    call.result(timeout=60.0)
+                assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        else:
+            until(lambda: replica.log.read_text(encoding="utf-8").count("replica up") == 1, 10.0, "the service")
+            assert replica.generate([[1, 2, 3]], n=1, max_new_tokens=2)
+            rank.suspend()
+        assert replica.process.wait(timeout=60) == 1
+        assert f"the engine of rollout-0 {why}" in replica.log.read_text(encoding="utf-8")
+        until(lambda: gone(family), 10.0, "the end of the other processes")
     finally:
         replica.close()

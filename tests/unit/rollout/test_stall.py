@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollout_service.engine import GroupRequest, SamplingSettings
-from rollout_service.stall import PATIENCE, Asked, Look, StallWatch, Stillness
+from rollout_service.stall import PATIENCE, Look, SingleFlight, StallWatch, Stillness
 from rollout_service.weights.admission import Admission
 from servicekit.errors import Unavailable
 from tests.unit.rollout.fake_engine import FakeEngine
@@ -81,7 +81,7 @@ class Watched:
             pings,
             0.2,
             admission=self.admission,
-            load=Asked(lambda: asyncio.to_thread(self.engine.load)),
+            load=SingleFlight(lambda: asyncio.to_thread(self.engine.load)),
             finished=lambda: 1,
         )
 
@@ -131,7 +131,7 @@ async def test_a_question_that_hangs_is_asked_once_whoever_asks() -> None:
         await answer.wait()
         return 5
 
-    question = Asked(ask)
+    question = SingleFlight(ask)
     assert await question.within(0.01) is None
     waiting = asyncio.create_task(question())
     assert await question.within(0.01) is None
