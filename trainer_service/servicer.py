@@ -154,7 +154,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         if self._receiving + training >= MAX_BATCHES:
             raise Unavailable(
                 f"{self._receiving} train steps are being received and {training} are to be trained; at most "
-                f"{MAX_BATCHES} at once, call again"
+                f"{MAX_BATCHES} together, call again"
             )
         self._receiving += 1
         try:

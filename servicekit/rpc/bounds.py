@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
@@ -101,7 +101,8 @@ def read_message(kind: type[Message], data: bytes) -> Message:
 
     Raises: InvalidRequest: it is not; DecodeError: it is no message of this kind.
     """
-    if _count_fields(data, kind.DESCRIPTOR) > MOST_FIELDS:
+    # The C++ descriptors have the same attributes.
+    if _count_fields(data, cast(Descriptor, kind.DESCRIPTOR)) > MOST_FIELDS:
         raise InvalidRequest(f"{kind.DESCRIPTOR.name} has more than {MOST_FIELDS} fields, those of its parts included")
     message = kind.FromString(data)
     message.DiscardUnknownFields()

@@ -9,7 +9,7 @@ from servicekit.errors import Fenced, Unavailable
 from servicekit.logs import get_logger
 from tandem_api.common.v1 import common_pb2
 
-# Tokens begin at Redis's clock, in ms. What nobody confirms is believed up to here, beyond any difference of clocks.
+# Tokens begin at Redis's clock, in ms. Unconfirmed ones are believed up to here, beyond any difference of clocks.
 _AHEAD_S = 86_400.0
 
 log = get_logger(__name__)

@@ -18,6 +18,8 @@ SERVICE = "tandem_api.trainer.v1.TrainerService"
 
 
 class Refuses(trainer_pb2_grpc.TrainerServiceServicer):
+    """Its other methods are the generated ones."""
+
     def __init__(self, error: Exception) -> None:
         self.error = error
 
@@ -34,7 +36,7 @@ class Refuses(trainer_pb2_grpc.TrainerServiceServicer):
 @pytest.mark.parametrize("kind", ["WrongVersion", "Unavailable", "NotFinite", "Internal", "gone"])
 async def test_a_failed_step_leaves_no_batch(kind: str, call: str) -> None:
     server = GrpcServer("trainer")
-    servicer = Refuses(getattr(errors, kind, errors.Internal)("no"))
+    servicer = Refuses(getattr(errors, kind, errors.Internal)("no"))  # type: ignore[abstract]
     server.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, servicer, SERVICE)
     trainer = Trainer(await server.start())
     if kind == "gone":

@@ -152,8 +152,7 @@ async def call(channel: grpc.aio.Channel, kind: str, ending: str) -> None:
 def no_collector() -> Iterator[None]:
     """Without what finds cycles, and with log lines as services write them: pretty ones hold what they show."""
     before = structlog.get_config()
-    plain = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
-    structlog.configure(processors=plain)
+    structlog.configure(processors=[structlog.processors.format_exc_info, structlog.processors.JSONRenderer()])
     gc.collect()
     gc.disable()
     yield

@@ -5,6 +5,7 @@ import gc
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -24,9 +25,9 @@ SERVICE = "tandem_api.trainer.v1.TrainerService"
 KINDS = (ReceivedStep, pb.SampleChunk, pb.TrainStepRequest)
 
 
-def header(step_id: str = "s", **changes: object) -> pb.TrainStepRequest:
-    fields = {"num_updates": 1, "num_samples": 2, "fence": NEW, "policy_version": 0} | changes
-    return pb.TrainStepRequest(header=pb.TrainStepHeader(step_id=step_id, **fields))  # type: ignore[arg-type]
+def header(step_id: str = "s", **changes: Any) -> pb.TrainStepRequest:
+    fields: dict[str, Any] = {"num_updates": 1, "num_samples": 2, "fence": NEW, "policy_version": 0} | changes
+    return pb.TrainStepRequest(header=pb.TrainStepHeader(step_id=step_id, **fields))
 
 
 async def stream(first: pb.TrainStepRequest, more: asyncio.Event | None = None) -> AsyncIterator[pb.TrainStepRequest]:
@@ -43,7 +44,7 @@ def fails(replies: "Future[list[bytes]]", case: str) -> None:
         replies.set_result([b"\xff"])  # not what a rank says
 
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "another version": {"policy_version": 5},
     "an evicted coordinator": {"fence": OLD},
     "too many samples": {"num_samples": 3},
@@ -104,7 +105,7 @@ async def test_more_steps_than_fit_are_refused_for_now(servicer: TrainerServicer
             await servicer._commander.submitted.get()  # type: ignore[attr-defined]
         for call in calls:
             call.cancel()
-    with pytest.raises(Unavailable, match="at most 4 at once, call again"):
+    with pytest.raises(Unavailable, match="at most 4 together, call again"):
         await servicer.TrainStep(stream(header("another")), None)
     if received:
         done = pb.TrainStepResponse(policy_version=1, metrics={"loss": 0.0, "grad_norm": 0.0}).SerializeToString()

@@ -115,8 +115,9 @@ async def test_a_token_that_redis_does_not_know_locks_nobody_out(
     servicer: TrainerServicer, commander: FakeCommander, tmp_path: Path, call: str
 ) -> None:
     servicer.serve_engine(FakeEngine(), led_by(OLD))  # type: ignore[arg-type]
-    request = pb.TrainStepHeader() if call == "TrainStep" else type(CALLS[call])()
-    request.CopyFrom(HEADER if call == "TrainStep" else CALLS[call])
+    original = CALLS.get(call, HEADER)
+    request = type(original)()
+    request.CopyFrom(original)
     (request.round if call == "RunPhase" else request).fence.token = 2**53
     if "path" in request.DESCRIPTOR.fields_by_name and request.path:
         request.path = str(tmp_path / "x")

@@ -52,7 +52,13 @@ async def test_what_was_not_announced_is_refused(extra: pb.TrainStepRequest) -> 
         await receive_chunks(requests, step, LIMITS)
 
 
-EMPTY = {"sample_ids": [], "prompt_lengths": [], "completion_lengths": [], "advantages": [], "trainable": []}
+EMPTY: dict[str, Any] = {
+    "sample_ids": [],
+    "prompt_lengths": [],
+    "completion_lengths": [],
+    "advantages": [],
+    "trainable": [],
+}
 LONG = 2 * [LIMITS.longest]
 
 
