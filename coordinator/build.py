@@ -125,14 +125,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
             left=partial(progress.note_left, "checkpoints"),
         ),
         missed=Missed(state=inputs.state, progress=progress, budget=config.run.missed_checkpoint_budget),
-        exporter=Exporter(
-            run_dir=app.environment.run_dir,
-            trainer=services.trainer,
-            every=config.run.export_every,
-            keep=config.run.keep_exports,
-            template=inputs.train.formats.own_template,
-            left=partial(progress.note_left, "exports"),
-        ),
+        exporter=_exporter(app, services, progress),
         control=app.control,
         dropped_prompts=inputs.dropped_prompts(),
         reward_facts=app.reward_facts,
@@ -146,6 +139,17 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
         lead=lead,
         lead_patience_s=config.sync.formation_timeout_s,
         sinks=_sinks(app, lead, progress),
+    )
+
+
+def _exporter(app: App, services: Services, progress: Progress) -> Exporter:
+    return Exporter(
+        run_dir=app.environment.run_dir,
+        trainer=services.trainer,
+        every=app.config.run.export_every,
+        keep=app.config.run.keep_exports,
+        template=app.inputs.train.formats.own_template,
+        left=partial(progress.note_left, "exports"),
     )
 
 

@@ -293,7 +293,7 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def is_known(error: BaseException) -> bool:
-    """Whether the message of an error says all that there is to say, so that nobody needs the traceback."""
+    """Whether the message of an error says all that there is to say, so that its traceback adds nothing."""
     return isinstance(error, TandemError) or (isinstance(error, OSError) and error.filename is not None)
 
 

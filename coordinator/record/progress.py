@@ -23,7 +23,7 @@ log = get_logger(__name__)
 
 
 def no_left(left: Sequence[str]) -> None:
-    """Tell nobody what could not be removed."""
+    """Ignore what could not be removed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,41 @@ COORDINATOR = "coordinator"
 _MOST_NAMED = 8
 ROLES = (COORDINATOR, "trainer", "rollout", "rollout-worker")
 
+# The worker whose record a text is; nil: it is no record.
+_WORKER_OF = """
+local function worker_of(text)
+  local read, record = pcall(cjson.decode, text)
+  if not read or type(record) ~= 'table' then return nil end
+  for _, field in ipairs({'role', 'name', 'address', 'worker_id'}) do
+    if type(record[field]) ~= 'string' then return nil end
+  end
+  return record['worker_id']
+end
+"""
+
+WITHDRAW = f"""{_WORKER_OF}
+local current = redis.call('GET', KEYS[1])
+if current and worker_of(current) == ARGV[2] then
+  redis.call('DEL', KEYS[1])
+  redis.call('SREM', KEYS[2], ARGV[1])
+  return 1
+end
+return 0
+"""
+
+# Returns the record of the worker that holds the name, or nil when it is ours now; '' when something else was there,
+# which is replaced. Keys from the second on, values that we have published among them, are kept for ARGV[5] seconds.
+CLAIM = f"""{_WORKER_OF}
+local current = redis.call('GET', KEYS[1])
+local holder = current and worker_of(current)
+if holder and holder ~= ARGV[2] then return current end
+redis.call('SET', KEYS[1], ARGV[3], 'PX', ARGV[4])
+redis.call('SADD', KEYS[2], ARGV[1])
+for i = 2, #KEYS do redis.call('EXPIRE', KEYS[i], ARGV[5]) end
+if current and not holder then return '' end
+return nil
+"""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServiceRecord:

@@ -40,7 +40,9 @@ from servicekit.redis import client as redis_client
 from servicekit.redis.client import AccessRefused, redis_errors
 from servicekit.redis.lease import Lease
 from servicekit.redis.records import (
+    CLAIM,
     ROLES,
+    WITHDRAW,
     AgreedSettings,
     Failure,
     Failures,
@@ -63,41 +65,6 @@ SETTINGS_ADVICE = (
     "restart the services that have the old one, so that all of the run read the same file, or give the values back"
 )
 _CLOSED = "the registry was closed while waiting"
-
-# The worker whose record a text is; nil: it is no record.
-_WORKER_OF = """
-local function worker_of(text)
-  local read, record = pcall(cjson.decode, text)
-  if not read or type(record) ~= 'table' then return nil end
-  for _, field in ipairs({'role', 'name', 'address', 'worker_id'}) do
-    if type(record[field]) ~= 'string' then return nil end
-  end
-  return record['worker_id']
-end
-"""
-
-_WITHDRAW = f"""{_WORKER_OF}
-local current = redis.call('GET', KEYS[1])
-if current and worker_of(current) == ARGV[2] then
-  redis.call('DEL', KEYS[1])
-  redis.call('SREM', KEYS[2], ARGV[1])
-  return 1
-end
-return 0
-"""
-
-# Returns the record of the worker that holds the name, or nil when it is ours now; '' when something else was there,
-# which is replaced. Keys from the second on, values that we have published among them, are kept for ARGV[5] seconds.
-_CLAIM = f"""{_WORKER_OF}
-local current = redis.call('GET', KEYS[1])
-local holder = current and worker_of(current)
-if holder and holder ~= ARGV[2] then return current end
-redis.call('SET', KEYS[1], ARGV[3], 'PX', ARGV[4])
-redis.call('SADD', KEYS[2], ARGV[1])
-for i = 2, #KEYS do redis.call('EXPIRE', KEYS[i], ARGV[5]) end
-if current and not holder then return '' end
-return nil
-"""
 
 
 def _refuses(address: str) -> bool:
@@ -127,12 +94,13 @@ class Registry:
         deadline_s = time.monotonic() + wait_s
         self._redis: redis.Redis = redis_client.connect(redis_url, wait_s=wait_s)
         self._prefix = f"tandem:{run_id}"
-        self._claim = self._redis.register_script(_CLAIM)
-        self._remove = self._redis.register_script(_WITHDRAW)
+        self._failures_key = f"{self._prefix}:failures"
+        self._claim = self._redis.register_script(CLAIM)
+        self._remove = self._redis.register_script(WITHDRAW)
         self._record: ServiceRecord | None = None
         self._lease: Lease | None = None
         self._values: set[str] = set()  # keys of values that we keep alive with our record
-        self._told: set[tuple[str, str]] = set()  # keys and texts that were warned about
+        self._warned: set[tuple[str, str]] = set()  # keys and texts that were warned about
         self._closed = threading.Event()
         self._check_rights(deadline_s)
 
@@ -273,7 +241,7 @@ class Registry:
             texts: Any = self._redis.mget([self._service_key(role, name) for name in names])
         found: Records = []
         for name, text in zip(names, texts, strict=True):
-            with self._telling(self._service_key(role, name), text):
+            with self._warning_of(self._service_key(role, name), text):
                 if text is not None:
                     record = read_record(text)
                     if (record.role, record.name) != (role, name):
@@ -282,13 +250,13 @@ class Registry:
         return found
 
     @contextlib.contextmanager
-    def _telling(self, key: str, text: str | None) -> Iterator[None]:
+    def _warning_of(self, key: str, text: str | None) -> Iterator[None]:
         """Warn of a record that cannot be read, once: one that another program has written must not end a run."""
         try:
             yield
         except ConfigError as error:
-            if (key, str(text)) not in self._told:
-                self._told.add((key, str(text)))
+            if (key, str(text)) not in self._warned:
+                self._warned.add((key, str(text)))
                 log.warning("record in Redis left out: remove it, or write it anew", key=key, error=str(error))
 
     def wait_for(self, role: str, names: Sequence[str] | int, timeout_s: float) -> Records:
@@ -358,7 +326,7 @@ class Registry:
             texts: Any = self._redis.mget(keys) if keys else []
         found: Failures = []
         for key, text in zip(keys, texts, strict=True):
-            with self._telling(key, text):
+            with self._warning_of(key, text):
                 if text is not None:
                     found.append(read_failure(text))
         return found
@@ -417,10 +385,6 @@ class Registry:
     def _errors(self, record: ServiceRecord) -> contextlib.AbstractContextManager[None]:
         record_key, names_key = self._keys(record)
         return redis_errors(self._redis, {record_key: "string", names_key: "set"})
-
-    @property
-    def _failures_key(self) -> str:
-        return f"{self._prefix}:failures"
 
     def _keys(self, record: ServiceRecord) -> tuple[str, str]:
         return self._service_key(record.role, record.name), f"{self._prefix}:names:{record.role}"

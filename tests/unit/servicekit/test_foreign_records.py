@@ -55,7 +55,11 @@ def client(redis_server: str) -> "redis.Redis":
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 def test_a_record_that_is_none_of_ours_is_left_out_by_every_reader(
-    registry: Registry, client: "redis.Redis", capsys: pytest.CaptureFixture[str], text: str | bytes
+    registry: Registry,
+    client: "redis.Redis",
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    text: str | bytes,
 ) -> None:
     client.set(f"{PREFIX}:service:rollout:rollout-9", text)
     client.sadd(f"{PREFIX}:names:rollout", "rollout-9")
@@ -67,8 +71,9 @@ def test_a_record_that_is_none_of_ours_is_left_out_by_every_reader(
     assert not registry.remove_refusing("rollout", "rollout-9")
     with pytest.raises(DeadlineExceeded, match="rollout-9; there is rollout-0"):
         registry.wait_for("rollout", ["rollout-9"], 0.0)
-    output = capsys.readouterr()
-    assert (output.out + output.err).count(f"{PREFIX}:service:rollout:rollout-9") == 1
+    output = capsys.readouterr()  # or in the log, where a test before has configured it
+    said = [text.count(f"{PREFIX}:service:rollout:rollout-9") for text in (output.out + output.err, caplog.text)]
+    assert max(said) == 1
 
 
 FAILURES = ["", "{", "null", "[]", "5", b"\xff", "{}", json.dumps({"role": "rollout", "name": "x", "reason": "y"})]

@@ -40,8 +40,8 @@ local function epoch()
   return tonumber(now_is or '0')
 end
 
--- Whether a slot has told what it runs, in a form that others can read.
-local function told(slot)
+-- Whether a slot's facts are there, in a form that others can read.
+local function has_facts(slot)
   local read, found = pcall(cjson.decode, redis.call('HGET', facts, slot) or '')
   return read and type(found) == 'table'
 end
@@ -102,7 +102,7 @@ end
 if operation == 'heartbeat' then
   if not holder then return {'unknown', epoch()} end
   if holder ~= worker then return {'evicted', epoch()} end
-  if not told(slot) then return {'unknown', epoch()} end -- lost: the claim that follows tells it again
+  if not has_facts(slot) then return {'unknown', epoch()} end -- lost: the claim that follows writes them
   redis.call('ZADD', leases, now + tonumber(ARGV[4]), slot)
   keep()
   return {'ok', epoch()}

@@ -144,11 +144,11 @@ def write_manifest(
         # The folder may be shared with other programs: remove only what is ours.
         if old.name not in keep and VERSION.fullmatch(old.name) and PUBLISHED.is_in(old):
             for text in remove_each([old]):
-                _tell_left(text)
+                _warn_of_left(text)
 
 
 @functools.cache
-def _tell_left(text: str) -> None:
+def _warn_of_left(text: str) -> None:
     """Warn of a file that could not be removed, once."""
     log.warning("old published weights not removed, tried again with the next", why=text)
 
