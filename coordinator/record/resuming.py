@@ -196,7 +196,7 @@ def _changed_sets(
             continue
         # The same prompts in files of another name are the same set.
         by_content = _BY_CONTENT if _PROMPTS in old[name] else {_PROMPTS}
-        texts = [{key: text for key, text in each.items() if key not in by_content} for each in (old[name], facts)]
+        texts = [{key: text for key, text in known.items() if key not in by_content} for known in (old[name], facts)]
         if different := [*_differences(*texts), *scored]:
             found[name] = f"has changed ({'; '.join(different)})"
     return found
