@@ -12,9 +12,10 @@ from launcher.check.rewards import decoding_of
 from servicekit.errors import ConfigError
 from tandem_config.schema import RunConfig
 from tandem_config.sections.reward import LengthReward, OverlongReward
+from tandem_files.rows.messages import prompt_of
 from tandem_files.rows.problems import DataError, RowProblem
 from tandem_files.rows.reading import Row, RowKeys, first_record, read_rows
-from tandem_files.rows.values import BadRow, answer_of, column, prompt_of
+from tandem_files.rows.values import BadRow, answer_of, column
 from tandem_files.tokenizer import TextCodec
 
 COMPLETION = "completion"

@@ -128,15 +128,27 @@ def _list_at(key: str) -> Callable[[redis.Redis], object]:
     return write
 
 
+def _with_field(field: str, text: str) -> Callable[[redis.Redis], object]:
+    return lambda client: client.hset("{tandem:t}:state", field, text)
+
+
+def _without_field(field: str) -> Callable[[redis.Redis], object]:
+    return lambda client: client.hdel("{tandem:t}:state", field)
+
+
+def _without_key(key: str) -> Callable[[redis.Redis], object]:
+    return lambda client: client.delete(key)
+
+
 # What another program writes, and what a person does about it; {g}: the group's prefix, {r}: the registry's.
 DAMAGES: dict[str, tuple[Callable[[redis.Redis], object], Callable[[redis.Redis], object]]] = {
     f"{field} is {text!r}": (
-        lambda client, field=field, text=text: client.hset("{tandem:t}:state", field, text),
-        lambda client, field=field: client.hdel("{tandem:t}:state", field),
+        _with_field(field, text),
+        _without_field(field),
     )
     for field, text in (("epoch", "abc"), ("token", "-1"), ("endpoint", "nowhere"), ("endpoint_epoch", "x"))
 } | {
-    key: (_list_at(key), lambda client, key=key: client.delete(key))
+    key: (_list_at(key), _without_key(key))
     for key in (
         *(f"{{tandem:t}}:{name}" for name in ("members", "leases", "state", "facts")),
         *(

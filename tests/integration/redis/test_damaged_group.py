@@ -124,7 +124,7 @@ def test_facts_that_cannot_be_read_are_named_and_told_again(group: Rendezvous, t
         ({"leader": b"\xff"}, None),
     ],
 )
-def test_other_fields_of_the_state(group: Rendezvous, fields: dict[str | bytes, Any], endpoint: str | None) -> None:
+def test_other_fields_of_the_state(group: Rendezvous, fields: dict[Any, Any], endpoint: str | None) -> None:
     client, lease, lead = settled(group)
     group.bind_endpoint(SLOT, lease.worker_id, group.snapshot().epoch, "host:1 round")
     client.hset(STATE, mapping=fields)

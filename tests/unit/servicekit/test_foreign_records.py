@@ -38,7 +38,10 @@ TEXTS: dict[str, str | bytes] = {
     "no worker": json.dumps({name: WHOLE[name] for name in ("role", "name", "address")}),
     "of another name": json.dumps(WHOLE | {"name": "rollout-0"}),
     "of another role": json.dumps(WHOLE | {"role": "trainer"}),
-} | {f"{field} {value!r}": json.dumps(WHOLE | {field: value}) for field, values in _WRONG.items() for value in values}
+}
+TEXTS |= {
+    f"{field} {value!r}": json.dumps(WHOLE | {field: value}) for field, values in _WRONG.items() for value in values
+}
 
 
 @pytest.fixture
