@@ -60,6 +60,10 @@ _WHOLE = re.compile(
     rf"(?:[^\W\d_]+\s*[:=]\s*)?([(\[]?[-+]?[$€£¥]?(?:{_DIGITS})(?:\s*/\s*\d+)?\s*\\?%?[)\]]?|{_FORMULA}|\(?[A-J]\)?)\.?"
 )
 _SPELT = re.compile(r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf)\s*\{([^{}]*)\}")
+TRUTHS = {"true": "true", "yes": "true", "false": "false", "no": "false"}
+_EXPONENT = re.compile(r"[-+]?[\d.]+[eE][-+]?\d+")
+# A number that Python writes with an exponent: releases before 0.2 did, too.
+_SMALL = re.compile(r"-?0\.0{4,}\d+")
 _LETTER = re.compile(
     r"(?:option|choice|answer)?\s*[(\[]?([A-J])[)\]]?(?:\s*[.):,\]].*|\s+(?:[-–—]|because|since|as|for|is)\s.*|)",
     re.I | re.S,
@@ -169,6 +173,23 @@ def accepted(answer: str) -> list[str]:
     except ValueError:
         return [answer]
     return listed if listed and all(isinstance(one, str) for one in listed) else [answer]
+
+
+def was_read_otherwise(answer: str) -> bool:
+    """Whether an answer of the data meant something else for releases before 0.2.
+
+    >>> [was_read_otherwise(text) for text in ("0.00001", "2.5e6", "(B)", "Answer: 4", "yes", "#### 4", "4", "0.5")]
+    [True, True, True, True, True, False, False, False]
+    """
+    found = find_answer(answer)
+    return bool(
+        (found is not None and found.kind in ("tag", "label", "sentence"))
+        or len(accepted(answer)) > 1
+        or letter_of(answer)
+        or answer.strip().casefold() in TRUTHS
+        or _EXPONENT.fullmatch(answer.strip())
+        or (_SMALL.fullmatch(answer.strip()) and "e" in str(float(answer)))
+    )
 
 
 def letter_of(text: str) -> str:

@@ -27,6 +27,9 @@ from weightsync.model.spec import ModelSpec
 
 TRAINER_META = f"{TRAINER_FOLDER}/meta.json"
 MODEL_NOTE = "model.json"
+# In the warning of a checkpoint from before 0.2; rows that it names.
+_OLD_READING = "reading of answers: unset"
+_NAMED = 5
 
 
 def check_output(config: RunConfig) -> Iterator[ConfigProblem]:
@@ -77,7 +80,7 @@ def check_resume(
         yield replace(_problem("--resume", run_dir, UNRECORDED, ""), severity="warning")
     yield from _check_same(run_dir, sound.folder, comparison.refused, config, spec, data)
     if not any(base_key(text.partition(":")[0]).startswith("reward.") for text in comparison.refused):
-        yield from _check_rewards(run_dir, sound.folder, config)
+        yield from _check_rewards(run_dir, sound.folder, config, data)
     yield from _check_order(run_dir, sound.folder, config, [] if data is None else data.train)
 
 
@@ -125,15 +128,21 @@ def _check_same(
         )
 
 
-def _check_rewards(run_dir: Path, checkpoint: Path, config: RunConfig) -> Iterator[ConfigProblem]:
+def _check_rewards(
+    run_dir: Path, checkpoint: Path, config: RunConfig, data: CheckedData | None
+) -> Iterator[ConfigProblem]:
     """Warn of rewards that are not those of the checkpoint; what cannot be read is reported elsewhere."""
     try:
         saved = RunState.load(checkpoint / COORDINATOR_FILE).rewards
         warning = reward_warning(saved, reward_facts(config))
     except (ConfigError, OSError):
         return
-    if warning:
-        yield replace(_problem("--resume", run_dir, warning, ""), severity="warning")
+    if not warning:
+        return
+    rows = data.answers.read_otherwise() if data is not None and data.answers and _OLD_READING in warning else []
+    named = ", ".join(f"{file.name}:{number}" for file, number in rows[:_NAMED])
+    of_rows = f"; rows that were read otherwise: {named}{', ...' if len(rows) > _NAMED else ''}" if named else ""
+    yield replace(_problem("--resume", run_dir, warning + of_rows, ""), severity="warning")
 
 
 def _check_order(run_dir: Path, checkpoint: Path, config: RunConfig, train: Sequence[Scan]) -> Iterator[ConfigProblem]:

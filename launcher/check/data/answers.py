@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from coordinator.learn.answers import was_read_otherwise
 from coordinator.learn.rewards.workers.pool import RewardWorkers
 from coordinator.learn.rewards.workers.task import Answer, Task
 from coordinator.learn.rewards.workers.tasks import ANSWERS
@@ -31,7 +32,16 @@ class AnswerSample:
 
     answers: list[tuple[Place, str]] = field(default_factory=list)
     step: int = 1
+    prompt_key: str = "prompt"
+    # Of the rows, whose messages are JSON text, the first ones.
+    _texts: list[Place] = field(default_factory=list)
     _seen: int = 0
+
+    def read_otherwise(self) -> list[Place]:
+        """Return rows of which releases before 0.2 read prompt or answer otherwise, of MAX_READ answers at most."""
+        firsts = {answer: place for place, answer in reversed(self.answers)}
+        changed = [firsts[answer] for answer in list(firsts)[-MAX_READ:] if was_read_otherwise(answer)]
+        return sorted({*changed, *self._texts})
 
     def add(self, batch: Sequence[tuple[Row, Any]]) -> None:
         """Look at rows."""
@@ -39,6 +49,9 @@ class AnswerSample:
             if self._seen % self.step == 0:
                 self.answers.append(((row.file, row.number), row.answer))
             self._seen += 1
+            is_text = isinstance(row.prompt, list) and isinstance(row.columns.get(self.prompt_key), str)
+            if is_text and row.columns[self.prompt_key].lstrip().startswith("[") and len(self._texts) < _NAMED:
+                self._texts.append((row.file, row.number))
             if len(self.answers) > _MAX_KEPT:
                 self.answers, self.step = self.answers[::2], 2 * self.step
 

@@ -44,6 +44,7 @@ class CheckedData:
         indices: where the rows lie, for the coordinator.
         ends: the ends of the first prompts.
         notes: lines about the data that are no problems.
+        answers: of data.train.
     """
 
     problems: list[ConfigProblem] = field(default_factory=list)
@@ -55,6 +56,7 @@ class CheckedData:
     indices: list[RowIndex] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    answers: AnswerSample | None = None
 
     def keep_first(self, batch: Sequence[tuple[Row, PromptText]]) -> None:
         """Keep the first row of all, those of data.train being read first, and the ends of the first prompts."""
@@ -113,7 +115,8 @@ def _check_part(
 ) -> tuple[list[Scan], list[ConfigProblem]]:
     """Read all rows of a part. Returns: what was found in each source, and the problems; `found` gets the rest."""
     key = f"data.{part}"
-    answers = AnswerSample()
+    answers = AnswerSample(prompt_key=config.data.prompt_key)
+    found.answers = found.answers or answers
     formats = found.formats
     watching: list[PlainPrompts | Templated] = []
     if formats is not None:

@@ -12,6 +12,8 @@ from coordinator.data.cursor import CursorState, DataCursor
 from coordinator.data.prompts import load_prompts
 from coordinator.record.resuming import order_of, reward_facts, reward_warning
 from coordinator.record.state import RunState
+from launcher.check.data.answers import AnswerSample
+from launcher.check.data.rows import CheckedData
 from launcher.check.preflight import preflight
 from launcher.check.resume import check_resume, note_model
 from servicekit.errors import ConfigError
@@ -22,6 +24,7 @@ from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import mark_complete, step_folder
 from tandem_files.digests import file_digest
 from tandem_files.model.fingerprint import model_fingerprint
+from tandem_files.rows.reading import Row, RowKeys, read_rows
 from tandem_files.run_config import RESOLVED_CONFIG
 from tandem_files.run_folder import (
     LauncherNotes,
@@ -329,11 +332,27 @@ def test_a_damaged_newest_checkpoint_is_a_warning_and_a_damaged_only_one_an_erro
 
 
 def test_a_resume_of_a_run_whose_rewards_read_answers_otherwise_is_warned_of_once(tmp_path: Path) -> None:
-    config = load_config(write_config(tmp_path), ["reward=[{kind: math_verify}, {kind: overlong}]"])
+    run_dir, file = make_run(tmp_path)
+    rewards = ["reward=[{kind: math_verify}, {kind: overlong}]"]
+    config = load_config(file, rewards)
     now = reward_facts(config)
-    before = {key: value for key, value in now.items() if "reading" not in key}
-    assert "reward math_verify: reading of answers: unset in the checkpoint, marked answers first" in reward_warning(
-        before, now
-    )
-    assert "overlong: reading" not in reward_warning(before, now)
-    assert reward_warning(now, now) == ""
+    assert "reward overlong: reading of answers" not in now
+    old = {key: value for key, value in now.items() if "reading of answers" not in key}
+    spec = ModelSpec.from_folder(config.model.path)
+    rows = tmp_path / "rows.jsonl"
+    texts = ('"prompt": "1", "answer": "4"', '"prompt": "2", "answer": 0.00001', '"prompt": "3", "answer": "(B)"')
+    messages = json.dumps(json.dumps([{"role": "user", "content": "5"}]))
+    rows.write_text("".join(f"{{{row}}}\n" for row in (*texts, f'"prompt": {messages}, "answer": "5"')))
+    sample = AnswerSample()
+    sample.add([(row, None) for row in read_rows(rows, RowKeys()) if isinstance(row, Row)])
+
+    def warnings(saved: dict[str, str]) -> list[str]:
+        state = RunState(cursor=CursorState(sources=()), batch_rng={}, model_fingerprint="", rewards=saved)
+        state.save(step_folder(run_dir, 1) / "coordinator.json")
+        mark(step_folder(run_dir, 1), config)
+        return [problem.message for problem in check_resume(run_dir, config, spec, CheckedData(answers=sample))]
+
+    (warning,) = warnings(old)
+    assert "reward math_verify: reading of answers: unset in the checkpoint, marked answers first" in warning
+    assert warning.endswith("; rows that were read otherwise: rows.jsonl:2, rows.jsonl:3, rows.jsonl:4")
+    assert warnings(now) == []

@@ -16,7 +16,16 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
-from coordinator.learn.answers import Found, accepted, after_prompt, conclusion, find_answer, last_letter, letter_of
+from coordinator.learn.answers import (
+    TRUTHS,
+    Found,
+    accepted,
+    after_prompt,
+    conclusion,
+    find_answer,
+    last_letter,
+    letter_of,
+)
 
 _DELIMITED = re.compile(r"(?<!\\)\$|(?<!\\)\\[(\[]")
 _KINDS = {
@@ -41,7 +50,6 @@ _ATTACHED = re.compile(r"(?<=[>→⇒≈=~])(?=[-+]?[$€£¥]?\d)|(?<=[^\W\d_][
 _ENCLOSED = re.compile(r"(?<=[(\[{\"'“‘`*_:：])(?=[-+]?[$€£¥]?\d)|(?<=[^\W\d_a-zA-Z])(?=[-+]?\d)")
 # Below it the six decimals that math-verify compares are no longer three digits.
 _TINY = 1e-3
-_TRUTHS = {"true": "true", "yes": "true", "false": "false", "no": "false"}
 _FORMULA = re.compile(r"(?<!\\)\$+[^$]+(?<!\\)\$+")
 # 50\,000, 50\ 000 and 50~000 are one number; math-verify takes them for a product.
 _GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\[,;: ]|~)\d{3})+(?!\d)")
@@ -154,7 +162,7 @@ def read_reference(answer: str) -> Reference:
 def _word_of(text: str) -> str:
     """Return the letter of multiple choice, or the truth value, that an answer is; "" if it is neither."""
     plain = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}", r"\1", text).strip("$ .").casefold()
-    return _TRUTHS.get(plain) or letter_of(text)
+    return TRUTHS.get(plain) or letter_of(text)
 
 
 def _word_in(completion: str, reference: Reference, *, anchored: bool) -> str:
@@ -162,13 +170,13 @@ def _word_in(completion: str, reference: Reference, *, anchored: bool) -> str:
     found = find_answer(completion)
     if found is not None:
         first = re.match(r"\W*([^\W\d_]+)", found.text)
-        return _word_of(found.text) or (_TRUTHS.get(first[1].casefold(), "") if first else "")
+        return _word_of(found.text) or (TRUTHS.get(first[1].casefold(), "") if first else "")
     ending = conclusion(completion)
     if anchored or ending is None:
         return ""
     if len(reference.word) == 1:
         return last_letter(ending) or letter_of(ending)
-    truths = [_TRUTHS[word] for word in re.findall(r"[^\W\d_]+", ending.casefold()) if word in _TRUTHS]
+    truths = [TRUTHS[word] for word in re.findall(r"[^\W\d_]+", ending.casefold()) if word in TRUTHS]
     return truths[-1] if truths else ""
 
 
