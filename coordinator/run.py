@@ -66,18 +66,15 @@ class Run:
 
     Attributes:
         settings: the configuration's section `run`.
-        logprob_diff_stop: grpo.logprob_diff_stop.
         state: what this process and earlier ones have done; `progress` keeps it up to date.
         resumed: whether earlier processes may have worked on this run, with the same services.
-        missed: counts checkpoints that could not be written.
         checkpoint: the one that the run resumes from.
         lead: checked before anything is written.
         lead_patience_s: how long to wait for Redis to confirm that we lead the run.
         reward_facts: what the scores depend on (resuming.py).
         comparison: of the run with the checkpoint that it resumes from; None: it does not.
         renewal: what is not compared with that checkpoint's evaluations.
-        dropped_prompts: by part of the data and name of the source, prompts dropped since they are longer than
-            data.max_prompt_tokens.
+        dropped_prompts: longer than data.max_prompt_tokens, by part of the data and name of the source.
         leaving: the state shared with the code that stops the run.
         sinks: get every finished iteration.
     """
@@ -104,15 +101,13 @@ class Run:
     resumed: bool = False
     checkpoint: Sound | None = None
     _report_s: float = field(default=0.0, init=False)
-    # Baselines that a resume has measured: they stand in the next row.
+    # Baselines of a resume, for the next row.
     _renewed: list[Evaluated] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self._rows = MetricsFile(self.run_dir / METRICS_FILE)
         self._sinks = Sinks(self.sinks, partial(self.progress.warn, "sink"))
-        # Seconds of work of earlier processes on this run.
-        self._earlier_s = self.state.wall_s
-        self._start_s = time.monotonic()
+        self._earlier_s, self._start_s = self.state.wall_s, time.monotonic()
         self.checkpointer.newest = self.state.iteration if self.state.iteration else -1
 
     async def execute(self) -> None:

@@ -16,7 +16,7 @@ OLD_ORDER = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Copies:
+class Repeats:
     """How often prompts are repeated.
 
     Attributes:
@@ -30,7 +30,7 @@ class Copies:
     most: int
 
     @classmethod
-    def of(cls, texts: NDArray[np.uint64]) -> "Copies":
+    def of(cls, texts: NDArray[np.uint64]) -> "Repeats":
         """Count equal hashes."""
         _, counts = np.unique(texts, return_counts=True)
         return cls(num_rows=len(texts), num_different=len(counts), most=int(counts.max(initial=0)))
@@ -56,7 +56,7 @@ def copy_warnings(scans: Sequence[Scan], train: Sequence[Scan]) -> Iterator[tupl
         train: of data.train, or `scans` itself.
     """
     texts = texts_of(scans)
-    copies = Copies.of(texts)
+    copies = Repeats.of(texts)
     if copies.most > 1:
         more = "" if scans is train else "; more completions of each: samples, in evaluation.sets"
         yield str(copies), f"keep one row of each, unless copies are meant{more}"

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from coordinator.data.copies import OLD_ORDER, Copies, texts_of
+from coordinator.data.copies import OLD_ORDER, Repeats, texts_of
 from coordinator.data.formatting import PromptFormat
 from coordinator.data.scan import Scan
 from coordinator.record.resuming import order_differences, order_of, reward_facts, reward_warning
@@ -147,7 +147,7 @@ def _check_rewards(
 
 def _check_order(run_dir: Path, checkpoint: Path, config: RunConfig, train: Sequence[Scan]) -> Iterator[ConfigProblem]:
     """Warn of a run that draws copies of prompts as an older release did, which it has to keep."""
-    repeats = any(Copies.of(texts_of([scan])).most > 1 for scan in train)
+    repeats = any(Repeats.of(texts_of([scan])).most > 1 for scan in train)
     try:
         is_old = repeats and RunState.load(checkpoint / COORDINATOR_FILE).cursor.order == "rows"
     except (ConfigError, OSError):

@@ -44,5 +44,5 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 LONGEST_DEADLINE_S = 7 * 86_400.0
 
 # The longest pause of a client within a stream that it sends. A coordinator has a step's samples at hand; one that was
-# stopped for a while goes on. After it nothing of the stream stays in memory.
+# stopped for a while continues. After it nothing of the stream stays in memory.
 STREAM_SILENCE_S = 300.0

@@ -68,7 +68,7 @@ class SyncMember:
         self._guard = PhaseGuard[OpenRound, pb.PhaseReport](
             lambda opened: OpenRound(message=opened, role=role), f"{slot}: "
         )
-        self._fence = FenceGuard(self._lease.rendezvous.leader)
+        self._fence = FenceGuard(lambda: self._lease.rendezvous.leader())
         self._lock = threading.Lock()
 
     def start(self) -> None:

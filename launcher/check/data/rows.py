@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from coordinator.data.copies import Copies, copy_warnings, texts_of
+from coordinator.data.copies import Repeats, copy_warnings, texts_of
 from coordinator.data.formatting import PromptFormat, PromptText, prompt_format
 from coordinator.data.index import Indexer, RowIndex
 from coordinator.data.scan import Scan, Scanner
@@ -231,7 +231,7 @@ def _check_copies(config: RunConfig, key: str, scans: Sequence[Scan], train: Seq
 def _check_enough(config: RunConfig, scans: Sequence[Scan]) -> Iterator[ConfigProblem]:
     wanted = config.grpo.prompts_per_iteration
     texts = texts_of(scan for scan in scans if not scan.faults.problems)
-    rows = Copies.of(texts).num_different if len(texts) else sum(scan.num_rows for scan in scans)
+    rows = Repeats.of(texts).num_different if len(texts) else sum(scan.num_rows for scan in scans)
     if 0 < rows < wanted:
         yield ConfigProblem(
             key="grpo.prompts_per_iteration",

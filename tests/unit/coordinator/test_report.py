@@ -78,7 +78,7 @@ for number in range(1, 100):
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert str(path) in done.stderr.splitlines()[-1]
+    assert str(path) in done.stderr.splitlines()[-2]  # before its note
     lines = path.read_bytes().decode().splitlines(keepends=True)
     assert 40 < len(lines) < 99
     assert [json.loads(line)["iteration"] for line in lines] == list(range(1, len(lines) + 1))

@@ -68,7 +68,7 @@ def test_good_rows_keep_their_line_numbers(tmp_path: Path) -> None:
         (b'{"prompt": "x", "answer": NaN}', "'answer' is float (nan)"),
         (
             b'{"prompt": "x", "answer": null}',
-            "'answer' is null (None); or a list of these (data.answer_key: null, if",
+            "'answer' is null (None); it must be a string or a number, a truth value or a list of these (data.answer_",
         ),
         (b'{"prompt": null, "answer": "3"}', "'prompt' is null"),
         (b'{"prompt": "", "answer": "3"}', "'prompt' is empty"),
