@@ -23,27 +23,33 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[\d-]))")
 _BOX_ALONE = re.compile(r"-?[\d.,]*\d")
 # What may stand between boxes that are one answer: $\boxed{1}$ and $\boxed{2}$.
 _BETWEEN_BOXES = re.compile(r"[\s$]*(?:\\[)\]])?\s*(?:,?\s*and|,|;)\s*(?:\\[(\[])?[\s$]*")
-_TAG = re.compile(
-    r"<(?:final[ _-]?)?answer\b[^<>]*>(.*?)(?:</(?:final[ _-]?)?answer>|(?=<(?:final[ _-]?)?answer\b)|\Z)", re.I | re.S
+_TAG_OPEN, _TAG_CLOSE = (
+    rf"(?:<{slash}(?:final[ _-]?)?answer\b[^<>]*>|\[{slash}answer\]|<\|{word}_of_box\|>)"
+    for slash, word in (("", "begin"), ("/", "end"))
 )
+_TAG = re.compile(rf"{_TAG_OPEN}(.*?)(?:{_TAG_CLOSE}|(?={_TAG_OPEN})|\Z)", re.I | re.S)
 _HASHES = re.compile(r"(?<!#)####(?!#)")
 _HEADING = re.compile(
     r".*:\W*$|(?:step|part|case|solution|explanation|conclusion|summary|check|verif\w*|analysis|note)\b"
     r"|\d+[.)]\s+[^\W\d_]{2}|(?:the |my )?(?:final )?answer\W*$",
     re.I,
 )
+# No letter before it; words of some languages follow each other without a space.
+_BEGIN = r"(?<![^\W_\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af])"
 _MARKS = r"[*_`\"'“”‘’]*"
 _ANSWER_WORDS = (
-    r"(?:final\s+|correct\s+)?answer|ans|最终答案|答案|答え|答|antwort|endergebnis|r[ée]ponse(?:\s+finale)?|respuesta(?:\s+final)?"
+    r"(?:final\s+|correct\s+)?answer|ans|答案|回答|正解|答え|答|antwort|endergebnis|r[ée]ponse(?:\s+finale)?|respuesta(?:\s+final)?"
     r"|resposta(?:\s+final)?|risposta(?:\s+finale)?|ответ|odpowiedź|cevap|정답|답|الجواب|الإجابة|उत्तर|đáp\s+án|jawaban|antwoord|svar"
 )
 _LABEL = re.compile(
-    rf"(?<![^\W_])(?:{_ANSWER_WORDS}){_MARKS}\s*[:=]\s*{_MARKS}|^[#*_ ]*(?:final\s+)?answer[*_ ]*$", re.I | re.M
+    rf"{_BEGIN}(?:{_ANSWER_WORDS}){_MARKS}(?:\s*[:=→]\s*|\s+[-–—]\s+){_MARKS}|^[#*_ ]*(?:final\s+)?answer[*_ ]*$",
+    re.I | re.M,
 )
 _SENTENCE = re.compile(
-    rf"(?<![^\W_])(?:answer\b[^.\n:;]{{0,60}}?\b(?:is|equals|would\s+be|must\s+be|should\s+be)\b"
-    r"|答案(?:是|为|為)|答えは|정답은|답은|antwort\s+(?:ist|lautet)|r[ée]ponse(?:\s+finale)?\s+est"
-    r"|respuesta(?:\s+final)?\s+es|resposta(?:\s+final)?\s+é|risposta(?:\s+finale)?\s+è|ответ\s*[-–—])"
+    rf"{_BEGIN}(?:answer(?:'s\b|\b[^.\n:;]{{0,60}}?\b(?:is|equals|would\s+be|must\s+be|should\s+be)\b)"
+    r"|答案(?:是|为|為)|(?:答え|正解)は|정답은|답은|antwort\s+(?:ist|lautet)|r[ée]ponse(?:\s+finale)?\s+est"
+    r"|respuesta(?:\s+final)?\s+es|resposta(?:\s+final)?\s+é|risposta(?:\s+finale)?\s+è|ответ(?:\s*[-–—]|\s+рав[её]н)"
+    r"|antwoord\s+is|svaret\s+är|(?:correct|right|best)\s+(?:option|choice)\s+is|故选|应选|选(?=\s*[A-J](?!\w)))"
     rf"(?:\s+(?:therefore|thus|then|hence|simply|just|also|indeed))?\s*{_MARKS}[:=]?\s*{_MARKS}(?!not\b)",
     re.I,
 )
@@ -69,7 +75,9 @@ _LETTER = re.compile(
     re.I | re.S,
 )
 _LETTER_APART = re.compile(
-    r"\(([A-J])\)|(?:\*\*|\b[Oo]ption\s+|\b[Cc]hoice\s+)\(?([A-J])\b|(?<![\w\\{$])([A-J])[.)]?(?=\s*$)", re.M
+    r"\(([A-J])\)|(?:\*\*|\b[Oo]ption\s+|\b[Cc]hoice\s+)\(?([A-J])\b"
+    r"|(?<![\w\\{$])([A-J])(?:[.)]?(?=\s*$)|\s+is\s+(?:correct|right))",
+    re.M,
 )
 _IN_JSON = re.compile(r"\"((?:[^\"\\]|\\.)*)\"|[^,}\n]*")
 # Of Japanese and Korean, whose sentences end with the verb.
@@ -267,12 +275,12 @@ def _until_closed(text: str, start: int) -> tuple[str, int]:
 
 
 def _after_hashes(text: str) -> Iterator[str]:
-    """Yield what follows ####, but headings of Markdown; below the heading "Answer" the next line."""
+    """Yield what follows ####, but headings of Markdown; below an empty one, or "Answer", the next line."""
     for match in _HASHES.finditer(text):
         line, _, rest = text[match.end() : match.end() + _LONGEST].partition("\n")
         if not _HEADING.match(unwrapped(line) + (":" if line.rstrip(" *_").endswith(":") else "")):
             yield line
-        elif re.search(r"answer\W*$", line, re.I):
+        if not line.strip() or re.search(r"answer\W*$", line, re.I):
             yield rest.lstrip().partition("\n")[0]
 
 

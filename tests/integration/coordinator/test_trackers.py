@@ -118,7 +118,7 @@ def test_mlflow_keeps_completions_as_artifacts(
 def test_wandb_gets_a_table_of_completions_with_the_figures_of_the_step(tmp_path: Path, launches: Launches) -> None:
     assert launches("{kind: wandb, mode: offline, completions: 2}", (1e-4,)) == []
     (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
-    until(lambda: len([*folder.glob("files/media/table/completions_*.json")]) == 4, what="all tables")
+    until(lambda: len([*folder.glob("files/media/table/completions_*.json")]) == len(FIRST), what="all tables")
     (path,) = folder.glob("files/media/table/completions_4_*.json")
     assert [row[0] for row in json.loads(path.read_text())["data"]] == ["eval.a.row1#0", "eval.a.row1#3"]
     (log,) = folder.glob("*.wandb")
@@ -137,7 +137,7 @@ def test_a_tracker_that_takes_no_completions_gets_the_figures(
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
-    assert len(found.Scalars("reward_mean")) == 4
+    assert len(found.Scalars("reward_mean")) == len(FIRST)
 
 
 def test_tensorboard_shows_the_repeated_iterations_as_they_were_trained_last(

@@ -13,7 +13,7 @@ ROWS = re.findall(
 )
 # (kind, form): code spans that hold the answer.
 FORMS = [
-    (kind, span.strip())
+    (kind, span.strip().replace(r"\|", "|"))
     for kind, cell in ROWS
     for _, span in re.findall(r"(`+)(.+?)\1(?!`)", cell)
     if "73" in span or "７３" in span
