@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.learn.answers import answer_in
+from coordinator.learn.answers import after_prompt, conclusion, find_answer
 from coordinator.learn.rewards.base import ScoredText, Scores
 from coordinator.learn.rewards.registry import Part, build_rewards, close_rewards, start_with_columns
 from coordinator.learn.scoring import Scorer, added, failures_of, over_budget, remarks_of
@@ -206,10 +206,16 @@ def _why(section: RewardSection, scores: Scores, place: int, item: ScoredText) -
             other = f"found {shown(scores.found[place])}, not" if place in scores.found else "no match; the answer is"
             return f"{other} {shown(item.answer)}"
         case MathVerifyReward():
-            found = scores.found.get(place) or answer_in(item.completion)
-            return f"found {shown(found)}, not {shown(item.answer)}"
+            return f"{_found_in(after_prompt(item.prompt, item.completion))} {shown(item.answer)}"
         case _:
             return ""
+
+
+def _found_in(text: str) -> str:
+    found = find_answer(text)
+    if found is not None:
+        return f"found {shown(found.text)}, not"
+    return f"{'a thought is not closed' if conclusion(text) is None else 'no marked answer'}; the answer is"
 
 
 def shown(text: str) -> str:
