@@ -312,12 +312,19 @@ def describe(error: BaseException, *, advise: bool = True) -> str:
     part = next((note.removeprefix(_PART) for note in _notes(error) if note.startswith(_PART)), "")
     if part.lower() not in text.partition(":")[0].lower():
         text = f"{part}: {text}"
+    causes = _causes(error) if advise else ()
+    advice = (_ADVICE[cause.errno] for cause in causes if isinstance(cause, OSError) and cause.errno in _ADVICE)
+    return next((f"{text} ({what})" for what in advice), text)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and its causes; they may form a ring, where an error is raised again from one that it caused."""
+    seen: set[int] = set()
     cause: BaseException | None = error
-    while advise and cause is not None:
-        if isinstance(cause, OSError) and cause.errno in _ADVICE:
-            return f"{text} ({_ADVICE[cause.errno]})"
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
         cause = cause.__cause__
-    return text
 
 
 def _what(error: BaseException) -> str:

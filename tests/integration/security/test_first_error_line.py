@@ -63,7 +63,7 @@ def config(tmp_path: Path) -> dict[str, Any]:
     return {
         "run": {"name": "t", "startup_timeout_s": 1},
         "model": {"path": str(write_small_model(tmp_path / "model"))},
-        "data": {"train": str(write_data(tmp_path / "train.jsonl", [(10, 11), (12, 13)] * 20))},
+        "data": {"train": str(write_data(tmp_path / "train.jsonl", [(number, 11) for number in range(10, 50)]))},
     }
 
 

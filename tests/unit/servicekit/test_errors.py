@@ -1,6 +1,7 @@
 """Errors keep their class, reason and message from the handler to the caller."""
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import grpc
 import pytest
 
 from servicekit import errors
-from servicekit.errors import from_rpc_error, rpc_errors, to_status
+from servicekit.errors import Unavailable, describe, from_rpc_error, rpc_errors, to_status
 from servicekit.rpc.channel import open_channel
 from servicekit.rpc.sync_server import start_sync_server
 from tests.unit.servicekit.echo_service import KINDS, SERVICE, OpenClient, ServeEcho, SyncEcho, add_echo
@@ -143,3 +144,13 @@ def test_the_error_of_an_inner_call_passes_through() -> None:
 
     status = to_status(InnerError())
     assert (status.code, status.reason, status.message) == (grpc.StatusCode.ABORTED, "PEER_LOST", "rank 3 is gone")
+
+
+def test_an_error_whose_causes_form_a_ring_is_described() -> None:
+    """An engine's error that is set on a future and raised again from what it caused."""
+    error = Unavailable("rank 0 died")
+    error.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    error.__cause__.__cause__ = error
+    assert describe(error) == "rank 0 died (make room there, then resume)"
+    error.__cause__ = error
+    assert describe(error) == "rank 0 died"
