@@ -63,7 +63,7 @@ async def test_what_a_status_says_counts_too_and_nothing_is_lost(
     async with announced_fleet(environment.redis_url, environment.run_id, trainer):
         assert await conduct(longer, environment, resume=True, stop=asyncio.Event()) == 1
     told = f"trainer: it has read another configuration: the digest of its settings is {other.digest[:12]}"
-    assert saved_state(environment)["error"].startswith(told)
+    assert saved_state(environment)["error"].startswith(f"start of the run: {told}")
     assert (trainer.steps, trainer.restored) == ([], [])
     assert [folder.name for _, folder in list_complete(environment.run_dir)] == before
     assert [row["iteration"] for row in rows(environment)] == [1, 2, 3, 4, 5, 6]
