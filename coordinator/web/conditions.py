@@ -70,8 +70,8 @@ def _of_the_run(now: Conditions) -> Iterator[Alert]:
         yield Alert(name="TandemNoProgress", text=f"No progress for {now.standstill_s / 60:.0f} minutes.")
     for text in now.missed_checkpoints[-1:]:
         yield Alert(name="TandemCheckpointsMissed", text=text)
-    for text in now.not_removed:
-        yield Alert(name="", text=text)
+    for text in now.not_removed:  # what is left of them fills the disk
+        yield Alert(name="TandemDiskFull", text=text)
     if now.disk_free < DISK_FULL:
         yield Alert(name="TandemDiskFull", text=f"{now.disk_free:.1%} of the run folder's disk is free.")
 

@@ -65,7 +65,7 @@ def calm(**changes: Any) -> Conditions:
         ({"state": "failed", "error": "no"}, ["TandemRunFailed"]),
         ({"disk_free": 0.01}, ["TandemDiskFull"]),
         ({"missed_checkpoints": ["of 4", "of 6"]}, ["TandemCheckpointsMissed"]),
-        ({"not_removed": ["Old checkpoints cannot be removed"]}, [""]),
+        ({"not_removed": ["Old checkpoints cannot be removed"]}, ["TandemDiskFull"]),
         ({"serving": ["rollout-0"]}, ["TandemReplicaNotServing"]),
         ({"serving": ["rollout-0"], "poisoned": ["rollout-1"]}, ["TandemReplicaPoisoned"]),
         ({"failed_rounds": 2}, ["TandemWeightSyncFailing"]),
