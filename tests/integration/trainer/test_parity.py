@@ -255,7 +255,7 @@ def test_every_element_of_the_gradients_equals_transformers(results: Results, ca
         found = load_file(folder / f"{update}.safetensors")
         assert sorted(found) == sorted(gradients)
         off = {name: float((found[name] - gradients[name]).abs().max()) for name in gradients}
-        # Sums in another order, by the processor's kernels: 0.8e-5 at most on one, more than 1e-5 on another (AMD EPYC).
+        # Sums in another order, by the processor: 0.8e-5 at most on one, more than 1e-5 on another (AMD EPYC).
         share = {name: off[name] / largest[name] for name in off if off[name] > 3 * TOLERANCE * largest[name]}
         assert share == {}, update
 
