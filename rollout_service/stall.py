@@ -7,7 +7,7 @@ what stands still                  while                                        
 tokens computed, groups finished   groups run and the engine is not paused                stall_timeout_s
 the same                           it may be slow: no group was ever finished on a GPU    PATIENCE x stall_timeout_s
                                    (kernels are compiled), or all ranks use their CPUs
-answers of a rank's process        always, once it has answered                           stall_timeout_s
+answers of a rank's process        always: it has answered when the engine started        stall_timeout_s
 
 Time in which this process did not run itself (a host that was suspended) does not count.
 """
@@ -94,7 +94,7 @@ class Stillness:
         self._progress: int | None = None
         self._still_s = 0.0  # without progress, and with no reason to be slow
         self._idle_s = 0.0  # without progress
-        self._silent_s: dict[int, float] = {}  # by rank; of those that have answered
+        self._silent_s: dict[int, float] = {}  # by rank
 
     def observe(self, look: Look, elapsed_s: float) -> str:
         """Add a look, `elapsed_s` after the one before. Returns: what stands still and for how long; "": nothing."""
@@ -114,8 +114,8 @@ class Stillness:
         for rank, has in enumerate(answered):
             if has:
                 self._silent_s[rank] = 0.0
-            elif rank in self._silent_s:
-                self._silent_s[rank] += elapsed_s
+            else:
+                self._silent_s[rank] = self._silent_s.get(rank, 0.0) + elapsed_s
         longest_s = max(self._silent_s.values(), default=0.0)
         return f"has a rank that has not answered for {longest_s:.0f} s" if longest_s >= self._limit_s else ""
 

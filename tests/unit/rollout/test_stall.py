@@ -45,7 +45,10 @@ NO_TOKEN = "computed no token for 60 s while 4 groups ran"
             [busy(may_be_slow=True)] * 601, "computed no token for 600 s while 4 groups ran", id="which must end too"
         ),
         pytest.param([*[busy(may_be_slow=True)] * 100, *[busy()] * 60], "159 s", id="frozen in a long prefill"),
-        pytest.param([Look(answered=(False,))] * 600, "", id="a rank that has not answered yet"),
+        pytest.param([Look(answered=(False,))] * 59, "", id="a rank that has not answered yet"),
+        pytest.param(
+            [Look(answered=(False,))] * 60, "not answered for 60 s", id="a rank that is frozen from the start"
+        ),
         pytest.param(
             [Look(answered=(True, True)), *[Look(answered=(True, False))] * 59], "", id="a rank in a long step"
         ),
