@@ -105,8 +105,7 @@ def test_sigterm_while_starting_exits_zero_and_leaves_no_process(tmp_path: Path,
         replica.close()
 
 
-# False: not yet seen to pass on this tree (note of issue 26); only in make test-all until then.
-@pytest.mark.parametrize("generates", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("generates", [True, False])
 def test_a_replica_whose_scheduler_is_frozen_ends_with_a_clear_line(
     tmp_path: Path, module_redis: str, generates: bool
 ) -> None:
