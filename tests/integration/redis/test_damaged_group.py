@@ -100,6 +100,14 @@ def test_a_key_that_is_lost_comes_back(group: Rendezvous, kind: str) -> None:
     assert group.snapshot().epoch >= before
 
 
+def test_epochs_grow_however_fast_the_state_is_lost(group: Rendezvous) -> None:
+    epochs = []
+    for worker in range(100):
+        epochs.append(group.join(SLOT, f"w{worker}", TTL_S))
+        group._redis.delete(STATE)
+    assert epochs == sorted(set(epochs))
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "5", '"x"', "[" * 100_000, b"\xff\xfe"])
 def test_facts_that_cannot_be_read_are_named_and_told_again(group: Rendezvous, text: str | bytes) -> None:
     client, lease, lead = settled(group)

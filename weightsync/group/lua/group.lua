@@ -12,6 +12,7 @@
 local members, leases, state, facts = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local EXACT = 2 ^ 53 -- Lua's numbers are doubles
 
 -- What a run leaves expires. A week without a call is longer than any run waits for its Redis or its processes.
 local KEPT_S = 604800
@@ -24,12 +25,13 @@ end
 for _, key in ipairs({members, state, facts}) do redis.call('HGET', key, '') end
 for _, field in ipairs({'epoch', 'token'}) do
   local text = redis.call('HGET', state, field)
-  if text and (#text > 15 or not string.match(text, '^%d+$')) then return {'damaged', 0, field, text} end
+  if text and (not string.match(text, '^%d+$') or tonumber(text) > EXACT) then return {'damaged', 0, field, text} end
 end
 
--- An empty Redis begins at its clock (ms), so that epochs grow even if it has lost its data: no number comes twice.
+-- An empty Redis begins at its clock (us: an epoch takes longer than that to make), so that epochs grow even if it has
+-- lost its data: no number comes twice.
 local function new_epoch()
-  redis.call('HSETNX', state, 'epoch', string.format('%d', now))
+  redis.call('HSETNX', state, 'epoch', string.format('%d', time[1] * 1000000 + time[2]))
   return redis.call('HINCRBY', state, 'epoch', 1)
 end
 
