@@ -87,6 +87,17 @@ def test_a_round_without_replicas_is_refused_and_the_next_goes_through(fleet: Ca
     them.sync(them.round(2))
 
 
+def test_a_slot_that_nobody_holds_is_refused_at_once_and_the_next_round_works(fleet: Callable[..., Fleet]) -> None:
+    them = fleet(Parallel(tensor=2), {"rollout-0": Parallel()})
+    stranger = them.round(1)
+    stranger.replicas.add(name="rollout-9", parallel=Parallel().to_proto())
+    for slot, answer in them.run(pb.ROUND_PHASE_PREPARE, stranger).items():
+        assert isinstance(answer, ConfigError), (slot, answer)  # no error that another try would heal
+        assert "rollout-9/0: no process has this slot" in str(answer)
+    them.run(pb.ROUND_PHASE_ABORT, stranger)
+    them.sync(them.round(2))
+
+
 def test_a_repeated_phase_gets_the_same_answer(fleet: Callable[..., Fleet]) -> None:
     them = fleet(Parallel(), {"rollout-0": Parallel()})
     round_ = them.round(1)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from servicekit.addresses import join_address
-from servicekit.errors import Aborted, DeadlineExceeded, PeerLost
+from servicekit.errors import Aborted, ConfigError, DeadlineExceeded, PeerLost
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.group.rendezvous import Evicted, LeaseExpired, Membership, SlotLease
@@ -125,8 +125,10 @@ class CommunicatorCache:
     def _compare(self, round_: pb.Round, participants: Participants) -> None:
         """Compare the ranks' facts before they connect: ranks that do not match could hang while connecting."""
         rendezvous = self._lease.rendezvous
-        facts = rendezvous.facts()
-        self._check_epoch(rendezvous.snapshot(), round_)  # the facts read are of this epoch's members
+        facts, now = rendezvous.facts(), rendezvous.snapshot()
+        self._check_epoch(now, round_)  # the facts read are of this epoch's members
+        if strangers := [slot for slot in participants.slots if slot not in now.members]:
+            raise ConfigError(f"{', '.join(strangers)}: no process has this slot of {round_.group} in its epoch")
         check_facts(facts, participants.slots)
 
     def _check_epoch(self, now: Membership, round_: pb.Round) -> None:
