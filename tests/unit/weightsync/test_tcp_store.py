@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from servicekit.addresses import any_host, join_address
+from servicekit.errors import DeadlineExceeded
 from tests.house.repository import name_of, python_files
 from tests.networks import needs_ipv6
 from weightsync.transfer.communicators.communicator import join_store
@@ -31,6 +32,12 @@ def test_a_store_of_every_address_is_joined_in_each_family(host: str) -> None:
     store, port = bound_store(any_host(), 5)
     join_store(join_address(host, port), 5).set("key", "value")
     assert store.get("key") == b"value"
+
+
+@pytest.mark.parametrize("timeout_s", [1e-9, 1e-4])
+def test_a_store_that_has_no_time_to_come_up_says_so(timeout_s: float) -> None:
+    with pytest.raises(DeadlineExceeded, match=r"a store at 127.0.0.1:\d+ was not up in "):
+        bound_store("127.0.0.1", timeout_s)
 
 
 def listening(port: int, *tables: str) -> set[str]:

@@ -4,7 +4,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from servicekit.addresses import LOOPBACK, WILDCARDS, listen
+from servicekit.addresses import LOOPBACK, WILDCARDS, join_address, listen
+from servicekit.errors import DeadlineExceeded
 
 
 def bound_store(
@@ -17,18 +18,21 @@ def bound_store(
         timeout_s: how long a read waits.
         port: 0 for one that the system chooses.
     Returns: the store, which is served for as long as it is referenced, and its port.
-    Raises: OSError: the address is in use or not one of this machine.
+    Raises: OSError: the address is in use or not one of this machine; DeadlineExceeded: its own connection took longer.
     """
     listener = listen(host, port)
     bound: int = listener.getsockname()[1]
-    store = dist.TCPStore(
-        # Its own connection to itself: without IPv6 addresses on this machine, `::` can be listened on, not reached.
-        LOOPBACK if host in WILDCARDS else host,
-        bound,
-        world_size,
-        True,
-        timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    try:
+        store = dist.TCPStore(
+            # Its connection to itself: without IPv6 addresses on this machine, `::` can be listened on, not reached.
+            LOOPBACK if host in WILDCARDS else host,
+            bound,
+            world_size,
+            True,
+            timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    except dist.DistNetworkError as error:
+        raise DeadlineExceeded(f"a store at {join_address(host, bound)} was not up in {timeout_s:g} s") from error
     return store, bound
