@@ -122,8 +122,10 @@ async def test_every_key_of_a_run_goes_by_itself(
 
 def _list_at(key: str) -> Callable[[redis.Redis], object]:
     def write(client: redis.Redis) -> None:
-        client.delete(key)
-        client.rpush(key, "x")
+        with client.pipeline(transaction=True) as both:  # the run writes the key anew between two calls
+            both.delete(key)
+            both.rpush(key, "x")
+            both.execute()
 
     return write
 
