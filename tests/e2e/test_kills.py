@@ -48,8 +48,9 @@ def kill(run: Tandem, folder: Path, chance: random.Random) -> str:
     deadline_s = time.monotonic() + 300
     while len(rows_of(folder)) < begins and run.process.poll() is None and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    # not in seconds: a fast machine would be through with all iterations before the last kill
-    time.sleep(chance.random() * rows_of(folder)[-1]["iteration_s"])
+    # Not in seconds, and not of an iteration that waited for a service to start again: a fast machine would be through
+    # with all iterations before the last kill.
+    time.sleep(chance.random() * min(row["iteration_s"] for row in rows_of(folder)))
     victim = chance.choice(VICTIMS)
     while run.process.poll() is None and time.monotonic() < deadline_s:
         with contextlib.suppress(AssertionError, ProcessLookupError):
