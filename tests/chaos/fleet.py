@@ -43,6 +43,14 @@ PUBLISH_S = 60.0
 _fork_server = fork_server("tests.chaos.trainer", "tests.chaos.replica")
 
 
+def _state(task: Path) -> str:
+    """Of a thread, by its folder in /proc: "T" if it is stopped, "X" if it is gone."""
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
 class ChaosFleet:
     """The processes by name, and what a test asks of them.
 
@@ -192,8 +200,15 @@ class ChaosFleet:
     # ---- harm ----
 
     def send_signal(self, name: str, number: signal.Signals) -> None:
-        """To a process or to Redis."""
-        os.kill(self.redis.pid if name == "redis" else self.pid(name), number)
+        """To a process or to Redis; a frozen one has stopped, which on busy cores takes some milliseconds."""
+        pid = self.redis.pid if name == "redis" else self.pid(name)
+        os.kill(pid, number)
+        if number == signal.SIGSTOP:
+            until(
+                lambda: all(_state(task) in "TZX" for task in Path(f"/proc/{pid}/task").iterdir()),
+                10.0,
+                f"{name} stops",
+            )
 
     def gate(self, name: str) -> Gate:
         return Gate(self.folder, name)
