@@ -126,6 +126,35 @@ class Baseline:
         return {column: value for column, value in row.items() if set_of(column) not in gone} if gone else row
 
 
+@dataclass(frozen=True, kw_only=True)
+class Heldout:
+    """What a run keeps of the evaluations of data.heldout.
+
+    Attributes:
+        initial: mean score before the first iteration, the accuracy where scores are 0 or 1; None: not measured.
+        std: largest standard deviation of an evaluation's scores; None: not measured.
+        title: "held-out accuracy", or "held-out reward" where a score was neither 0 nor 1.
+    """
+
+    initial: float | None = None
+    std: float | None = None
+    title: str = "held-out accuracy"
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> "Heldout":
+        """Read it from a run's state or summary, of any release.
+
+        >>> Heldout.of_state({"initial_accuracy": -0.5}).title
+        'held-out reward'
+        """
+        means = [state.get(f"{name}_accuracy") for name in ("initial", "last", "final", "best")]
+        # Older releases do not say whether it is a share of right completions.
+        possible = all(mean is None or 0 <= mean <= 1 for mean in means)
+        is_share = state.get("accuracy_is_share", possible)
+        title = "held-out accuracy" if is_share else "held-out reward"
+        return cls(initial=means[0], std=state.get("accuracy_std"), title=title)
+
+
 def reward_means(row: Mapping[str, float | None], order: Iterable[str] = ()) -> dict[str, float | None]:
     """Return the mean scores of a row by reward, then those of parts; nothing if there is only one reward.
 

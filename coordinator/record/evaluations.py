@@ -25,7 +25,7 @@ from coordinator.watch import metrics
 from coordinator.watch.events import EventKind, EventLog
 from servicekit.life.meanwhile import Meanwhile
 from tandem_config.schema import HELDOUT, EvaluationSection
-from tandem_files.metrics_file import Row, set_of
+from tandem_files.metrics_file import Heldout, Row, set_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +81,15 @@ class Evaluations:
         for result in evaluated:
             values = {"policy_version": float(result.policy_version), "iteration": float(iteration)}
             if result.name == HELDOUT:
-                self.state.note_accuracy(result.scored.accuracy)
+                self.state.note_accuracy(result.scored)
                 values["heldout_accuracy"] = result.scored.accuracy
             measures = {name: estimate.value for name, estimate in result.estimates.items()}
             metrics.observe_evaluation(result.name, measures, result.policy_version)
-            self.events.append(EventKind.EVALUATION, message_of(result), numeric(evaluation_row([result])) | values)
+            self.events.append(
+                EventKind.EVALUATION,
+                message_of(result, Heldout.of_state(vars(self.state)).title),
+                numeric(evaluation_row([result])) | values,
+            )
         self.state.evaluations.update(evaluation_row(evaluated))
         if not (self.settings.save_best or has_checkpoint):
             return False
@@ -129,10 +133,10 @@ def heldout_of(evaluated: Sequence[Evaluated]) -> Scored | None:
     return next((result.scored for result in reversed(evaluated) if result.name == HELDOUT), None)
 
 
-def message_of(result: Evaluated) -> str:
-    """Describe an evaluation in a sentence."""
+def message_of(result: Evaluated, title: str) -> str:
+    """Describe an evaluation in a sentence. title: of the figure of data.heldout."""
     if result.name == HELDOUT:
-        return f"held-out accuracy {result.scored.accuracy:.3f} at version {result.policy_version}"
+        return f"{title} {result.scored.accuracy:.3f} at version {result.policy_version}"
     found = ", ".join(
         f"{name} {estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"
         for name, estimate in result.estimates.items()

@@ -3,25 +3,36 @@
 Thresholds are those of deploy/monitoring/rules, if these have the alert; Prometheus also has the past and the other
 services. Curves are averaged over a third of the run, 2 to 10 iterations, so that short runs have warnings too and a
 single bad iteration of a long run gives none.
+
+Rewards have any sign and scale: 0 or 1, -1 or 1, -6 to -5, 0 to 100. Their differences are therefore measured in the
+reward's own spread: the largest standard deviation of an iteration's rewards, averaged as the curves are; the largest,
+since that of a solved task or a destroyed policy is near 0. Where it has been 0 throughout, no group had anything to
+learn from: the policy has not changed, so it has neither risen nor collapsed (TandemNothingToLearn).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+from tandem_files.metrics_file import Heldout
 
 KL_HIGH = 0.1
 ENTROPY_COLLAPSED = 0.05
 NOTHING_TO_LEARN = 0.9
+# Standard deviations of the reward below its best: of rewards of 0 or 1 that have been right half of the time, 0.25.
 REWARD_COLLAPSED = 0.5
 ALL_TRUNCATED = 0.9
 # Shares of completions that count as wrong because scoring failed, or took too long. Above scoring.py's budgets (5 %
 # and 25 % of one batch) the run ends.
 REWARD_ERRORS = 0.01
 REWARD_TIMEOUTS = 0.05
-# Loss of held-out accuracy, above the noise of a few hundred prompts.
-ACCURACY_LOST = 0.05
-# Share of the best reward: a reward that has risen to about that means a solved task, not a collapsed policy.
-_ABOUT_BEST = 0.9
-_RISEN = 1.1
+# Standard deviations of the held-out scores: two standard errors of the mean over 400 prompts.
+ACCURACY_LOST = 0.1
+# Standard deviations of the reward: one that has risen by so much and is not so far below its best means a solved task,
+# not a collapsed policy.
+_NOTICEABLE = 0.2
+# Standard deviation / mean that is rounding, of scores in float32.
+_ROUNDING = 1e-6
 _LONGEST = 10
 _SHORTEST = 2
 # Windows that are averaged in a long run: this is computed in every iteration, and for every snapshot of the page.
@@ -44,21 +55,28 @@ class Trouble:
     text: str
 
 
-def troubles(rows: Sequence[Row], initial_accuracy: float | None, logprob_diff_limit: float) -> list[Trouble]:
+def troubles(rows: Sequence[Row], heldout: Heldout, logprob_diff_limit: float) -> list[Trouble]:
     """List the troubles of the training now, the worst first.
 
     Args:
         rows: iterations, the newest last; a row lacks what was not measured.
-        initial_accuracy: on held-out prompts before the first iteration.
         logprob_diff_limit: grpo.logprob_diff_limit.
     """
-    return [trouble for find in _FINDERS for trouble in find(_Curves(rows, initial_accuracy, logprob_diff_limit))]
+    now = _Curves(rows, heldout, logprob_diff_limit)
+    return [trouble for find in _FINDERS for trouble in find(now)]
+
+
+def falls(rows: Sequence[Row], heldout: Heldout) -> dict[str, float]:
+    """Return how far `reward` is below its best and `heldout` below its start, in standard deviations, where known."""
+    now = _Curves(rows, heldout, 0.0)
+    found = {"reward": now.reward_fall, "heldout": now.heldout_fall}
+    return {name: fall for name, fall in found.items() if fall is not None}
 
 
 @dataclass(frozen=True)
 class _Curves:
     rows: Sequence[Row]
-    initial_accuracy: float | None
+    heldout: Heldout
     logprob_diff_limit: float
 
     @property
@@ -85,13 +103,45 @@ class _Curves:
         means = [_mean(self.rows[start : start + self.window], field) for start in starts]
         return max((mean for mean in means if mean is not None), default=None)
 
+    @cached_property
+    def reward_best(self) -> float | None:
+        """The largest mean reward over a window."""
+        return self.best("reward_mean")
+
+    @cached_property
+    def reward_spread(self) -> float:
+        """The reward's own spread; 0: it has none, or too few iterations."""
+        return _spread(self.best("reward_std"), self.reward_best)
+
+    @cached_property
+    def reward_fall(self) -> float | None:
+        """How far the mean reward is below its best, in its spread; 0: it has no spread; None: too few iterations."""
+        recent, best = self.recent("reward_mean"), self.reward_best
+        if recent is None or best is None:
+            return None
+        return (best - recent) / self.reward_spread if self.reward_spread else 0.0
+
+    @property
+    def heldout_fall(self) -> float | None:
+        """How far the held-out accuracy is below its start, in the spread of its scores; None: not measured."""
+        last, start = self.last("heldout_accuracy"), self.heldout.initial
+        if last is None or start is None:
+            return None
+        spread = _spread(self.heldout.std, start)
+        return (start - last) / spread if spread else 0.0
+
     @property
     def solved(self) -> bool:
         """Whether the reward has risen and is near its best, so that little is left to learn."""
-        recent, best, first = self.recent("reward_mean"), self.best("reward_mean"), self.rows[0].get("reward_mean")
-        if recent is None or best is None or first is None:
+        recent, first = self.recent("reward_mean"), self.rows[0].get("reward_mean")
+        if recent is None or first is None or self.reward_fall is None:
             return False
-        return recent >= _ABOUT_BEST * best and recent > _RISEN * first
+        return self.reward_fall <= _NOTICEABLE and recent - first > _NOTICEABLE * self.reward_spread > 0
+
+
+def _spread(std: float | None, mean: float | None) -> float:
+    """Return a standard deviation that is more than rounding, else 0."""
+    return 0.0 if std is None or std <= _ROUNDING * abs(mean or 0.0) else std
 
 
 def _mean(rows: Sequence[Row], field: str) -> float | None:
@@ -125,19 +175,23 @@ def _engine_logprobs(now: _Curves) -> Iterator[Trouble]:
 
 
 def _accuracy(now: _Curves) -> Iterator[Trouble]:
-    last = now.last("heldout_accuracy")
-    if last is not None and now.initial_accuracy is not None and last < now.initial_accuracy - ACCURACY_LOST:
+    last, start = now.last("heldout_accuracy"), now.heldout.initial
+    if last is not None and start is not None and (now.heldout_fall or 0.0) > ACCURACY_LOST:
         yield Trouble(
             kind="accuracy",
             name="TandemAccuracyBelowStart",
-            text=f"Held-out accuracy is {last:.3f}; it was {now.initial_accuracy:.3f} before the training.",
+            text=f"{now.heldout.title.capitalize()} is {last:.3g}; it was {start:.3g} before the training.",
         )
 
 
 def _reward(now: _Curves) -> Iterator[Trouble]:
-    recent, best = now.recent("reward_mean"), now.best("reward_mean")
-    if recent is not None and best is not None and recent < REWARD_COLLAPSED * best:
-        text = f"The mean reward of {now.lately} is {recent:.3g}; its best over {now.window} was {best:.3g}."
+    fall = now.reward_fall or 0.0
+    if fall > REWARD_COLLAPSED:
+        recent, best = now.recent("reward_mean"), now.reward_best
+        text = (
+            f"The mean reward of {now.lately} is {recent:.3g}; its best over {now.window} was {best:.3g}, "
+            f"{fall:.1f} standard deviations of the rewards above."
+        )
         yield Trouble(kind="reward", name="TandemRewardCollapsed", text=text)
 
 
@@ -167,12 +221,12 @@ def _entropy(now: _Curves) -> Iterator[Trouble]:
 
 
 def _nothing_to_learn(now: _Curves) -> Iterator[Trouble]:
-    equal, spread = now.recent("zero_variance_ratio"), now.recent("reward_std")
+    equal, std = now.recent("zero_variance_ratio"), now.recent("reward_std")
     if equal is None or equal <= NOTHING_TO_LEARN or now.solved:
         return
     text = f"{equal:.0%} of the groups of {now.lately} have equal rewards."
-    if equal == 1.0 and spread == 0.0:
-        reward = now.rows[-1].get("reward_mean", 0.0)
+    reward = now.rows[-1].get("reward_mean", 0.0)
+    if equal == 1.0 and std is not None and not _spread(std, reward):
         text = (
             f"Every completion of {now.lately} got the reward {reward:g}, so the policy does "
             "not learn: look at reward.kind, its settings, the answers and grpo.max_new_tokens."

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from coordinator.flow import DataKey, Scored, SyncResult
-from coordinator.record.health import Watch, troubles
+from coordinator.record.health import Watch, falls, troubles
 from coordinator.record.remarks import remarks, score_remarks
 from coordinator.record.report import IterationRecord, numeric
 from coordinator.record.state import RunState
@@ -13,7 +13,7 @@ from coordinator.watch import metrics
 from coordinator.watch.events import EventKind, EventLog
 from servicekit.errors import Internal
 from servicekit.logs import get_logger
-from tandem_files.metrics_file import Row
+from tandem_files.metrics_file import Heldout, Row
 
 # Iterations in a row without anything to train on (grpo.zero_variance: drop) before the run stops: the policy does not
 # change meanwhile, so waiting cannot change the outcome.
@@ -55,6 +55,7 @@ class Progress:
         metrics.LOGPROB_DIFF_LIMIT.set(self.logprob_diff_limit)
         if self.state.initial_accuracy is not None:
             metrics.INITIAL_ACCURACY.set(self.state.initial_accuracy)
+        metrics.observe_falls(falls(self._curves, Heldout.of_state(vars(self.state))))
 
     def announce(self, part: str) -> None:
         """Announce that a part of an iteration begins."""
@@ -171,7 +172,9 @@ class Progress:
     def _check_training(self, row: Row) -> None:
         """Record the troubles of the training, and warn of new ones."""
         self._curves.append(numeric(row))
-        now = troubles(self._curves, self.state.initial_accuracy, self.logprob_diff_limit)
+        heldout = Heldout.of_state(vars(self.state))
+        metrics.observe_falls(falls(self._curves, heldout))
+        now = troubles(self._curves, heldout, self.logprob_diff_limit)
         of_disk = [*self.state.missed_checkpoints[-1:], *self.state.not_removed]
         self.state.troubles = [*of_disk, *(trouble.text for trouble in now)]
         for trouble in self._watch.begun(now):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from coordinator.data.cursor import CursorState
@@ -126,6 +127,9 @@ class RunState(BaseModel):
     initial_accuracy: float | None = None
     last_accuracy: float | None = None
     best_accuracy: float | None = None
+    # Largest standard deviation of an evaluation's scores, and whether all scores were 0 or 1 (tandem_files.Heldout).
+    accuracy_std: float | None = None
+    accuracy_is_share: bool = True
     # Columns `eval/...` of the evaluation before the first iteration, and the latest of each set.
     baseline: dict[str, float | None] = Field(default_factory=dict)
     evaluations: dict[str, float | None] = Field(default_factory=dict)
@@ -195,14 +199,19 @@ class RunState(BaseModel):
             for column in [column for column in columns if set_of(column) == name]:
                 del columns[column]
         if name == HELDOUT:
-            self.initial_accuracy = self.last_accuracy = self.best_accuracy = None
+            self.initial_accuracy = self.last_accuracy = self.best_accuracy = self.accuracy_std = None
+            self.accuracy_is_share = True
         if self.best is not None and self.best.metric.rpartition("/")[0] == name:
             self.best = None
         self.renewed.pop(name, None)
 
-    def note_accuracy(self, accuracy: float) -> None:
-        """Record a held-out accuracy."""
+    def note_accuracy(self, scored: Scored) -> None:
+        """Record an evaluation of data.heldout."""
+        accuracy, scores_S = scored.accuracy, scored.scores_PG[~np.isnan(scored.scores_PG)]
         if self.initial_accuracy is None:
             self.initial_accuracy = accuracy
         self.last_accuracy = accuracy
         self.best_accuracy = accuracy if self.best_accuracy is None else max(self.best_accuracy, accuracy)
+        self.accuracy_is_share &= bool(np.isin(scores_S, (0.0, 1.0)).all())
+        if scores_S.size > 1:
+            self.accuracy_std = max(self.accuracy_std or 0.0, float(scores_S.std(ddof=1)))

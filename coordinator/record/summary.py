@@ -36,6 +36,7 @@ def build_summary(state: RunState, rows: Sequence[Row], versions: Mapping[str, s
         "initial_accuracy": state.initial_accuracy,
         "final_accuracy": state.last_accuracy,
         "best_accuracy": state.best_accuracy,
+        "accuracy_is_share": state.accuracy_is_share,
         "evaluation": {
             "initial": dict(state.baseline),
             "final": dict(state.evaluations),

@@ -175,6 +175,18 @@ MISSED_CHECKPOINTS = Gauge(
 )
 WARNINGS = Counter("tandem_warnings_total", "Warnings by kind.", ["kind"])
 
+# By the name of coordinator/record/health.py.
+_FALLS = {
+    "reward": LateGauge(
+        "tandem_reward_fall_stds",
+        "How far the mean reward of the last iterations is below its best, in standard deviations of the rewards.",
+    ),
+    "heldout": LateGauge(
+        "tandem_heldout_fall_stds",
+        "How far the last held-out accuracy is below that before the training, in standard deviations of its scores.",
+    ),
+}
+
 # Row field of metrics.jsonl to its gauge.
 _ROW_GAUGES = {
     "reward_mean": LateGauge("tandem_reward_mean", "Mean reward of the last iteration."),
@@ -238,6 +250,12 @@ def observe_state(current: str, states: Iterable[str]) -> None:
     """Set the gauge of the current state to 1, those of all other states to 0."""
     for state in states:
         RUN_STATE.labels(state=state).set(1.0 if state == current else 0.0)
+
+
+def observe_falls(falls: Mapping[str, float]) -> None:
+    """Set how far reward and held-out accuracy have fallen, in standard deviations."""
+    for name, fall in falls.items():
+        _FALLS[name].set(fall)
 
 
 def progress() -> None:

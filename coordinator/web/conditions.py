@@ -5,9 +5,10 @@ for each.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coordinator.record.health import troubles
+from tandem_files.metrics_file import Heldout
 
 NO_PROGRESS_S = 900.0
 NO_PROGRESS_ITERATIONS = 3
@@ -39,7 +40,6 @@ class Conditions:
         disk_free: free share of the run folder's disk.
         missed_checkpoints: why those since the newest written one were not written.
         not_removed: what is left of old files that could not be removed.
-        initial_accuracy: on held-out prompts, before the first iteration.
     """
 
     state: str
@@ -54,7 +54,7 @@ class Conditions:
     disk_free: float
     missed_checkpoints: Sequence[str] = ()
     not_removed: Sequence[str] = ()
-    initial_accuracy: float | None = None
+    heldout: Heldout = field(default_factory=Heldout)
 
 
 def alerts(now: Conditions) -> list[Alert]:
@@ -87,7 +87,7 @@ def _of_the_fleet(now: Conditions) -> Iterator[Alert]:
 
 
 def _of_the_training(now: Conditions) -> Iterator[Alert]:
-    for trouble in troubles(now.rows, now.initial_accuracy, now.logprob_diff_limit):
+    for trouble in troubles(now.rows, now.heldout, now.logprob_diff_limit):
         yield Alert(name=trouble.name, text=trouble.text)
 
 

@@ -14,7 +14,7 @@ from coordinator.web.history import History
 from coordinator.web.picture import Picture
 from coordinator.web.snapshot import disk_free
 from servicekit.errors import ConfigError
-from tandem_files.metrics_file import METRICS_FILE, Baseline, MetricsFile
+from tandem_files.metrics_file import METRICS_FILE, Baseline, Heldout, MetricsFile
 from tandem_files.run_config import RESOLVED_CONFIG
 from tandem_files.run_folder import STATE_FILE, is_locked, read_state
 
@@ -52,7 +52,7 @@ class FolderSource:
             poisoned=(),
             failed_rounds=0,
             disk_free=disk_free(self._run_dir),
-            initial_accuracy=state.get("initial_accuracy"),
+            heldout=Heldout.of_state(state),
         )
         damaged = [Alert(name="", text=text) for text in state.get("damaged_checkpoints", [])]
         return Picture(

@@ -13,7 +13,7 @@ from coordinator.watch.observed import Observed
 from coordinator.web.conditions import Alert, Conditions, alerts
 from coordinator.web.history import History
 from coordinator.web.picture import Picture
-from tandem_files.metrics_file import Baseline
+from tandem_files.metrics_file import Baseline, Heldout
 from tandem_files.pace import remaining_s
 
 _ROUNDS_CHECKED = 5
@@ -82,7 +82,7 @@ class Source:
             disk_free=disk_free(self.run_dir),
             missed_checkpoints=list(self.state.missed_checkpoints),
             not_removed=list(self.state.not_removed),
-            initial_accuracy=self.state.initial_accuracy,
+            heldout=Heldout.of_state(vars(self.state)),
         )
         return [*alerts(seen), *(Alert(name="", text=trouble) for trouble in self.troubles())]
 

@@ -121,7 +121,7 @@ def test_an_alert_has_a_case_in_which_it_fires(rule: dict[str, Any]) -> None:
         ("TandemKLHigh", f"> {health.KL_HIGH:g}"),
         ("TandemEntropyCollapsed", f"< {health.ENTROPY_COLLAPSED:g}"),
         ("TandemNothingToLearn", f"> {health.NOTHING_TO_LEARN:g}"),
-        ("TandemRewardCollapsed", f"< {health.REWARD_COLLAPSED:g} * "),
+        ("TandemRewardCollapsed", f"> {health.REWARD_COLLAPSED:g}"),
         ("TandemAccuracyBelowStart", f"> {health.ACCURACY_LOST:g}"),
         ("TandemCompletionsTruncated", f"> {health.ALL_TRUNCATED:g}"),
         ("TandemRewardErrors", f"> {health.REWARD_ERRORS:g} * "),

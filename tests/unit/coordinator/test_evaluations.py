@@ -55,8 +55,8 @@ def test_of_two_evaluations_of_a_set_the_later_one_stands_in_the_row() -> None:
 
 
 def test_an_evaluation_in_a_sentence() -> None:
-    assert message_of(evaluated(0.5)) == "aime: mean@1 0.500 (0.400 to 0.600) at version 3"
-    assert message_of(evaluated(0.5, "heldout")) == "held-out accuracy 0.500 at version 3"
+    assert message_of(evaluated(0.5), "") == "aime: mean@1 0.500 (0.400 to 0.600) at version 3"
+    assert message_of(evaluated(0.5, "heldout"), "held-out accuracy") == "held-out accuracy 0.500 at version 3"
 
 
 def test_the_best_policy_is_the_first_with_the_highest_value() -> None:

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.record.health import Watch, troubles
+from coordinator.record.health import REWARD_COLLAPSED, Watch, falls, troubles
+from tandem_files.metrics_file import Heldout
 
 STEADY = {
     "entropy": 0.8,
@@ -29,7 +30,7 @@ def rows(reward: list[float], **curves: Any) -> list[dict[str, float]]:
 
 
 def kinds(table: list[dict[str, float]], start: float | None = None) -> list[str]:
-    return [trouble.kind for trouble in troubles(table, start, 1e-4)]
+    return [trouble.kind for trouble in troubles(table, Heldout(initial=start, std=0.458), 1e-4)]
 
 
 RISING = [0.27 + 0.7 * i / 39 for i in range(40)]
@@ -45,14 +46,78 @@ def test_a_solved_task_is_no_collapse() -> None:
     assert kinds(rows([*RISING, *[0.99] * 20], entropy=0.01, zero_variance_ratio=0.97), 0.268) == []
 
 
+SCALES = {"0 or 1": (1, 0), "-1 or 1": (2, -1), "-6 to -5": (1, -6), "0 to 100": (100, 0), "huge": (1e12, -1e12)}
+SCALES |= {"tiny": (1e-7, 0), "tiny steps": (1e-3, -8)}
+
+
+def of_right_answers(shares: list[float], factor: float = 1.0, offset: float = 0.0, **curves: Any) -> Any:
+    """One row per share of right answers, each worth `offset + factor`, a wrong one `offset`."""
+    spread = [factor * (share * (1 - share)) ** 0.5 for share in shares]
+    return rows([offset + factor * share for share in shares], reward_std=spread, **curves)
+
+
+@pytest.mark.parametrize(("factor", "offset"), SCALES.values(), ids=SCALES)
+@pytest.mark.parametrize(
+    ("shares", "told"),
+    [
+        (RISING, []),
+        ([0.05 + 0.01 * i for i in range(41)], []),  # operator/negative_reward_health.py, at a scale of -1 or 1
+        ([*RISING, *[0.97, 0.99] * 20], []),
+        ([0.5, 0.47, 0.52, 0.45, 0.55, 0.5, 0.44] * 6, []),
+        ([*RISING, *[0.5] * 10], ["reward"]),
+        ([*[0.45] * 30, *[0.0] * 10], ["reward"]),
+        ([*[0.45] * 3, *[0.0] * 3], ["reward"]),
+        ([0.0] * 20, []),
+        ([1.0] * 20, []),
+    ],
+)
+def test_neither_sign_nor_scale_of_a_reward_matters(
+    shares: list[float], told: list[str], factor: float, offset: float
+) -> None:
+    assert kinds(of_right_answers(shares, factor, offset)) == told
+    fall = falls(of_right_answers(shares, factor, offset), Heldout())["reward"]
+    assert (fall > REWARD_COLLAPSED) == (told == ["reward"])
+    assert fall == pytest.approx(falls(of_right_answers(shares), Heldout())["reward"], rel=1e-3, abs=1e-9)
+
+
+@pytest.mark.parametrize(("factor", "offset"), SCALES.values(), ids=SCALES)
+def test_a_task_is_solved_at_every_scale(factor: float, offset: float) -> None:
+    alike = {"entropy": 0.01, "zero_variance_ratio": 0.97}
+    assert kinds(of_right_answers([*RISING, *[0.99] * 20], factor, offset, **alike)) == []
+    for never in ([0.3] * 40, [*RISING, *[0.2] * 20]):
+        assert {"entropy", "equal_rewards"} <= set(kinds(of_right_answers(never, factor, offset, **alike)))
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.1, -1.0, -5.3, 1e9])
+def test_a_constant_reward_teaches_nothing_and_has_not_collapsed(reward: float) -> None:
+    """The mean of 128 times 0.1, and their deviation from it, are rounded."""
+    table = rows([reward, reward * (1 - 1e-16)] * 10, zero_variance_ratio=1.0, reward_std=abs(reward) * 1e-17)
+    (told,) = troubles(table, Heldout(), 1e-4)
+    assert f"got the reward {reward:g}, so the policy does not learn" in told.text
+    assert falls(table, Heldout()) == {"reward": 0.0}
+
+
+@pytest.mark.parametrize(("factor", "offset"), SCALES.values(), ids=SCALES)
+@pytest.mark.parametrize(("share", "told"), [(0.72, []), (0.66, []), (0.633, ["accuracy"]), (0.0, ["accuracy"])])
+def test_held_out_scores_below_their_start_at_every_scale(
+    share: float, told: list[str], factor: float, offset: float
+) -> None:
+    table = of_right_answers([0.4, 0.5, 0.6], factor, offset)
+    table[1]["heldout_accuracy"] = offset + factor * share
+    heldout = Heldout(initial=offset + factor * 0.7, std=factor * 0.458, title="held-out reward")
+    found = troubles(table, heldout, 1e-4)
+    assert [trouble.kind for trouble in found] == told
+    assert [trouble.text.startswith("Held-out reward is") for trouble in found] == [True for _ in told]
+
+
 def test_a_pattern_that_never_matches() -> None:
     table = rows([0.0] * 3, zero_variance_ratio=1.0, reward_std=0.0)
     assert [kinds(table[:n]) for n in (0, 1, 2, 3)] == [[], [], ["equal_rewards"], ["equal_rewards"]]
-    assert "got the reward 0, so the policy does not learn" in troubles(table, None, 1e-4)[0].text
+    assert "got the reward 0, so the policy does not learn" in troubles(table, Heldout(), 1e-4)[0].text
 
 
 def test_what_is_said_of_truncated_completions_holds_for_every_reward() -> None:
-    (told,) = troubles(rows([0.3] * 3, truncated_ratio=0.92), None, 1e-4)
+    (told,) = troubles(rows([0.3] * 3, truncated_ratio=0.92), Heldout(), 1e-4)
     assert told.text.startswith("92% of the completions of the last 2 iterations are cut off by grpo.max_new_tokens")
     assert told.text.endswith("A reward with require_stop gives them 0.")
     assert "raise it, or find out why" in told.text
@@ -68,7 +133,10 @@ def test_a_learning_rate_of_ten() -> None:
     )
     table[-1]["heldout_accuracy"] = 0.0
     assert kinds(table, 0.717) == ["accuracy", "reward", "truncated", "kl", "entropy", "equal_rewards"]
-    assert troubles(table, 0.717, 1e-4)[0].text == "Held-out accuracy is 0.000; it was 0.717 before the training."
+    assert (
+        troubles(table, Heldout(initial=0.717, std=0.45), 1e-4)[0].text
+        == "Held-out accuracy is 0; it was 0.717 before the training."
+    )
 
 
 @pytest.mark.parametrize(("accuracy", "told"), [(0.72, []), (0.66, []), (0.633, ["accuracy"])])
@@ -86,7 +154,7 @@ def test_completions_that_are_not_scored(prefix: str, field: str, most: float) -
     assert kinds(rows([0.4] * 3, **scored, **{prefix + field: most})) == []
     table = rows([0.4] * 3, **scored, **{prefix + field: most + 1})
     assert kinds(table) == [prefix + field]
-    told = troubles(table, None, 1e-4)[0].text
+    told = troubles(table, Heldout(), 1e-4)[0].text
     over = "held-out evaluation" if prefix else "2 iterations"
     assert told.startswith(f"{most + 1:.1f}% of the completions of the last {over} ")
 
@@ -97,7 +165,7 @@ def test_every_mean_over_several_iterations_says_over_how_many(num_rows: int, wi
     bad = {"kl_old": 0.5, "entropy": 0.0, "zero_variance_ratio": 0.95, "truncated_ratio": 1.0}
     scored = {"scored_completions": 128.0, "reward_errors": [0.0] * (num_rows - 1) + [128.0]}
     table = rows([0.9] * (num_rows - window) + [0.1] * window, **bad, **scored)
-    found = {trouble.kind: trouble.text for trouble in troubles(table, None, 1e-4)}
+    found = {trouble.kind: trouble.text for trouble in troubles(table, Heldout(), 1e-4)}
     assert sorted(found) == ["entropy", "equal_rewards", "kl", "reward", "reward_errors", "truncated"]
     assert [kind for kind, text in found.items() if f"the last {window} iterations" not in text] == []
     assert found["reward_errors"].startswith(f"{1 / window:.1%} of the completions")
@@ -125,12 +193,12 @@ def test_one_bad_iteration_of_a_long_run_is_no_alarm() -> None:
 
 def test_a_trouble_is_told_when_it_begins_and_when_it_comes_back() -> None:
     watch = Watch()
-    bad = troubles(rows([0.0] * 3, zero_variance_ratio=1.0), None, 1e-4)
+    bad = troubles(rows([0.0] * 3, zero_variance_ratio=1.0), Heldout(), 1e-4)
     assert [bool(watch.begun(now)) for now in (bad, bad, [], bad)] == [True, False, False, True]
 
 
 def test_tokens_without_a_log_prob_of_the_engine_are_told_while_they_come() -> None:
-    (trouble,) = troubles(rows(RISING[:9], engine_logprobs_not_finite=[0] * 8 + [3]), None, 1e-4)
+    (trouble,) = troubles(rows(RISING[:9], engine_logprobs_not_finite=[0] * 8 + [3]), Heldout(), 1e-4)
     assert (trouble.kind, trouble.name) == ("engine_logprobs", "TandemLogprobMismatch")
     assert "no finite log-prob for 3 tokens" in trouble.text
     assert kinds(rows(RISING[:9], engine_logprobs_not_finite=[3] * 8 + [0])) == []

@@ -1,5 +1,5 @@
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from coordinator.data.cursor import CursorState, SourcePosition
+from coordinator.flow import Scored
 from coordinator.record.checkpoints.loading import load_newest
 from coordinator.record.resuming import order_differences
 from coordinator.record.state import KEPT_SYNCS, DataOrder, RunState, SourceOrder, Totals
 from servicekit.errors import ConfigError
 from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import COORDINATOR_FILE, mark_complete, step_folder
-from tandem_files.metrics_file import MetricsFile
+from tandem_files.metrics_file import Heldout, MetricsFile
 from weightsync.group.rendezvous import Evicted
 
 
@@ -25,6 +26,10 @@ def state_at(iteration: int, fingerprint: str = "f00d") -> RunState:
         batch_rng=dict(rng.bit_generator.state),
         model_fingerprint=fingerprint,
     )
+
+
+def heldout(scores: Sequence[float]) -> Scored:
+    return Scored(rewards_PG=np.array([scores], dtype=np.float64).T, accuracy=float(np.mean(scores)))
 
 
 def config(model: str) -> RunConfig:
@@ -44,16 +49,37 @@ def test_a_saved_state_is_the_same_and_its_generator_goes_on(tmp_path: Path) -> 
     rng.permutation(10)
     state = state_at(4)
     state.batch_rng = dict(rng.bit_generator.state)
-    state.note_accuracy(0.25)
-    state.note_accuracy(0.75)
-    state.note_accuracy(0.5)
+    for scores in ([1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 0, 0]):
+        state.note_accuracy(heldout(scores))
     state.save(tmp_path / "state.json")
     loaded = RunState.load(tmp_path / "state.json")
     assert loaded == state
     assert (loaded.initial_accuracy, loaded.best_accuracy, loaded.last_accuracy) == (0.25, 0.75, 0.5)
+    assert loaded.accuracy_std == pytest.approx(np.std([1, 1, 0, 0], ddof=1))
     other = np.random.default_rng(0)
     other.bit_generator.state = loaded.batch_rng
     assert other.permutation(50).tolist() == rng.permutation(50).tolist()
+
+
+@pytest.mark.parametrize(
+    ("scores", "title"),
+    [
+        ([1, 0, 0, 1], "held-out accuracy"),
+        ([0, 0, 0, 0], "held-out accuracy"),
+        ([1, 0, 0.5, 1], "held-out reward"),
+        ([1, -1, 1, 1], "held-out reward"),
+        ([-6, -5, -5.5, -5], "held-out reward"),
+        ([100, 0, 0, 0], "held-out reward"),
+    ],
+)
+def test_what_a_held_out_figure_is_called_follows_from_its_scores(scores: list[float], title: str) -> None:
+    state = state_at(0)
+    state.note_accuracy(heldout(scores))
+    assert Heldout.of_state(vars(state)).title == title
+    state.note_accuracy(heldout([1, 1, 1, 1]))  # once it was no share it stays none
+    assert Heldout.of_state(vars(state)).title == title
+    state.forget_set("heldout")
+    assert Heldout.of_state(vars(state)) == Heldout()
 
 
 def test_what_the_check_before_a_write_refuses_is_not_written(tmp_path: Path) -> None:

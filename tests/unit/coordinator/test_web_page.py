@@ -34,7 +34,14 @@ NASTY = "</script><img src=x onerror=alert(1)>"
 
 
 def row(iteration: int, **values: float) -> dict[str, float]:
-    healthy = {"reward_mean": 0.5, "entropy": 0.8, "kl_old": 1e-3, "zero_variance_ratio": 0.2, "iteration_s": 2.0}
+    healthy = {
+        "reward_mean": 0.5,
+        "reward_std": 0.5,
+        "entropy": 0.8,
+        "kl_old": 1e-3,
+        "zero_variance_ratio": 0.2,
+        "iteration_s": 2.0,
+    }
     return {"iteration": iteration, "logprob_abs_diff_max": 1e-5, **healthy, **values}
 
 
