@@ -494,7 +494,7 @@ async def test_without_the_api_the_registry_alone_decides(
 # ---- engines of several pods ----
 
 
-@pytest.mark.parametrize("what", ["leaves", "is dead", "stays"])
+@pytest.mark.parametrize("what", ["leaves", "is dead", "may come", "stays"])
 async def test_a_replica_that_loses_a_worker_is_drained_and_its_worker_is_no_replica(
     what: str, api: FakeCluster, start: Start, environment: ServiceEnvironment
 ) -> None:
@@ -506,14 +506,15 @@ async def test_a_replica_that_loses_a_worker_is_drained_and_its_worker_is_no_rep
         fleet.admit(found)
         changed = {
             "leaves": leaving(worker("rollout-1-1")),
-            "is dead": worker("rollout-1-1", ready=False, containerStatuses=waiting_status("ImagePullBackOff", "tag")),
+            "is dead": worker("rollout-1-1", ready=False, containerStatuses=waiting_status("InvalidImageName", "tag")),
+            "may come": worker("rollout-1-1", ready=False, containerStatuses=waiting_status("ImagePullBackOff", "429")),
             "stays": worker("rollout-1-1", ready=False),
         }
         api.put(changed[what])
         api.put(leaving(worker("rollout-2-1")))  # of somebody else; once it is known, so is the other
         pods = fleet._pods  # type: ignore[attr-defined]
         await soon(lambda: [pod.name for pod in pods.pods if pod.leaving][-1:] == ["rollout-2-1"])
-        assert fleet.serving() == (found if what == "stays" else found[:1])
+        assert fleet.serving() == (found if what in ("may come", "stays") else found[:1])
         assert await fleet.look() == fleet.serving()
 
 
@@ -645,12 +646,51 @@ async def arrival(kube_config: RunConfig, environment: ServiceEnvironment, clust
 async def test_a_dead_trainer_ends_the_wait_at_once_with_what_its_pod_says(
     api: FakeCluster, start: Start, kube_config: RunConfig, environment: ServiceEnvironment
 ) -> None:
-    statuses = waiting_status("CreateContainerConfigError", 'secret "redis-auth" not found')
+    statuses = waiting_status("ErrImagePull", "reading manifest v9 in r/tandem: manifest unknown")
     api.put(pod("trainer-0", component="trainer", ready=False, containerStatuses=statuses))
     cluster = await start()
     config = with_settings(kube_config, run={"startup_timeout_s": 600.0})
-    with pytest.raises(TrainerDead, match=r'trainer-0: .*secret "redis-auth" not found'):
+    with pytest.raises(TrainerDead, match=r"trainer-0: .*: ErrImagePull: .* manifest unknown"):
         await asyncio.wait_for(arrival(config, environment, cluster), DEADLINE_S)
+
+
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [
+        ("ImagePullBackOff", "429 Too Many Requests"),
+        ("CreateContainerConfigError", "failed to sync configmap cache"),
+        ("CreateContainerError", "context deadline exceeded"),
+        ("RunContainerError", "nvml error: driver not loaded"),
+    ],
+)
+async def test_a_trainer_whose_container_may_still_start_is_waited_for_and_told(
+    reason: str,
+    message: str,
+    api: FakeCluster,
+    start: Start,
+    kube_config: RunConfig,
+    environment: ServiceEnvironment,
+) -> None:
+    statuses = waiting_status(reason, message)
+    api.put(pod("trainer-0", component="trainer", ready=False, containerStatuses=statuses))
+    cluster = await start(reschedule_timeout_s=2.0)
+    config = with_settings(kube_config, fleet={"reschedule_timeout_s": 2.0})
+    waiting = asyncio.create_task(arrival(config, environment, cluster))
+    await asyncio.wait({waiting}, timeout=3 * config.run.startup_timeout_s)
+    assert not waiting.done()
+    told = f"pod trainer-0: container main: {reason}: {message}; waited for, fleet.reschedule_timeout_s = 2 s"
+    assert cluster.troubles() == [told]
+    with pytest.raises(DeadlineExceeded, match=rf"waited 2 s for the trainer .*{reason}: {message}"):
+        await asyncio.wait_for(waiting, DEADLINE_S)
+    api.put(pod("trainer-0", component="trainer"))
+    await soon(lambda: cluster.troubles() == [])
+    guard = TrainerGuard(cluster, lambda: asyncio.sleep(0, result=False))
+    api.put(pod("trainer-0", component="trainer", ready=False, containerStatuses=statuses))
+    await soon(lambda: cluster.trainer_outlook()[0] is PodOutlook.COMING)
+    returns = asyncio.create_task(guard.wait_for_return(Unavailable("trainer: gone")))
+    await soon(lambda: any(reason in text for text in cluster.troubles()))
+    api.put(pod("trainer-0", component="trainer"))
+    await asyncio.wait_for(returns, DEADLINE_S)
 
 
 async def test_a_trainer_that_is_rescheduled_is_waited_for_longer(

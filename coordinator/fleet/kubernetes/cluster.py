@@ -18,7 +18,7 @@ from coordinator.fleet.kubernetes.api.client import KubeApi
 from coordinator.fleet.kubernetes.api.events import About, EventRecorder
 from coordinator.fleet.kubernetes.api.permissions import Permission
 from coordinator.fleet.kubernetes.api.pod_sets import PodSet
-from coordinator.fleet.kubernetes.api.pods import TRAINER, PodOutlook, selector
+from coordinator.fleet.kubernetes.api.pods import TRAINER, Pod, PodOutlook, selector
 from coordinator.fleet.kubernetes.api.watch import PodWatch
 from coordinator.fleet.kubernetes.engines import engines
 from coordinator.fleet.kubernetes.outlook import queue_of, trainer_outlook
@@ -82,10 +82,15 @@ class Cluster:
         pods = self.pods.pods
         self.noted.note("queue", queue_of(pods))
         in_trouble = [pod for pod in pods if pod.trouble and pod.outlook is not PodOutlook.QUEUED]
-        pod_troubles = {f"pod/{pod.name}": f"pod {pod.name}: {pod.trouble}" for pod in in_trouble}
+        pod_troubles = {f"pod/{pod.name}": f"pod {pod.name}: {pod.trouble}{self._patience(pod)}" for pod in in_trouble}
         for about, text in pod_troubles.items():
             self.noted.note(about, text)
         self.noted.keep("pod/", pod_troubles)
+
+    def _patience(self, pod: Pod) -> str:
+        """Say how long the run waits for a pod that it needs; "" for others."""
+        waits = pod.component == TRAINER and pod.outlook is PodOutlook.COMING
+        return f"; waited for, fleet.reschedule_timeout_s = {self.settings.reschedule_timeout_s:g} s" if waits else ""
 
     def trainer_outlook(self) -> tuple[PodOutlook, str]:
         """Judge the trainer by its pods, and by its set where that has made none."""

@@ -67,7 +67,7 @@ def _troubles(run: LiveRun) -> Iterator[tuple[str, str]]:
         pod = _typed(raw)
         if pod.trouble:
             last = _last_line(raw)
-            yield "trouble", f"pod {pod.name}: {pod.trouble}{f': {last}' if last else ''}"
+            yield "trouble", f"pod {pod.name}: {pod.trouble}{f': {last}' if last and last not in pod.trouble else ''}"
 
 
 def _answer(api: OperatorApi, pod: str) -> Lines:

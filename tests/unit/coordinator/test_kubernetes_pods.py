@@ -67,13 +67,6 @@ FAILED_CONTAINER = {
         ),
         (waiting("ContainerCreating"), {}, PodOutlook.COMING, ""),
         (waiting("ErrImagePull", "no such tag"), {}, PodOutlook.COMING, "container trainer: ErrImagePull: no such tag"),
-        (waiting("ImagePullBackOff", "tag"), {}, PodOutlook.DEAD, "container trainer: ImagePullBackOff: tag"),
-        (
-            waiting("CreateContainerConfigError", 'secret "redis-auth" not found'),
-            {},
-            PodOutlook.DEAD,
-            'container trainer: CreateContainerConfigError: secret "redis-auth" not found',
-        ),
         (
             waiting("CrashLoopBackOff", restarts=1, last=OOM),
             {},
@@ -89,8 +82,8 @@ FAILED_CONTAINER = {
         (
             {"phase": "Failed", "reason": "Evicted", "message": "node was low on memory"},
             {},
-            PodOutlook.COMING,
-            "ended by the cluster (Evicted: node was low on memory)",
+            PodOutlook.DEAD,
+            "ended (Evicted: node was low on memory)",
         ),
         ({"phase": "Failed"}, {}, PodOutlook.DEAD, "ended (failed)"),
         ({"phase": "Succeeded"}, {}, PodOutlook.DEAD, "ended (succeeded)"),
@@ -123,6 +116,129 @@ def test_a_pods_outlook_is_that_of_its_state(
     assert pod.ready == (outlook is PodOutlook.UP)
 
 
+PULL = 'rpc error: code = {} desc = failed to pull and unpack image "r/tandem:v9": '
+RESOLVE = PULL + 'failed to resolve reference "r/tandem:v9": '
+AGAIN = 'Back-off pulling image "r/tandem:v9": ErrImagePull: '
+# What the kubelet and the runtimes (containerd, CRI-O, Docker) say, word for word but for names.
+NO_DRIVER = (
+    "failed to create containerd task: failed to create shim task: OCI runtime create failed: runc create failed: "
+    "unable to start container process: error during container init: error running prestart hook #0: exit status 1, "
+    "stdout: , stderr: Auto-detected mode as 'legacy'\nnvidia-container-cli: initialization error: nvml error: driver "
+    "not loaded: unknown"
+)
+HEALS = [
+    ("ImagePullBackOff", 'Back-off pulling image "r/tandem:v9"'),  # before Kubernetes 1.32
+    ("ErrImagePull", RESOLVE.format("Unknown") + "unexpected status from HEAD request to r: 429 Too Many Requests"),
+    (
+        "ImagePullBackOff",
+        f"{AGAIN}toomanyrequests: You have reached your unauthenticated pull rate limit.",
+    ),
+    ("ErrImagePull", RESOLVE.format("Unavailable") + "failed to do request: Head r: dial tcp: lookup r: i/o timeout"),
+    ("ErrImagePull", RESOLVE.format("Unknown") + "failed to do request: Head r: dial tcp: lookup r: no such host"),
+    ("ImagePullBackOff", AGAIN + RESOLVE.format("Unknown") + "unexpected status: 503 Service Unavailable"),
+    (
+        "ErrImagePull",
+        RESOLVE.format("Unknown")
+        + "failed to authorize: failed to fetch oauth token: unexpected status: 401 Unauthorized",
+    ),
+    (
+        "ErrImagePull",
+        RESOLVE.format("Unknown") + "failed to authorize: failed to fetch anonymous token: 404 Not Found",
+    ),
+    (
+        "ErrImagePull",
+        RESOLVE.format("Unknown") + "pull access denied, repository does not exist or may require authorization: "
+        "server message: insufficient_scope: authorization failed",
+    ),
+    ("ErrImagePull", RESOLVE.format("Unknown") + "unexpected status from HEAD request to r: 403 Forbidden"),
+    ("ErrImagePull", "initializing source docker://r/tandem:v9: pinging container registry r: EOF"),
+    ("ErrImagePull", "reading manifest v9 in r/tandem: unauthorized: authentication required"),
+    (
+        "ErrImagePull",
+        "(Mirrors also failed: [m/tandem:v9: pinging container registry m: i/o timeout]): r/tandem:v9: reading "
+        "manifest v9 in r/tandem: manifest unknown",
+    ),
+    (
+        "ErrImagePull",
+        PULL.format("NotFound")
+        + "failed to copy: httpReadSeeker: failed open: content at r/v2/blobs/sha256:9f: not found",
+    ),
+    (
+        "ErrImagePull",
+        PULL.format("NotFound") + "failed to get reader from content store: content digest sha256:9f: not found",
+    ),
+    ("ErrImagePull", "Error response from daemon: Get r/v2/: net/http: TLS handshake timeout"),
+    ("RegistryUnavailable", "the registry is unavailable"),
+    ("SignatureValidationFailed", "the policy is not there yet"),
+    ("ImageInspectError", "Failed to inspect image: rpc error: code = Unavailable"),
+    ("CreateContainerError", "context deadline exceeded"),
+    ("CreateContainerError", 'failed to reserve container name "trainer_0": name is reserved for "9f"'),
+    ("CreateContainerConfigError", 'secret "redis-auth" not found'),
+    ("CreateContainerConfigError", "couldn't find key password in Secret tandem/redis-auth"),
+    ("CreateContainerConfigError", "failed to sync configmap cache: timed out waiting for the condition"),
+    ("RunContainerError", NO_DRIVER),
+    ("PostStartHookError", "exit code 1"),
+    ("AReasonOfATimeToCome", "whatever it is"),
+]
+DOES_NOT = [
+    ("InvalidImageName", 'Failed to apply default image tag "r/Tandem": couldn\'t parse image name: must be lowercase'),
+    ("ErrImageNeverPull", 'Container image "r/tandem:v9" is not present with pull policy of Never'),
+    ("ErrImagePull", RESOLVE.format("NotFound") + "r/tandem:v9: not found"),
+    ("ImagePullBackOff", AGAIN + RESOLVE.format("NotFound") + "r/tandem:v9: not found"),
+    ("ErrImagePull", PULL.format("NotFound") + "failed to resolve image: r/tandem:v9: not found"),
+    ("ErrImagePull", PULL.format("NotFound") + "no match for platform in manifest: not found"),
+    ("ErrImagePull", "initializing source docker://r/tandem:v9: reading manifest v9 in r/tandem: manifest unknown"),
+    ("ErrImagePull", "reading manifest v9 in r/tandem: name unknown: repository name not known to registry"),
+    ("ErrImagePull", 'choosing an image from manifest list r: no image found in image index for architecture "arm64"'),
+    ("ErrImagePull", "Error response from daemon: manifest for r/tandem:v9 not found: manifest unknown"),
+    (
+        "ErrImagePull",
+        "Error response from daemon: no matching manifest for linux/arm64/v8 in the manifest list entries",
+    ),
+]
+
+
+@pytest.mark.parametrize("statuses", ["containerStatuses", "initContainerStatuses"])
+@pytest.mark.parametrize(
+    ("reason", "message", "outlook"),
+    [(*each, PodOutlook.COMING) for each in HEALS] + [(*each, PodOutlook.DEAD) for each in DOES_NOT],
+)
+def test_only_what_another_manifest_alone_can_cure_is_death(
+    statuses: str, reason: str, message: str, outlook: PodOutlook
+) -> None:
+    of_trainer = waiting(reason, message)["containerStatuses"]
+    pod = pod_of({"phase": "Pending", statuses: of_trainer})
+    assert (pod.outlook, pod.trouble) == (outlook, f"container trainer: {reason}: {' '.join(message.split())}")
+
+
+def test_a_container_that_can_never_start_is_told_before_one_that_may() -> None:
+    """A native sidecar is among the init containers, which come first."""
+    init, main = (waiting(*each)["containerStatuses"] for each in (HEALS[1], DOES_NOT[0]))
+    pod = pod_of({"phase": "Pending", "initContainerStatuses": init, "containerStatuses": main})
+    assert pod.outlook is PodOutlook.DEAD
+    assert "InvalidImageName" in pod.trouble
+
+
+REFUSED = ["UnexpectedAdmissionError", "OutOfpods", "OutOfnvidia.com/gpu", "NodeAffinity", "TopologyAffinityError"]
+
+
+@pytest.mark.parametrize("reason", [*REFUSED, "Evicted", "NodeShutdown", "Terminated", "Preempting", "NodeLost"])
+@pytest.mark.parametrize("kind", ["StatefulSet", "Job"])
+def test_a_pod_that_its_node_refused_or_ended_comes_again_where_it_has_an_owner(kind: str, reason: str) -> None:
+    status = {"phase": "Failed", "reason": reason, "message": "said the kubelet"}
+    pod = pod_of(status, ownerReferences=[owner(kind, "trainer")])
+    told = f"ended ({reason}: said the kubelet), {kind} trainer may replace it"
+    assert (pod.outlook, pod.trouble) == (PodOutlook.COMING, told)
+    assert pod_of(status).outlook is PodOutlook.DEAD
+
+
+def test_a_pod_whose_containers_are_unknown_after_a_lost_node_is_told() -> None:
+    ended = container({"terminated": {"exitCode": 137, "reason": "ContainerStatusUnknown"}})
+    pod = pod_of({**ended, "phase": "Failed"}, ownerReferences=[owner("Job", "trainer-hosts-0")])
+    assert pod.outlook is PodOutlook.COMING
+    assert "ContainerStatusUnknown (exit code 137)" in pod.trouble
+
+
 def test_a_scheduling_gate_is_a_queue_and_is_named() -> None:
     gated = pod_of(
         {"phase": "Pending"}, spec={"containers": [], "schedulingGates": [{"name": "kueue.x-k8s.io/admission"}]}
@@ -141,6 +257,9 @@ def ready(restarts: int) -> Pod:
 
 
 LONG = {"startedAt": "2026-11-20T14:00:00Z", "finishedAt": "2026-11-20T14:10:00Z"}
+# containerd's, which has no time of a start.
+NEVER_BEGAN = {"reason": "StartError", "exitCode": 128, "startedAt": "1970-01-01T00:00:00Z"}
+NEVER_BEGAN |= {"finishedAt": "2026-11-20T14:00:00Z", "message": "nvml error: driver not loaded"}
 SHORT = {"startedAt": "2026-11-20T14:00:00Z", "finishedAt": "2026-11-20T14:00:20Z"}
 
 
@@ -157,6 +276,11 @@ SHORT = {"startedAt": "2026-11-20T14:00:00Z", "finishedAt": "2026-11-20T14:00:20
         ([ready(8), crashed(11, **SHORT)], False),
         ([ready(8), crashed(12, **SHORT)], True),
         ([ready(8), crashed(11, **SHORT), ready(11), crashed(14, **SHORT)], False),
+        ([crashed(9, **NEVER_BEGAN)], False),  # a node whose driver is not loaded yet
+        ([crashed(9, **{**NEVER_BEGAN, **SHORT})], False),
+        ([crashed(9, **{**SHORT, "reason": "ContainerCannotRun"})], False),
+        ([crashed(9, **NEVER_BEGAN), crashed(11, **SHORT)], False),
+        ([crashed(9, **NEVER_BEGAN), crashed(12, **SHORT)], True),
     ],
 )
 def test_crashes_count_in_a_row(seen: list[Pod], is_dead: bool) -> None:
@@ -166,6 +290,13 @@ def test_crashes_count_in_a_row(seen: list[Pod], is_dead: bool) -> None:
     assert (" of them in a row" in last.trouble) == is_dead
     crashes.keep([])
     assert crashes.judge(crashed(4)).outlook is PodOutlook.DEAD  # another pod
+
+
+def test_a_container_that_its_runtime_could_not_start_says_why() -> None:
+    found = crashed(3, **NEVER_BEGAN).trouble
+    assert found == (
+        "container trainer: CrashLoopBackOff: StartError (exit code 128): nvml error: driver not loaded, 3 restarts"
+    )
 
 
 def test_a_pod_that_has_ended_does_not_count_beside_its_successor() -> None:

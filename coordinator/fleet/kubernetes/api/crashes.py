@@ -3,6 +3,7 @@
 pod, as seen                                its next crash is
 ready                                       the first
 crashed after it ran for LONG_RUN_S         the second: this one was the first
+was not started by its runtime              the second, as after a long run
 crashed earlier, never seen ready           one more than its restarts: all of them count
 """
 

@@ -5,10 +5,15 @@ ready                                                    UP
 held by a scheduling gate                                QUEUED   a queue admits it, hours later perhaps
 deleted, evicted, node lost or shut down; new; starting  COMING   its set replaces or starts it: wait
 ended, and its Job or set makes another one              COMING
-image or configuration cannot be used; crashes again     DEAD     a person must act: waiting does not help
-and again (crashes.py counts); ended, and of no set
+an image cannot be pulled, a container not be made or    COMING   the kubelet tries again: a registry throttles, a
+started                                                           driver is not loaded yet, a Secret comes late
+only another pod can cure it: there is no such image;    DEAD     a person must act: waiting does not help
+crashes again and again (crashes.py counts); ended, and
+of no set
 """
 
+import math
+import re
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -22,25 +27,25 @@ ROLLOUT, WORKER, TRAINER = "rollout", "rollout-worker", "trainer"
 # LeaderWorkerSet's annotation of a worker pod with its leader.
 LEADER_ANNOTATION = "leaderworkerset.sigs.k8s.io/leader-name"
 
-# Waiting reasons of a container that end only when a person corrects the manifest or the secret it names.
-_NEEDS_A_PERSON = frozenset(
-    {
-        "CreateContainerConfigError",
-        "CreateContainerError",
-        "ErrImageNeverPull",
-        "ImagePullBackOff",
-        "InvalidImageName",
-        "RunContainerError",
-    }
+# Waiting reasons of a container that is on its way; all others are troubles.
+_ON_ITS_WAY = frozenset({None, "", "ContainerCreating", "PodInitializing"})
+# Waiting reasons that name a field of the pod, which is never changed: a person must correct the manifest.
+_OF_ITS_SPEC = frozenset({"ErrImageNeverPull", "InvalidImageName"})
+# What containerd, CRI-O and Docker say when the registry has answered that there is no such image, or none for this
+# machine. Neither a layer that is `not found` (a cache), nor a refusal (`unauthorized`, `denied`): a token service that
+# throttles is one too, credentials are corrected in place, and registries refuse what they do not have.
+_NO_SUCH_IMAGE = re.compile(
+    r'failed to resolve (?:reference "[^"]+"|image): \S+: not found|manifest unknown|name unknown'
+    r"|no match for platform in manifest|no image found in (?:image index|manifest list)|no matching manifest for"
 )
+# CRI-O has asked several registries: that of them which has the image may be the one that did not answer.
+_OTHERS_FAILED = "Mirrors also failed"
 _CRASH_LOOP = "CrashLoopBackOff"
-# Waiting reasons to report; those not above may pass.
-_TROUBLE = _NEEDS_A_PERSON | {_CRASH_LOOP, "ErrImagePull"}
+# How a container ends that its runtime could not start, by containerd and Docker. That is no crash.
+_NEVER_BEGAN = frozenset({"ContainerCannotRun", "StartError"})
 _ENDED = frozenset({"Failed", "Succeeded"})
 # Annotation of a pod of an indexed Job with its index.
 INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
-# Reasons of pods that the cluster, not their processes, ended: the set replaces them.
-_ENDED_BY_THE_CLUSTER = frozenset({"Evicted", "NodeLost", "NodeShutdown", "Preempting", "Shutdown", "Terminated"})
 
 
 class PodOutlook(Enum):
@@ -65,7 +70,7 @@ class Pod:
         place: what a successor of this pod fills instead of it: a name in its owner; "" without an owner.
         ended: its containers have ended, and are not started again in this pod.
         crashes: restarts of the container that crashes again and again; 0: none does.
-        ran_s: how long that container ran before its last crash; None: not known.
+        ran_s: how long that container ran before its last crash; None: not known; inf: it never began, which is none.
     """
 
     name: str
@@ -123,7 +128,7 @@ def read_pod(pod: Any) -> Pod:
         ready=ready,
         restarts=sum(container.restart_count for container in containers),
         outlook=outlook,
-        trouble=trouble,
+        trouble=" ".join(trouble.split()),
         leader=annotations.get(LEADER_ANNOTATION, ""),
         place="" if owner is None else f"{owner.name}/{annotations.get(INDEX_ANNOTATION, pod.metadata.name)}",
         ended=pod.status.phase in _ENDED,
@@ -144,18 +149,14 @@ def _outlook(pod: Any, containers: list[Any], leaving: bool) -> tuple[PodOutlook
         return PodOutlook.QUEUED, f"queued: held by the scheduling gate {', '.join(gates) or '(unnamed)'}"
     if unschedulable is not None:
         return PodOutlook.COMING, f"unschedulable: {unschedulable.message or unschedulable.reason}"
-    for container in containers:
-        waiting = container.state.waiting if container.state is not None else None
-        if waiting is not None and waiting.reason in _TROUBLE:
-            return _outlook_of_waiting(container, waiting)
-    return PodOutlook.COMING, ""
+    troubles = [found for found in map(_outlook_of_waiting, containers) if found[1]]
+    dead = [found for found in troubles if found[0] is PodOutlook.DEAD]
+    return (dead or troubles or [(PodOutlook.COMING, "")])[0]
 
 
 def _outlook_of_ended(pod: Any, containers: list[Any]) -> tuple[PodOutlook, str]:
-    reason, owner = pod.status.reason or "", _owner(pod)
-    detail = ": ".join(text for text in (reason, pod.status.message or _last_end(containers)) if text)
-    if reason in _ENDED_BY_THE_CLUSTER:
-        return PodOutlook.COMING, f"ended by the cluster ({detail})"
+    owner = _owner(pod)
+    detail = ": ".join(text for text in (pod.status.reason, pod.status.message or _last_end(containers)) if text)
     ended = f"ended ({detail or pod.status.phase.lower()})"
     if owner is None:
         return PodOutlook.DEAD, ended
@@ -163,13 +164,18 @@ def _outlook_of_ended(pod: Any, containers: list[Any]) -> tuple[PodOutlook, str]
     return PodOutlook.COMING, f"{ended}, {owner.kind} {owner.name} may replace it"
 
 
-def _outlook_of_waiting(container: Any, waiting: Any) -> tuple[PodOutlook, str]:
-    trouble = f"container {container.name}: {waiting.reason}"
-    why = _last_end([container]) if waiting.reason == _CRASH_LOOP else waiting.message
-    trouble += f": {why}" if why else ""
+def _outlook_of_waiting(container: Any) -> tuple[PodOutlook, str]:
+    """Return what a container means for its pod, and its trouble; "" if it runs, or is on its way."""
+    waiting = container.state.waiting if container.state is not None else None
+    if waiting is None or waiting.reason in _ON_ITS_WAY:
+        return PodOutlook.COMING, ""
+    trouble, message = f"container {container.name}: {waiting.reason}", waiting.message or ""
     if waiting.reason == _CRASH_LOOP:
-        return PodOutlook.COMING, f"{trouble}, {container.restart_count} restarts"
-    return (PodOutlook.DEAD if waiting.reason in _NEEDS_A_PERSON else PodOutlook.COMING), trouble
+        why = _last_end([container])
+        return PodOutlook.COMING, f"{trouble}{f': {why}' if why else ''}, {container.restart_count} restarts"
+    is_missing = _NO_SUCH_IMAGE.search(message) is not None and _OTHERS_FAILED not in message
+    is_dead = waiting.reason in _OF_ITS_SPEC or is_missing
+    return PodOutlook.DEAD if is_dead else PodOutlook.COMING, f"{trouble}{f': {message}' if message else ''}"
 
 
 def _crashing(containers: list[Any]) -> Any:
@@ -182,8 +188,10 @@ def _crashing(containers: list[Any]) -> Any:
 
 
 def _ran_s(container: Any) -> float | None:
-    """Return how long a container ran that has ended; None: the status does not say."""
+    """Return how long a container ran that has ended; None: the status does not say; inf: it never began."""
     ended = container.last_state.terminated if container.last_state is not None else None
+    if ended is not None and ended.reason in _NEVER_BEGAN:
+        return math.inf
     if ended is None or ended.started_at is None or ended.finished_at is None:
         return None
     return float((ended.finished_at - ended.started_at).total_seconds())
@@ -195,12 +203,13 @@ def _owner(pod: Any) -> Any:
 
 
 def _last_end(containers: list[Any]) -> str:
-    """Describe how a container ended last, e.g. `OOMKilled (exit code 137)`."""
+    """Describe how a container ended last, e.g. `OOMKilled (exit code 137)`; one that never began, with the reason."""
     for container in containers:
         for state in (container.state, container.last_state):
             ended = state.terminated if state is not None else None
             if ended is not None:
-                return f"{ended.reason or 'ended'} (exit code {ended.exit_code})"
+                why = f": {ended.message}" if ended.reason in _NEVER_BEGAN and ended.message else ""
+                return f"{ended.reason or 'ended'} (exit code {ended.exit_code}){why}"
     return ""
 
 
