@@ -57,7 +57,7 @@ RUN PYTHONPATH=/opt/build python3 -m pip install --quiet --no-deps --no-index --
 
 FROM base AS service
 ENV PATH=/opt/tandem/bin:${PATH} HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONSAFEPATH=1 \
-    PYTHONPATH=/opt/app
+    PYTHONPATH=/opt/app LOGNAME=tandem
 WORKDIR /var/lib/tandem
 USER 10001:10001
 ENTRYPOINT ["python", "-m", "rollout_service"]

@@ -12,8 +12,8 @@ from tandem_config.problems import ConfigProblem
 
 ANSWERS_FILE = "deploy.yaml"
 OVERLAYS = ("cluster", "single-node-gpu", "dev-cpu")
-# The longest name that is made of it is `<run>-coordinator` with the hash of a pod: Kubernetes takes 63 characters.
-LONGEST_RUN_ID = 40
+# The longest name that is made of it is a pod's of a JobSet, which takes 63 characters: RUN-trainer-hosts-0-999-abcde.
+LONGEST_RUN_ID = 37
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 _LABEL_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?)?")
 _LABEL_KEY = re.compile(r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
@@ -34,6 +34,7 @@ class Answers:
         cpus_per_gpu, memory_gib_per_gpu: that pods ask for beside each GPU.
         node_selector: labels of the nodes for trainer and rollouts.
         tolerations: `key[=value]:effect`, of trainer and rollouts.
+        dns: addresses of the cluster's DNS Service, which pods may ask; none: not read.
     """
 
     run: str
@@ -50,6 +51,7 @@ class Answers:
     node_selector: dict[str, str] = field(default_factory=dict)
     tolerations: list[str] = field(default_factory=list)
     components: list[str] = field(default_factory=list)
+    dns: list[str] = field(default_factory=list)
 
     @property
     def uses_gpus(self) -> bool:

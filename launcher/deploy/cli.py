@@ -43,7 +43,7 @@ _Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A folder of `tande
 
 @deploy.command()
 def new(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's id: a DNS label of at most 40 characters.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's id: a DNS label of at most 37 characters.")],
     config: options.Config = None,
     namespace: _Namespace = None,
     registry: options.Registry = None,

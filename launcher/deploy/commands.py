@@ -1,7 +1,8 @@
 """Implements the commands of `tandem deploy`; every function returns the exit code."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -9,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from launcher.deploy.answers import Answers
-from launcher.deploy.check.cluster import cluster_problems
+from launcher.deploy.check.cluster import cluster_problems, dns_addresses
 from launcher.deploy.check.overlay import overlay_problems
 from launcher.deploy.live.api import OperatorApi
 from launcher.deploy.models.job import FetchRequest, fetch_job
@@ -132,6 +133,7 @@ def _new(console: Console, request: NewRequest, where: Where) -> int:
     digests = {} if request.images is None else read_digests(request.images)
     if errors_only(problems):
         raise ConfigErrors(problems)
+    answers = _with_dns(answers, where)
     with beside(request.out, force=request.force) as folder:
         write_overlay(folder, answers, layout, configuration, manifests, digests)
         built = build(folder)
@@ -156,6 +158,14 @@ def _check(console: Console, folder: Path, where: Where) -> int:
     print_problems(console, problems)
     console.print(Text(f"{folder}: {headline(problems)}", style="bold"))
     return EXIT_BAD_CONFIG if errors_only(problems) else EXIT_OK
+
+
+def _with_dns(answers: Answers, where: Where) -> Answers:
+    """Add the addresses of the cluster's DNS, if it can be asked; that it cannot is said where all is compared."""
+    if not where.offline:
+        with suppress(TandemError):
+            return replace(answers, dns=dns_addresses(where.api(answers.namespace)))
+    return answers
 
 
 def _compared(answers: Answers, built: list[Manifest], out: Path, where: Where, *, is_new: bool) -> list[ConfigProblem]:

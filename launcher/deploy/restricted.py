@@ -27,6 +27,15 @@ CONTAINER: dict[str, Any] = {
 }
 
 
+def pod(namespace: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return POD for a namespace; in a project of OpenShift, which chooses them, without the user and its groups."""
+    annotations = ((namespace or {}).get("metadata") or {}).get("annotations") or {}
+    if "openshift.io/sa.scc.uid-range" not in annotations:
+        return POD
+    context = {key: value for key, value in POD["securityContext"].items() if value != _USER}
+    return POD | {"securityContext": context}
+
+
 def near(labels: Mapping[str, str]) -> dict[str, Any]:
     """Return an affinity: rather on the node of pods with these labels."""
     term = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": dict(labels)}}

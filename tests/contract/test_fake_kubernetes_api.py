@@ -20,6 +20,7 @@ from tests.fakes.cluster.admission import violations
 from tests.fakes.cluster.fake_cluster import FakeCluster
 from tests.fakes.cluster.kinds import CONTROLLERS
 from tests.fakes.cluster.merging import schema_of, server_side, strategic
+from tests.fakes.cluster.pods import pod_errors
 from tests.fakes.cluster.requests import COORDINATOR, OPERATOR, TOKENS
 from tests.fakes.cluster.store import Refusal
 from tests.house.repository import REPO
@@ -323,6 +324,84 @@ def test_each_rule_for_containers(context: dict[str, Any], said: str) -> None:
     spec["containers"][0]["securityContext"] |= context
     (found,) = violations(spec)
     assert found.startswith(said)
+
+
+def term(matched: str, *keys: str, **more: Any) -> dict[str, Any]:
+    """A term of podAffinity: pods with a label, and with the pod's own values of these keys."""
+    return {"topologyKey": "zone", "labelSelector": {"matchLabels": {matched: "x"}}, "matchLabelKeys": [*keys], **more}
+
+
+BOTH = "exists in both matchLabelKeys and labelSelector"
+REQUIRED, PREFERRED = (
+    "requiredDuringSchedulingIgnoredDuringExecution",
+    "preferredDuringSchedulingIgnoredDuringExecution",
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        # As a real 1.36 said it of lws-rollout's pods.
+        (
+            f"spec.affinity.podAffinity.{PREFERRED}",
+            [{"weight": 100, "podAffinityTerm": term("tandem.run/id", "tandem.run/id")}],
+            f"{PREFERRED}[0].podAffinityTerm[0]: Invalid value: 'tandem.run/id': {BOTH}",
+        ),
+        (f"spec.affinity.podAffinity.{REQUIRED}", [term("tandem.run/id", "tandem.run/id")], BOTH),
+        ("spec.affinity.podAntiAffinity", {REQUIRED: [term("tandem.run/id", "tandem.run/id")]}, BOTH),
+        (f"spec.affinity.podAffinity.{REQUIRED}", [term("tandem.run/id", mismatchLabelKeys=["tandem.run/id"])], BOTH),
+        (f"spec.affinity.podAffinity.{REQUIRED}", [term("a", "b", mismatchLabelKeys=["b"])], "and mismatchLabelKeys"),
+        # Without the label there is no value to add, and nothing twice.
+        (f"spec.affinity.podAffinity.{REQUIRED}", [term("of-nobody", "of-nobody")], None),
+        (f"spec.affinity.podAffinity.{REQUIRED}", [term("a", "tandem.run/id")], None),
+        (
+            "spec.topologySpreadConstraints",
+            [{**term("of-nobody", "of-nobody"), "maxSkew": 1, "whenUnsatisfiable": "ScheduleAnyway"}],
+            BOTH,
+        ),
+        ("spec.topologySpreadConstraints", [{"maxSkew": 0, "topologyKey": "z", "whenUnsatisfiable": "a"}], "maxSkew"),
+        (f"spec.affinity.podAffinity.{PREFERRED}", [{"weight": 101, "podAffinityTerm": term("a")}], "range 1-100"),
+        (f"spec.affinity.podAffinity.{REQUIRED}", [{**term("a"), "topologyKey": ""}], "topologyKey: Required value"),
+        ("metadata.name", "t_0", "metadata.name: Invalid value"),
+        ("metadata.labels.run", "r" * 64, "must be no more than 63 characters"),
+        ("metadata.labels", {"a/b/c": "x"}, "metadata.labels: Invalid value: 'a/b/c'"),
+        ("spec.hostname", "h" * 64, "spec.hostname: Invalid value"),
+        ("spec.nodeSelector", {"pool": "gpu nodes"}, "spec.nodeSelector: Invalid value: 'gpu nodes'"),
+        ("spec.tolerations", [{"operator": "Exists", "key": "a", "value": "b"}], "value must be empty"),
+        ("spec.tolerations", [{"value": "b"}], "must be Exists when `key` is empty"),
+        ("spec.containers.0.volumeMounts.0.name", "none", "volumeMounts.name: Not found: 'none'"),
+        ("spec.containers.0.volumeMounts.0.mountPath", "/models", "'/models': must be unique"),
+        ("spec.volumes.0.name", "tmp", "spec.volumes.name: Duplicate value: 'tmp'"),
+        ("spec.volumes.0.emptyDir", {}, "must specify exactly one volume type"),
+        ("spec.containers.0.ports.0.name", "a-name-of-many-letters", "no more than 15 characters"),
+        ("spec.containers.0.ports.0.name", "metrics", "ports.name: Duplicate value: 'metrics'"),
+        ("spec.containers.0.env.0.name", "A=B", "env.name: Invalid value"),
+        ("spec.containers.0.env.1.valueFrom.fieldRef.fieldPath", "status.labels", "fieldPath: Invalid value"),
+        ("spec.containers.0.resources.requests.memory", "65Gi", "must be less than or equal to memory limit"),
+        ("spec.containers.0.resources.limits", {"cpu": "8", "memory": "64Gi"}, "over-commit is not allowed"),
+        ("spec.containers.0.resources.requests.gpus", "1", "must be a standard resource type or fully qualified"),
+        ("spec.containers.0.livenessProbe.exec", {"command": ["true"]}, "exactly one handler type"),
+        ("spec.containers.0.image", "", "image: Required value"),
+    ],
+)
+def test_a_pod_that_schemas_let_pass_and_an_api_server_does_not(
+    api: FakeCluster, path: str, value: Any, said: str | None
+) -> None:
+    template = pod_template(find(overlay("single-node-gpu"), "StatefulSet", "trainer"))
+    pod = {"apiVersion": "v1", "kind": "Pod", "spec": template["spec"]}
+    pod["metadata"] = {"name": "t-0", "namespace": NAMESPACE, "labels": template["metadata"]["labels"]}
+    assert list(pod_errors(pod)) == []
+    *parents, last = path.split(".")
+    new = copy.deepcopy(pod)
+    at: Any = new
+    for key in parents:
+        at = at[int(key)] if isinstance(at, list) else at.setdefault(key, {})
+    at[last] = value
+    if said is None:
+        assert api.apply(new) == "created"
+        return
+    code, message = refused(api, new)
+    assert (code, said in message) == (422, True), message
 
 
 def test_the_coordinators_role_allows_what_it_says(api: FakeCluster, api_client: client.ApiClient) -> None:

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +183,21 @@ def run_yaml(manifests: Sequence[Manifest]) -> str:
     """The run's configuration; of a run beside others, too."""
     (found,) = [each for each in kinds(manifests, "ConfigMap") if _plain(each).endswith("run-config")]
     return str(found["data"]["run.yaml"])
+
+
+def matches(selector: Mapping[str, object], labels: Mapping[str, str]) -> bool:
+    """Whether a label selector takes a pod; a Service's is labels alone."""
+    if not {"matchLabels", "matchExpressions"} & set(selector):
+        return bool(selector) and all(labels.get(key) == value for key, value in selector.items())
+    equal = selector.get("matchLabels", {})
+    assert isinstance(equal, dict)
+    wanted: dict[str, list[str]] = {key: [value] for key, value in equal.items()}
+    expressions = selector.get("matchExpressions", [])
+    assert isinstance(expressions, list)
+    for each in expressions:
+        assert each["operator"] == "In"
+        wanted.setdefault(each["key"], each["values"])
+    return all(labels.get(key) in values for key, values in wanted.items())
 
 
 def strings(value: Any) -> Iterator[str]:

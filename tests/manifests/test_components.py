@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from launcher.deploy.answers import LONGEST_RUN_ID
 from reward_service.serve import DRAIN_S
 from servicekit.addresses import any_host, join_address
 from servicekit.environment import ServerEnvironment
 from servicekit.tracing import ENDPOINT
+from tests.fakes.cluster.admission import check_pod
+from tests.fakes.cluster.controllers import HASH, pods_of
+from tests.fakes.cluster.store import Refusal
 from tests.house.repository import REPO
 from tests.manifests.kustomize import (
     COMPONENTS,
@@ -20,6 +24,7 @@ from tests.manifests.kustomize import (
     environment,
     find,
     kinds,
+    matches,
     overlay,
     pod_template,
     pod_templates,
@@ -39,6 +44,7 @@ PROMISED = {
     "monitoring",
     "mtls",
     "names",
+    "openshift",
     "pull-secret",
     "reward-server",
     "single-node",
@@ -50,7 +56,7 @@ README = DEPLOY / "components/reward-server/README.md"
 DOCKERFILE = DEPLOY / "images/coordinator.Dockerfile"
 # In kustomize's order: what others change again, what is changed, then what removes or copies it.
 FIRST = ("names",)
-LAST = ("external-redis", "jobset-trainer", "lws-rollout", "kueue")
+LAST = ("openshift", "external-redis", "jobset-trainer", "lws-rollout", "kueue")
 
 
 def test_the_promised_components_are_there() -> None:
@@ -92,6 +98,24 @@ def test_every_pair_builds_and_is_valid(names: tuple[str, ...], tmp_path: Path) 
     manifests = combine(tmp_path, base, pair)
     for version in ("1.29", "1.37"):
         assert not [problem for each in manifests if not is_custom(each) for problem in problems(each, version)]
+
+
+@pytest.mark.parametrize("base", OVERLAYS)
+@pytest.mark.parametrize("more", [("reward-server",), ("mtls", "jobset-trainer", "lws-rollout")], ids="+".join)
+def test_openshift_admits_all_pods_with_its_component_and_none_without(
+    base: str, more: tuple[str, ...], tmp_path: Path
+) -> None:
+    project = {"metadata": {"name": "tandem", "annotations": {"openshift.io/sa.scc.uid-range": "1000680000/10000"}}}
+    for components in (more, sorted(("openshift", *more), key=place)):
+        (tmp_path / str(len(components))).mkdir()
+        for workload in workloads(combine(tmp_path / str(len(components)), base, components)):
+            for pod in pods_of(workload):
+                if "openshift" in components:
+                    check_pod(project, pod, pod["metadata"]["name"])
+                    continue
+                with pytest.raises(Refusal) as caught:
+                    check_pod(project, pod, pod["metadata"]["name"])
+                assert "must be in the ranges: [1000680000, 1000689999]" in caught.value.body["message"]
 
 
 def test_gpu_nccl_gives_both_sides_the_same_settings(tmp_path: Path) -> None:
@@ -350,27 +374,75 @@ def test_monitoring_labels_what_the_rules_select_by(tmp_path: Path) -> None:
     (monitor,) = kinds(manifests, "PodMonitor")
     assert monitor["spec"]["jobLabel"] == "app.kubernetes.io/component"
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    drop, name = endpoint["relabelings"]
-    followers = (
-        "trainer-1",
-        "trainer-12",
-        "trainer-hosts-0-1-x7f2p",
-        "my-run-trainer-1",
-        "run-2-trainer-hosts-0-1-x7f2p",
-    )
-    leaders = (
-        "trainer-0",
-        "trainer-hosts-0-0-x7f2p",
-        "rollout-1",
-        "coordinator-1abcd",
-        "run-1-trainer-0",
-        "run-1-rollout-1",
-    )
-    assert all(re.fullmatch(drop["regex"], pod) for pod in followers)
-    assert not any(re.fullmatch(drop["regex"], pod) for pod in leaders)
-    found = re.fullmatch(name["regex"], "rollout;rollout-3")
-    assert found is not None
-    assert found[1] == "rollout-3"
+    assert len(endpoint["relabelings"]) == 2
+
+
+# Ids that look like names of pods, and the longest one.
+RUN_IDS = (
+    "",
+    "my-run",
+    "trainer-7b",
+    "exp-trainer-14b-v2",
+    "x-trainer-1",
+    "trainer-hosts-0-1",
+    "rollout-1",
+    "r" * LONGEST_RUN_ID,
+)
+
+
+@pytest.mark.parametrize("run", RUN_IDS)
+@pytest.mark.parametrize("sets", [(), ("jobset-trainer", "lws-rollout")], ids=["sets", "groups"])
+def test_all_pods_with_metrics_are_scraped_whatever_a_run_is_called(
+    run: str, sets: tuple[str, ...], tmp_path: Path
+) -> None:
+    manifests = combine(tmp_path, "cluster", ["monitoring", *sets], run)
+    (monitor,) = kinds(manifests, "PodMonitor")
+    scraped: set[tuple[str, str]] = set()
+    replicas: dict[str, str] = {}
+    for each in workloads(manifests):
+        if pod_template(each)["metadata"]["labels"]["app.kubernetes.io/component"] == "trainer":
+            grow(each, 12)
+        for pod in pods_of(each):
+            labels = relabelled(monitor, pod)
+            component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
+            if labels is not None:
+                scraped.add((component, pod["metadata"]["name"]))
+                replicas |= {labels["replica"]: component} if "replica" in labels else {}
+    prefix = f"{run}-" if run else ""
+    (trainer,) = [name for component, name in scraped if component == "trainer"]
+    assert trainer == (f"{prefix}trainer-hosts-0-0-{HASH}" if sets else f"{prefix}trainer-0")
+    assert {name for component, name in scraped if component == "coordinator"} == {f"{prefix}coordinator-{HASH}"}
+    assert replicas == {f"{prefix}rollout-{index}": "rollout" for index in range(16)}
+    workers = {name for component, name in scraped if component == "rollout-worker"}
+    assert len(workers) == (16 if sets else 0)
+    assert {component for component, _ in scraped} <= {"coordinator", "trainer", "rollout", "rollout-worker"}
+
+
+def grow(workload: Manifest, pods: int) -> None:
+    """Give a trainer so many pods."""
+    if workload["kind"] == "JobSet":
+        (jobs,) = workload["spec"]["replicatedJobs"]
+        jobs["template"]["spec"] |= {"completions": pods, "parallelism": pods}
+    else:
+        workload["spec"]["replicas"] = pods
+
+
+def relabelled(monitor: Manifest, pod: Manifest) -> dict[str, str] | None:
+    """The labels that relabelings give a target, as Prometheus does: anchored at both ends. None: it is dropped."""
+    selector, labels = monitor["spec"]["selector"], pod["metadata"]["labels"]
+    if not matches(selector, labels):
+        return None
+    meta = {f"__meta_kubernetes_pod_label_{re.sub(r'[^a-zA-Z0-9_]', '_', key)}": text for key, text in labels.items()}
+    meta["__meta_kubernetes_pod_name"] = pod["metadata"]["name"]
+    made: dict[str, str] = {}
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    for rule in endpoint["relabelings"]:
+        found = re.fullmatch(rule["regex"], ";".join(meta.get(name, "") for name in rule["sourceLabels"]))
+        if found is not None and rule.get("action") == "drop":
+            return None
+        if found is not None:
+            made[rule["targetLabel"]] = found.expand(rule["replacement"].replace("$", "\\"))
+    return made
 
 
 @pytest.mark.runs("python -m tools.prometheus_rule")

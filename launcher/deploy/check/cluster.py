@@ -4,22 +4,21 @@ Nothing is changed there. What this account may not read is reported, and not ch
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
-from coordinator.fleet.kubernetes.api.pods import RUN_LABEL
 from launcher.deploy.answers import Answers
 from launcher.deploy.check.nodes import NodeRoom, node_problems
-from launcher.deploy.check.overlay import ClaimUse, claims_of, component_of, templates
+from launcher.deploy.check.overlay import ClaimUse, claims_of
 from launcher.deploy.live.api import Object, OperatorApi, names, of_run
-from launcher.deploy.live.kinds import BY_NAME, CLAIM
+from launcher.deploy.live.kinds import BY_NAME, CLAIM, MAKES_PODS, component_of, templates
 from launcher.deploy.new.kustomize import Manifest
 from launcher.deploy.new.overlay import ONCE
 from servicekit.errors import InvalidRequest, PermissionDenied
 from tandem_config.problems import ConfigProblem
 
 _POD, _SECRET = BY_NAME["", "Pod"], BY_NAME["", "Secret"]
-_JOB, _SET = BY_NAME["batch", "Job"], BY_NAME["apps", "StatefulSet"]
 _MANY = ("ReadWriteMany",)
 _ONE_NODE = ("ReadWriteMany", "ReadWriteOnce")
 
@@ -37,12 +36,15 @@ def cluster_problems(
     makes_namespace = any(entry["kind"] == "Namespace" for entry in built)
     namespace = api.read(f"/api/v1/namespaces/{api.namespace}", f"get namespace {api.namespace}")
     found = list(_may(lambda: node_problems(built, _nodes(api)), "list nodes", "whether nodes have the GPUs"))
+    found += _may(
+        lambda: _dns(api, built, folder), "get services", "whether pods may ask the cluster's DNS at its address"
+    )
     if namespace is None:
         if not makes_namespace:
             found.append(_to_do("namespace", api.namespace, "does not exist yet", f"kubectl apply -k {folder / ONCE}"))
         return found
     if is_new:
-        found += _may(lambda: _taken(api, answers.run), "list jobs", "whether the run's id is taken")
+        found += _may(lambda: _taken(api, answers.run), "list what makes pods", "whether the run's id is taken")
     found += _may(lambda: _claims(api, answers, built, folder), "get claims", "the claims")
     found += _may(lambda: _secrets(api, built), "get secrets", "the Secret of Redis")
     found += _may(lambda: _admission(api, built), "create pods", "whether the namespace admits the pods")
@@ -57,22 +59,40 @@ def _may(check: Callable[[], Iterator[ConfigProblem]], what: str, about: str) ->
         yield _to_do(what, "", f"this account may not, so that {about} was not checked: {error}", "")
 
 
+def dns_addresses(api: OperatorApi) -> list[str]:
+    """Read the addresses of Service `kube-dns`; none: the cluster's DNS has another name. Raises: PermissionDenied."""
+    service = api.read("/api/v1/namespaces/kube-system/services/kube-dns", "get service kube-system/kube-dns") or {}
+    spec = service.get("spec", {})
+    return [
+        address for address in spec.get("clusterIPs") or [spec.get("clusterIP")] if address not in (None, "", "None")
+    ]
+
+
+def _dns(api: OperatorApi, built: Sequence[Manifest], folder: Path) -> Iterator[ConfigProblem]:
+    """Compare the policies with where DNS is asked if NodeLocal DNSCache answers at the Service's address."""
+    rules = [rule for item in built if item["kind"] == "NetworkPolicy" for rule in item["spec"].get("egress", [])]
+    blocks = [ip_network(peer["ipBlock"]["cidr"]) for rule in rules for peer in rule.get("to", []) if "ipBlock" in peer]
+    closed = [address for address in dns_addresses(api) if not any(ip_address(address) in block for block in blocks)]
+    if rules and closed:
+        text = f"is closed to {', '.join(closed)}, the cluster's DNS: with NodeLocal DNSCache no name would resolve"
+        yield _to_do("NetworkPolicy", "dns", text, f"write {folder} again, online: tandem deploy new --force")
+
+
 def _nodes(api: OperatorApi) -> list[NodeRoom]:
     return [NodeRoom.read(entry) for entry in api.read_all("/api/v1/nodes", "list nodes")]
 
 
 def _taken(api: OperatorApi, run: str) -> Iterator[ConfigProblem]:
-    for kind in (_JOB, _SET):
-        objects = api.find(kind, of_run(run))
-        if objects:
-            since = min(str(entry["metadata"].get("creationTimestamp", "?")) for entry in objects)
-            yield ConfigProblem(
-                key="RUN",
-                value=run,
-                message=f"is taken in namespace {api.namespace}: {kind.name} {', '.join(names(objects))} since {since}",
-                suggestion=f"another id; or tandem deploy delete {run}",
-            )
-            return
+    taken = [(kind, objects) for kind in MAKES_PODS if (objects := api.find(kind, of_run(run)))]
+    if taken:
+        what = "; ".join(f"{kind.name} {', '.join(names(objects))}" for kind, objects in taken)
+        since = min(str(entry["metadata"].get("creationTimestamp", "?")) for _, objects in taken for entry in objects)
+        yield ConfigProblem(
+            key="RUN",
+            value=run,
+            message=f"is taken in namespace {api.namespace}: {what} since {since}",
+            suggestion=f"another id; or tandem deploy delete {run}",
+        )
 
 
 def _claims(api: OperatorApi, answers: Answers, built: Sequence[Manifest], folder: Path) -> Iterator[ConfigProblem]:
@@ -143,20 +163,25 @@ def _admission(api: OperatorApi, built: Sequence[Manifest]) -> Iterator[ConfigPr
                 raise
             yield _refused(api.namespace, name, error)
         except InvalidRequest as error:
-            yield _refused(api.namespace, name, error)
+            yield _error(name, "", f"the API server refuses its pods: {_said(error)}", "correct its pod template")
 
 
 def _refused(namespace: str, name: str, error: Exception) -> ConfigProblem:
-    text = str(error).partition(": ")[2] or str(error)
     advice = f"kubectl describe namespace {namespace}: its pod-security labels and quotas"
-    return _error(name, "", f"the namespace {namespace} does not admit its pods: {text}", advice)
+    if "security context constraint" in str(error):
+        advice = "--component openshift, whose page says what else there is"
+    return _error(name, "", f"the namespace {namespace} does not admit its pods: {_said(error)}", advice)
+
+
+def _said(error: Exception) -> str:
+    """Return what the API server said, without what it was asked."""
+    return str(error).partition(": ")[2] or str(error)
 
 
 def _trial_pod(template: Manifest) -> Manifest:
     """Make a pod of a template; its service account may not exist yet, and its name is of no controller."""
     spec: dict[str, Any] = {key: value for key, value in template["spec"].items() if key != "serviceAccountName"}
-    labels = {key: value for key, value in template["metadata"].get("labels", {}).items() if key != RUN_LABEL}
-    metadata = {"name": f"tandem-trial-{component_of(template)}", "labels": labels}
+    metadata = {"name": f"tandem-trial-{component_of(template)}", "labels": template["metadata"].get("labels", {})}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from kubernetes.utils.quantity import parse_quantity
 
-from launcher.deploy.check.overlay import templates
+from launcher.deploy.live.kinds import templates
 from launcher.deploy.new.kustomize import Manifest
 from launcher.deploy.new.patches import GPU
 from tandem_config.problems import ConfigProblem

@@ -1,15 +1,16 @@
 """What is wrong with an overlay in itself: images, sizes, names. Pure."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from coordinator.fleet.kubernetes.api.pods import RUN_LABEL
 from launcher.deploy.answers import Answers
+from launcher.deploy.live.kinds import SHARED, component_of, templates
 from launcher.deploy.new.configuration import IMAGE, MODELS, paths_of
 from launcher.deploy.new.images import containers_of, is_ours, without_registry
 from launcher.deploy.new.kustomize import Manifest
-from launcher.deploy.new.patches import GPU, WORKLOADS
+from launcher.deploy.new.patches import GPU
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
 
@@ -19,28 +20,7 @@ _RANKS = "TANDEM_RANKS_PER_HOST"
 def overlay_problems(answers: Answers, config: RunConfig, built: Sequence[Manifest]) -> list[ConfigProblem]:
     """List what does not fit together in the objects that an overlay makes."""
     pods = [*_trainer(config, built), *_rollouts(config, built), *_gpus(answers, built)]
-    return [*_images(answers, built), *_models(config, built), *pods]
-
-
-def component_of(template: Mapping[str, Any]) -> str:
-    """Return the component of a pod template or an object."""
-    return str(template["metadata"].get("labels", {}).get("app.kubernetes.io/component", ""))
-
-
-def templates(built: Iterable[Manifest]) -> Iterator[tuple[str, Manifest, int]]:
-    """Find the pod templates: `Kind/name`, template, number of pods."""
-    for manifest in built:
-        name, spec = f"{manifest['kind']}/{manifest['metadata']['name']}", manifest.get("spec", {})
-        if manifest["kind"] in WORKLOADS:
-            yield name, spec["template"], int(spec.get("replicas", 1))
-        elif manifest["kind"] == "JobSet":
-            for job in spec["replicatedJobs"]:
-                inner = job["template"]["spec"]
-                yield name, inner["template"], int(job.get("replicas", 1)) * int(inner.get("completions", 1))
-        elif manifest["kind"] == "LeaderWorkerSet":
-            groups, size = int(spec.get("replicas", 1)), int(spec["leaderWorkerTemplate"].get("size", 1))
-            yield name, spec["leaderWorkerTemplate"]["leaderTemplate"], groups
-            yield f"{name} (workers)", spec["leaderWorkerTemplate"]["workerTemplate"], groups * (size - 1)
+    return [*_labels(answers, built), *_images(answers, built), *_models(config, built), *pods]
 
 
 def gpus_of(template: Mapping[str, Any]) -> int:
@@ -69,6 +49,18 @@ def claims_of(built: Sequence[Manifest]) -> dict[str, ClaimUse]:
                 use.pods += pods
                 use.writers += 0 if source.get("readOnly") else pods
     return found
+
+
+def _labels(answers: Answers, built: Sequence[Manifest]) -> Iterator[ConfigProblem]:
+    """Find the objects that status and delete would not find, and the pods that policies would not."""
+    labelled = [(f"{item['kind']}/{item['metadata']['name']}", item) for item in built if item["kind"] not in SHARED]
+    for name, item in [*labelled, *((f"{name}: its pods", template) for name, template, _ in templates(built))]:
+        run = (item["metadata"].get("labels") or {}).get(RUN_LABEL)
+        if run != answers.run:
+            text = f"has {RUN_LABEL}={run}, not {answers.run}: status and delete would not find it"
+            yield _problem(
+                name, "", text, "correct the `labels`, or write the overlay again: tandem deploy new --force"
+            )
 
 
 def _images(answers: Answers, built: Sequence[Manifest]) -> Iterator[ConfigProblem]:
@@ -142,9 +134,6 @@ def _gpus(answers: Answers, built: Sequence[Manifest]) -> Iterator[ConfigProblem
         if answers.uses_gpus and gpus_of(template) > answers.gpus_per_node:
             text = f"a pod asks for {gpus_of(template)} GPUs, but a node has {answers.gpus_per_node}"
             yield _problem(name, "", text, "fewer ranks per pod, or --gpus-per-node if nodes have more")
-        labelled = template["metadata"].get("labels", {}).get(RUN_LABEL)
-        if labelled != answers.run:
-            yield _problem(name, "", f"pods have {RUN_LABEL}={labelled}, not {answers.run}", "correct the `labels`")
 
 
 def _mounts_claim(template: Mapping[str, Any], volume: str) -> bool:

@@ -15,7 +15,7 @@ from kubernetes.client.exceptions import ApiException
 from coordinator.fleet.kubernetes.api.errors import translate
 from coordinator.fleet.kubernetes.api.pods import RUN_LABEL
 from launcher.deploy.live.kinds import Kind
-from servicekit.errors import ConfigError, NotReady, Unavailable
+from servicekit.errors import ConfigError, NotReady, PermissionDenied, Unavailable
 
 Object = dict[str, Any]
 REQUEST_S = 20.0
@@ -103,8 +103,14 @@ class OperatorApi:
             return None
 
     def find(self, kind: Kind, selector: str) -> list[Object]:
-        """List objects by label; none if the cluster does not know the kind."""
-        return self.read_all(kind.path(self.namespace), f"list {kind.plural}", selector)
+        """List objects by label; none if the cluster does not know the kind. Raises: PermissionDenied."""
+        try:
+            return self.read_all(kind.path(self.namespace), f"list {kind.plural}", selector)
+        except PermissionDenied:
+            # So is a kind refused that the cluster does not know; which ones it does everyone may ask.
+            if "/" in kind.api_version and self.read(f"/apis/{kind.api_version}", "read the API's kinds") is None:
+                return []
+            raise
 
     def read_all(self, path: str, what: str, selector: str = "") -> list[Object]:
         """List what a path has, in pages; nothing if the path is unknown."""

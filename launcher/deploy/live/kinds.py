@@ -1,6 +1,11 @@
 """The kinds of objects that a run may have, and where the API has them."""
 
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from launcher.deploy.new.kustomize import Manifest
+from launcher.deploy.new.patches import WORKLOADS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,3 +61,24 @@ SHARED = frozenset({"Namespace", "ClusterQueue", "LocalQueue", "ResourceFlavor"}
 def kind_of(manifest: dict[str, object]) -> Kind | None:
     """Find the kind of a manifest; None: it is shared, or unknown. The version may be any of its group."""
     return BY_NAME.get((str(manifest["apiVersion"]).rpartition("/")[0], str(manifest["kind"])))
+
+
+def component_of(template: Mapping[str, Any]) -> str:
+    """Return the component of a pod template or an object."""
+    return str(template["metadata"].get("labels", {}).get("app.kubernetes.io/component", ""))
+
+
+def templates(built: Iterable[Manifest]) -> Iterator[tuple[str, Manifest, int]]:
+    """Find the pod templates: `Kind/name`, template, number of pods."""
+    for manifest in built:
+        name, spec = f"{manifest['kind']}/{manifest['metadata']['name']}", manifest.get("spec", {})
+        if manifest["kind"] in WORKLOADS:
+            yield name, spec["template"], int(spec.get("replicas", 1))
+        elif manifest["kind"] == "JobSet":
+            for job in spec["replicatedJobs"]:
+                inner = job["template"]["spec"]
+                yield name, inner["template"], int(job.get("replicas", 1)) * int(inner.get("completions", 1))
+        elif manifest["kind"] == "LeaderWorkerSet":
+            groups, size = int(spec.get("replicas", 1)), int(spec["leaderWorkerTemplate"].get("size", 1))
+            yield name, spec["leaderWorkerTemplate"]["leaderTemplate"], groups
+            yield f"{name} (workers)", spec["leaderWorkerTemplate"]["workerTemplate"], groups * (size - 1)

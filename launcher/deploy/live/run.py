@@ -20,11 +20,13 @@ class LiveRun:
 
     Attributes:
         objects: by kind, in the order of `KINDS`; kinds without any are left out.
+        unread: what this account may not list, of what the run may have: why, by kind.
     """
 
     run: str
     namespace: str
     objects: dict[Kind, list[Object]] = field(default_factory=dict)
+    unread: dict[Kind, PermissionDenied] = field(default_factory=dict)
 
     @property
     def pods(self) -> list[Object]:
@@ -92,15 +94,16 @@ def component(obj: Object) -> str:
 
 
 def _in_namespace(api: OperatorApi, run: str) -> LiveRun:
-    objects: dict[Kind, list[Object]] = {}
+    live = LiveRun(run=run, namespace=api.namespace)
     for kind in KINDS:
         try:
             found = api.find(kind, of_run(run))
-        except PermissionDenied:
-            continue  # e.g. of Secrets, which a reader need not see
+        except PermissionDenied as error:
+            live.unread[kind] = error  # e.g. of Secrets, which a reader need not see
+            continue
         if found:
-            objects[kind] = found
-    return LiveRun(run=run, namespace=api.namespace, objects=objects)
+            live.objects[kind] = found
+    return live
 
 
 def _jobs(api: OperatorApi, selector: str) -> list[Object]:

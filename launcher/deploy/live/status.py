@@ -2,13 +2,14 @@
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 from kubernetes import client
 
 from coordinator.fleet.kubernetes.api.pods import Pod, read_pod
 from launcher.deploy.live.api import Object, OperatorApi, of_run
-from launcher.deploy.live.kinds import MAKES_PODS
+from launcher.deploy.live.kinds import MAKES_PODS, component_of, templates
 from launcher.deploy.live.run import COORDINATOR, JOB, POD, LiveRun, component
 from launcher.deploy.live.streams import forwarded
 from launcher.view.status import ask_coordinator
@@ -37,25 +38,31 @@ def _job(job: Object | None) -> str:
     if job is None:
         return "none: it was deleted, or never applied"
     status = job.get("status", {})
-    for condition in status.get("conditions") or []:
-        if condition["type"] in ("Complete", "Failed", "Suspended") and condition["status"] == "True":
+    failed = status.get("failed", 0)
+    return _state(job) or f"{status.get('active', 0)} active since {status.get('startTime', '?')}, {failed} failed pods"
+
+
+def _state(obj: Object) -> str:
+    """Say that a Job or JobSet has ended, or is suspended, and why; "": neither."""
+    for condition in obj.get("status", {}).get("conditions") or []:
+        if condition["type"] in ("Complete", "Completed", "Failed", "Suspended") and condition["status"] == "True":
             why = ": ".join(text for text in (condition.get("reason", ""), condition.get("message", "")) if text)
             return f"{condition['type']} since {condition.get('lastTransitionTime', '?')}{f' ({why})' if why else ''}"
-    failed = status.get("failed", 0)
-    return f"{status.get('active', 0)} active since {status.get('startTime', '?')}, {failed} failed pods"
+    return ""
 
 
 def _sizes(run: LiveRun) -> Lines:
-    """Say how many pods are ready of how many."""
-    found = []
+    """Say how many pods are ready of how many, of each kind of pod; and what of the run could not be looked at."""
+    found, ready = [], Counter(component(raw) for raw in run.pods if _typed(raw).ready)
     for kind in MAKES_PODS:
-        if kind in (JOB, POD):
-            continue
-        for entry in run.objects.get(kind, []):
-            wanted = entry.get("spec", {}).get("replicas")
-            if wanted is not None:
-                ready = entry.get("status", {}).get("readyReplicas", 0)
-                found.append((component(entry) or str(entry["metadata"]["name"]), f"{ready} of {wanted} ready"))
+        if kind in run.unread:
+            found.append(("not read", f"{kind.plural}: {run.unread[kind]}"))
+        for entry in run.objects.get(kind, []) if kind not in (JOB, POD) else []:
+            state = _state(entry)
+            for name, template, wanted in templates([{**entry, "kind": kind.name}]):
+                of = component_of(template)
+                size = f"{'?' if POD in run.unread else ready[of]} of {wanted} ready"
+                found.append((of or name, f"{size}, {state}" if state else size))
     return found
 
 

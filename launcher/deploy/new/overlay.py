@@ -12,6 +12,7 @@ tandem/                 the manifests of this Tandem, as far as they are used
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,12 @@ from servicekit.errors import ConfigError
 
 ONCE = "once"
 _COPY, _LOWER = "tandem", "run"
-# They copy pod templates as they find them, so that labels, sizes and patches come before, in a kustomization below.
+# They copy pod templates as they find them, so that sizes and patches come before, in a kustomization below.
 _COPYING = ("jobset-trainer", "lws-rollout")
 # After those: it labels what they make.
 _LAST = ("kueue",)
+# After all others that are not above: it changes all pods.
+_OPENSHIFT = "openshift"
 _NAMES = "names"
 # What a namespace needs once, before its first run; dev-cpu brings its own.
 _ONCE = {"cluster": ("namespace", "storage"), "single-node-gpu": ("namespace", "storage-one-node"), "dev-cpu": ()}
@@ -80,6 +83,7 @@ def write_overlay(
     has_names = (manifests / "components" / _NAMES / KUSTOMIZATION).is_file()
     # Before all others: mtls changes what it makes.
     components = [*([_NAMES] if has_names else []), *(name for name in answers.components if name != _NAMES)]
+    components.sort(key=lambda name: name == _OPENSHIFT)
     wanted = [f"overlays/{answers.overlay}", *(f"components/{name}" for name in components)]
     copy_manifests(manifests, wanted, folder / _COPY)
     built = build(folder / _COPY / "overlays" / answers.overlay)
@@ -112,7 +116,6 @@ def _write_run(
             (folder / name).rename(place / name)
     up = "../" if copying else ""
     run: dict[str, Any] = {
-        "labels": [_labels(answers.run, selectors=has_names)],
         "resources": [f"{up}{_COPY}/overlays/{answers.overlay}"],
         "components": [f"{up}{_COPY}/components/{name}" for name in lower],
         "configMapGenerator": [_config_map(folder, answers, list(configuration.files))],
@@ -123,7 +126,8 @@ def _write_run(
         ],
         "patches": _write_patches(place, answers, layout, built),
     }
-    top: dict[str, Any] = {"namespace": answers.namespace}
+    # Above what components add, which must be found, and select, by the run's id as all the rest.
+    top: dict[str, Any] = {"namespace": answers.namespace, "labels": [_labels(answers.run, selectors=has_names)]}
     if has_names:
         top["namePrefix"] = f"{answers.run}-"
     if copying:
@@ -136,7 +140,7 @@ def _write_run(
         _write_kustomization(folder, top | run)
 
 
-def _write_patches(place: Path, answers: Answers, layout: PodLayout, built: Sequence[Manifest]) -> list[dict[str, str]]:
+def _write_patches(place: Path, answers: Answers, layout: PodLayout, built: Sequence[Manifest]) -> list[dict[str, Any]]:
     """Write the patches, a file per purpose. Returns: their entries."""
     files = {
         "sizes.yaml": patches.sizes(answers, layout),
@@ -147,10 +151,10 @@ def _write_patches(place: Path, answers: Answers, layout: PodLayout, built: Sequ
     for name, content in files.items():
         if content:
             _write_yaml(place / name, *content)
-    entries = [{"path": name} for name, content in files.items() if content]
+    entries: list[dict[str, Any]] = [{"path": name} for name, content in files.items() if content]
     # kustomize takes one patch that deletes per entry.
     entries += [{"patch": yaml.safe_dump(item, sort_keys=False)} for item in patches.removed(built)]
-    return entries
+    return [*entries, _dns(answers.dns)] if answers.dns else entries
 
 
 def _write_once(folder: Path, answers: Answers, built: Sequence[Manifest]) -> None:
@@ -192,6 +196,13 @@ def _run_file_first(name: str) -> tuple[bool, str]:
 
 def _labels(run: str, *, selectors: bool) -> dict[str, Any]:
     return {("includeSelectors" if selectors else "includeTemplates"): True, "pairs": {"tandem.run/id": run}}
+
+
+def _dns(addresses: Sequence[str]) -> dict[str, Any]:
+    """Admit the DNS Service's own addresses: there NodeLocal DNSCache answers, on the node, which no policy selects."""
+    blocks = [{"ipBlock": {"cidr": str(ip_network(address))}} for address in addresses]
+    patch = [{"op": "add", "path": "/spec/egress/0/to/-", "value": block} for block in blocks]
+    return {"target": {"kind": "NetworkPolicy", "name": "dns"}, "patch": yaml.safe_dump(patch, sort_keys=False)}
 
 
 def _engine_size(hosts: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from coordinator.fleet.kubernetes.api.pods import COMPONENT_LABEL, NAME, NAME_LA
 from launcher.deploy import restricted
 from launcher.deploy.live.api import Object, OperatorApi
 from launcher.deploy.live.run import POD, RUN_ROOT
-from servicekit.errors import DeadlineExceeded, NotReady, TandemError
+from servicekit.errors import DeadlineExceeded, NotReady, PermissionDenied, TandemError
 
 CONTAINER = "files"
 # It ends by itself if this machine does not come back to delete it.
@@ -27,7 +27,12 @@ def helper_pod(
     Raises: NotReady: it cannot start: the image, the claim; DeadlineExceeded: it has not started in `timeout_s`.
     """
     name = f"{run}-files-{secrets.token_hex(3)}"
-    api.create(POD, _pod(name, run, image, claim, read_only=read_only))
+    namespace: Object | None = None
+    with contextlib.suppress(PermissionDenied):
+        namespace = api.read(f"/api/v1/namespaces/{api.namespace}", f"get namespace {api.namespace}")
+    pod = _pod(name, run, image, claim, read_only=read_only)
+    pod["spec"] |= restricted.pod(namespace)
+    api.create(POD, pod)
     try:
         _await_running(api, name, timeout_s)
         yield name
@@ -47,7 +52,7 @@ def _pod(name: str, run: str, image: str, claim: str, *, read_only: bool) -> Obj
         "resources": {"requests": amounts, "limits": amounts},
         "volumeMounts": [{"name": "run", "mountPath": RUN_ROOT, "readOnly": read_only}],
     }
-    spec = restricted.POD | {
+    spec = {
         "terminationGracePeriodSeconds": 1,
         "activeDeadlineSeconds": _LIVES_S,
         "affinity": restricted.near({RUN_LABEL: run}),

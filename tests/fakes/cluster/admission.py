@@ -3,7 +3,9 @@
 immutable fields   of Jobs, StatefulSets, Deployments, claims, RoleBindings, ConfigMaps and Secrets
 PodSecurity        `restricted` (with `baseline`, which it includes), for pods: of a workload a server only warns, and
                    then refuses the pods that its controller makes
+OpenShift          user and group ids that are not of the project's range, which its namespace is annotated with
 schemas            strictly, of built-in kinds
+pods               what pods.py lists, which schemas let pass: in a workload's template a server does not look for it
 
 It knows no defaults (a server adds fields), no quotas, no other admission, and nothing of custom resources: neither
 their schemas nor what their webhooks refuse.
@@ -15,11 +17,14 @@ from typing import Any
 import kubernetes_validate
 
 from tests.fakes.cluster.kinds import BUILT_IN
+from tests.fakes.cluster.pods import pod_errors
 from tests.fakes.cluster.store import Object, refusal
 
 # The fields of a version are those of all newer ones, and some servers are still of this one.
 SCHEMAS = "1.32"
 ENFORCE = "pod-security.kubernetes.io/enforce"
+# OpenShift's annotation of a project: `first/number`.
+UID_RANGE = "openshift.io/sa.scc.uid-range"
 # Fields of `spec` that can be changed; all others cannot.
 MUTABLE_SPEC = {
     "Job": {"parallelism", "suspend", "activeDeadlineSeconds", "backoffLimit", "ttlSecondsAfterFinished"},
@@ -99,8 +104,10 @@ def _forbidden(kind: str, fixed: list[str]) -> str:
     return f"{text} (changed: {', '.join(fixed)})"
 
 
-def check_pod(namespace: Object, pod: Mapping[str, Any], name: str) -> None:
-    """Raises: Refusal: 403: the namespace enforces what the pod breaks."""
+def check_pod(namespace: Object, pod: Object, name: str) -> None:
+    """Raises: Refusal: 422: it is no valid pod; 403: the namespace enforces what the pod breaks."""
+    if wrong := list(pod_errors({**pod, "metadata": {**pod.get("metadata", {}), "name": name}})):
+        raise refusal(422, "Invalid", f'Pod "{name}" is invalid: {", ".join(wrong)}')
     level = (namespace["metadata"].get("labels") or {}).get(ENFORCE, "privileged")
     broken = list(violations(pod["spec"])) if level == "restricted" else []
     if broken:
@@ -109,6 +116,21 @@ def check_pod(namespace: Object, pod: Mapping[str, Any], name: str) -> None:
             "Forbidden",
             f'pods "{name}" is forbidden: violates PodSecurity "restricted:latest": {", ".join(broken)}',
         )
+    if outside := list(_outside(pod["spec"], (namespace["metadata"].get("annotations") or {}).get(UID_RANGE, ""))):
+        text = f"unable to validate against any security context constraint: [{', '.join(outside)}]"
+        raise refusal(403, "Forbidden", f'pods "{name}" is forbidden: {text}')
+
+
+def _outside(spec: Object, uid_range: str) -> Iterator[str]:
+    """The ids that the constraint `restricted-v2` of a project refuses; none: it is no project."""
+    first, _, number = uid_range.partition("/")
+    allowed = range(int(first or 0), int(first or 0) + int(number or 0))
+    contexts = [spec.get("securityContext") or {}, *(c.get("securityContext") or {} for c in spec["containers"])]
+    for context in contexts if allowed else []:
+        for key in sorted({"fsGroup", "runAsUser"} & set(context)):
+            if context[key] not in allowed:
+                text = f"must be in the ranges: [{allowed[0]}, {allowed[-1]}]"
+                yield f"provider restricted-v2: .spec.securityContext.{key}: Invalid value: {context[key]}: {text}"
 
 
 def violations(spec: Mapping[str, Any]) -> Iterator[str]:

@@ -161,7 +161,7 @@ class Verbs:
 
     def _collect(self, key: Key) -> None:
         """The garbage collector, of pods of a set or a Job of the test."""
-        if key[0] in ("Job", "StatefulSet"):
+        if key[0] in ("Job", "JobSet", "LeaderWorkerSet", "StatefulSet"):
             for each in [one for one in self._store.objects if one[:2] == ("Pod", key[1])]:
                 if each[2].startswith(f"{key[2]}-"):
                     self._store.delete(each)

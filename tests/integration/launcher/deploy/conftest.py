@@ -48,6 +48,8 @@ def cluster(tmp_path: Path) -> Iterator[FakeCluster]:
         fake.claim("models", "team", "ReadWriteMany", folder=tmp_path / "volume")
         head = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "redis-auth", "namespace": "team"}}
         fake.put({**head, "data": {"url": "eA==", "password": "eA==", "users.acl": "eA=="}})
+        head = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "kube-dns", "namespace": "kube-system"}}
+        fake.put({**head, "spec": {"clusterIP": "10.96.0.10", "clusterIPs": ["10.96.0.10"]}})
         yield fake
 
 

@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from launcher.deploy.live.kinds import KINDS
 from tests.fakes.cluster.fake_cluster import FakeCluster
+from tests.fakes.cluster.kinds import CONTROLLERS
 from tests.integration.launcher.deploy.conftest import ANSWERS, Deploy, Done, write_run
+from tests.manifests.kustomize import build
 
 pytestmark = pytest.mark.integration
 
@@ -21,6 +24,68 @@ def test_nothing_is_wrong_and_nothing_was_changed(deploy: Deploy, cluster: FakeC
     assert "warning" not in done.text
     assert cluster.objects == before
     assert cluster.seen["create pods"] == 4  # all of them dry runs
+
+
+def dns_blocks(folder: Path) -> list[str]:
+    """The addresses that the policy `dns` opens."""
+    build.cache_clear()  # the folder is written again
+    (policy,) = [each for each in build(folder) if each["metadata"]["name"] == "math-dns"]
+    return [peer["ipBlock"]["cidr"] for peer in policy["spec"]["egress"][0]["to"] if "ipBlock" in peer]
+
+
+USUAL = ["169.254.20.10/32", "169.254.169.254/32"]
+
+
+def test_the_address_of_dns_is_open_to_pods(deploy: Deploy, cluster: FakeCluster, tmp_path: Path) -> None:
+    """There NodeLocal DNSCache answers, where kube-proxy uses iptables."""
+    assert new(deploy, tmp_path).code == 0
+    assert dns_blocks(tmp_path / "math") == [*USUAL, "10.96.0.10/32"]
+    service = cluster.get("Service", "kube-dns", "kube-system")
+    service["spec"]["clusterIPs"] = ["10.96.0.10", "fd00:10:96::a"]
+    cluster.put(service)
+    done = deploy("check", "math")
+    assert done.code == 0
+    assert "NetworkPolicy = dns\n    is closed to fd00:10:96::a, the cluster's DNS" in done.text
+    assert new(deploy, tmp_path, "--force").code == 0
+    assert dns_blocks(tmp_path / "math") == [*USUAL, "10.96.0.10/32", "fd00:10:96::a/128"]
+    assert "NetworkPolicy" not in deploy("check", "math").text
+
+
+def test_an_address_of_dns_that_may_not_be_read_is_said(deploy: Deploy, cluster: FakeCluster, tmp_path: Path) -> None:
+    cluster.refuse("get services kube-dns")
+    done = new(deploy, tmp_path)
+    assert done.code == 0, done.text
+    assert "whether pods may ask the cluster's DNS at its address was not checked" in done.text
+    assert "get service kube-system/kube-dns" in done.text
+    assert dns_blocks(tmp_path / "math") == USUAL
+
+
+def test_a_pod_that_the_server_refuses_with_the_runs_labels(
+    deploy: Deploy, cluster: FakeCluster, tmp_path: Path
+) -> None:
+    """Without the run's id nothing is twice, and the trial would pass."""
+    assert new(deploy, tmp_path).code == 0
+    patch = tmp_path / "math" / "sizes.yaml"
+    term = "{topologyKey: zone, matchLabelKeys: [tandem.run/id], labelSelector: {matchLabels: {tandem.run/id: math}}}"
+    affinity = f"affinity: {{podAffinity: {{requiredDuringSchedulingIgnoredDuringExecution: [{term}]}}}}"
+    patch.write_text(patch.read_text().replace("    spec:\n", f"    spec:\n      {affinity}\n"))
+    done = deploy("check", "math")
+    assert done.code == 2, done.text
+    assert "the API server refuses its pods" in done.text
+    assert "exists in both matchLabelKeys and labelSelector" in done.text
+
+
+@pytest.mark.parametrize("kind", ["JobSet", "LeaderWorkerSet", "StatefulSet", "Pod"])
+def test_an_id_whose_sets_or_pods_are_left_is_taken(
+    deploy: Deploy, cluster: FakeCluster, tmp_path: Path, kind: str
+) -> None:
+    cluster.installed |= set(CONTROLLERS)
+    head = {"name": "left", "namespace": "team", "labels": {"tandem.run/id": "math"}}
+    (version,) = [each.api_version for each in KINDS if each.name == kind]
+    cluster.put({"apiVersion": version, "kind": kind, "metadata": head, "spec": {}})
+    done = new(deploy, tmp_path)
+    assert done.code == 2, done.text
+    assert f"RUN = math\n    is taken in namespace team: {kind} left since" in done.text
 
 
 def test_gpus_that_no_node_offers(deploy: Deploy, cluster: FakeCluster, tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ from launcher.deploy.live.diff import LAST_APPLIED
 from launcher.deploy.live.kinds import KINDS
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_api.coordinator.v1 import coordinator_pb2_grpc as pb_grpc
+from tests.fakes.cluster.controllers import pods_of as pods_of_workload
 from tests.fakes.cluster.fake_cluster import FakeCluster
+from tests.fakes.cluster.kinds import CONTROLLERS
 from tests.fakes.cluster.store import Object
 from tests.integration.launcher.deploy.conftest import ANSWERS, Deploy, write_run
 from tests.manifests.kustomize import build, component_of, kubectl, pod_template, workloads
@@ -290,6 +292,84 @@ def test_delete_removes_the_run_and_nothing_else(deploy: Deploy, cluster: FakeCl
     assert deploy("delete", "math", "--yes", "--claims", "-n", "team").code == 0
     assert cluster.names("PersistentVolumeClaim") == ["models", "run"]
     assert deploy("delete", "math", "--yes", "-n", "team").code == 2
+
+
+@pytest.fixture
+def groups(deploy: Deploy, cluster: FakeCluster, tmp_path: Path) -> Path:
+    """The run `math` as a JobSet and a LeaderWorkerSet, applied, beside such a run `other`; all pods ready."""
+    cluster.installed |= set(CONTROLLERS)
+    sections: Any = {
+        "rollout": {"replicas": 2, "tensor_parallel": 16, "nodes": 2},
+        "fleet": {"rollout_set_kind": "LeaderWorkerSet", "trainer_set_kind": "JobSet"},
+    }
+    config = str(write_run(tmp_path, **sections))
+    components = ["--component", "lws-rollout", "--component", "jobset-trainer"]
+    for run in ("math", "other"):
+        done = deploy("new", run, "-c", config, *ANSWERS, *components)
+        assert done.code == 0, done.text
+        apply(tmp_path / run)
+        ready = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
+        for each in workloads(build(tmp_path / run)):
+            for pod in pods_of_workload(each):
+                cluster.put({**pod, "status": ready})
+    return tmp_path / "math"
+
+
+def test_status_lists_groups_with_their_sizes_and_troubles(deploy: Deploy, cluster: FakeCluster, groups: Path) -> None:
+    sizes = {"trainer": "2 of 2 ready", "rollout": "2 of 2 ready", "rollout-worker": "2 of 2 ready"}
+    assert sizes.items() <= lines_of(deploy("status", "math").text).items()
+    (trainer,) = [name for name in cluster.names("Pod") if name.startswith("math-trainer-hosts-0-1-")]
+    cluster.delete("Pod", trainer, "team")
+    worker = cluster.get("Pod", "math-rollout-1-1", "team")
+    waiting = {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "name": "rollout", "restartCount": 3}
+    status = {"phase": "Running", "containerStatuses": [{**waiting, "image": "i", "imageID": "", "ready": False}]}
+    cluster.put({**worker, "status": status})
+    jobs = cluster.get("JobSet", "math-trainer", "team")
+    failed = {"type": "Failed", "status": "True", "reason": "FailedJobs", "message": "20 restarts"}
+    cluster.put({**jobs, "status": {"conditions": [failed]}})
+    done = deploy("status", "math")
+    lines = lines_of(done.text)
+    assert lines["trainer"] == "1 of 2 ready, Failed since ? (FailedJobs: 20 restarts)"
+    assert lines["rollout"] == "2 of 2 ready"
+    assert lines["rollout-worker"] == "1 of 2 ready"
+    assert "pod math-rollout-1-1: container rollout: CrashLoopBackOff" in done.text
+
+
+def test_delete_takes_groups_their_policies_and_waits_for_their_pods(
+    deploy: Deploy, cluster: FakeCluster, groups: Path
+) -> None:
+    others = {key for key, each in cluster.objects.items() if each["metadata"].get("labels", {}).get(RUN) == "other"}
+    done = deploy("delete", "math", "--yes")
+    assert done.code == 0, done.text
+    left = {key for key, each in cluster.objects.items() if each["metadata"].get("labels", {}).get(RUN) == "math"}
+    assert {kind for kind, _, _ in left} <= {"PersistentVolumeClaim"}
+    assert not [key for key in cluster.objects if key[2].startswith("math-") and key not in left]
+    for name in ("JobSet/math-trainer", "LeaderWorkerSet/math-rollout", "NetworkPolicy/math-rollout-worker"):
+        assert f"{name} deleted" in done.text
+    assert others <= set(cluster.objects)
+
+
+def test_groups_that_may_not_be_listed_are_not_left_behind_silently(
+    deploy: Deploy, cluster: FakeCluster, groups: Path
+) -> None:
+    cluster.refuse("list jobsets", "list secrets")
+    assert "jobsets: " in lines_of(deploy("status", "math").text)["not read"]
+    for name in [name for name in cluster.names("Pod") if name.startswith("math-trainer-")]:
+        cluster.delete("Pod", name, "team")
+    done = deploy("delete", "math", "--yes")
+    assert done.code == 1, done.text
+    assert "list jobsets" in done.text
+    assert "not looked for: secrets" in done.text
+    assert "math-trainer" in cluster.names("JobSet")
+
+
+RUN = "tandem.run/id"
+
+
+def lines_of(text: str) -> dict[str, str]:
+    """What status prints, by name."""
+    pairs = [line.strip().split("  ", 1) for line in text.splitlines()]
+    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
 
 
 def test_delete_asks_where_there_is_no_yes(deploy: Deploy, cluster: FakeCluster, applied: Path) -> None:

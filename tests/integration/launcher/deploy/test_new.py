@@ -1,14 +1,29 @@
 """`tandem deploy new` and `check`: what is written, what it builds to with the real kubectl, and what is refused."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.fakes.cluster.admission import check_pod
+from tests.fakes.cluster.controllers import pods_of
 from tests.fakes.cluster.fake_cluster import FakeCluster
 from tests.integration.launcher.deploy.conftest import ANSWERS, Deploy, write_run
-from tests.manifests.kustomize import build, component_of, containers, environment, kinds, pod_template, workloads
+from tests.manifests.kustomize import (
+    COMPONENTS,
+    build,
+    component_of,
+    containers,
+    environment,
+    kinds,
+    label,
+    matches,
+    pod_template,
+    workloads,
+)
+from tests.manifests.test_many_runs import pod_selectors
 
 pytestmark = pytest.mark.integration
 
@@ -136,15 +151,66 @@ def test_the_folder_needs_no_checkout(deploy: Deploy, tmp_path: Path) -> None:
     assert not [path for path in moved.rglob("*") if path.is_symlink()]
 
 
-@pytest.mark.parametrize(
-    "components", [("monitoring",), ("mtls", "gpu-nccl"), ("jobset-trainer", "kueue"), ("reward-server",)]
-)
-def test_components_are_added(deploy: Deploy, tmp_path: Path, components: tuple[str, ...]) -> None:
-    folder = new(deploy, tmp_path, *(word for each in components for word in ("--component", each)))
-    for workload in workloads(build(folder)):
-        assert workload["metadata"]["namespace"] == "team"
-        assert pod_template(workload)["metadata"]["labels"]["tandem.run/id"] == "math"
-    assert deploy("check", "math").code == 0
+GROUPS: dict[str, Any] = {
+    "rollout": {"replicas": 1, "tensor_parallel": 16, "nodes": 2},
+    "fleet": {"rollout_set_kind": "LeaderWorkerSet", "trainer_set_kind": "JobSet"},
+}
+# Those that go with each other, in an order in which people write them.
+TOGETHER = [
+    ("monitoring", "reward-server", "openshift", "autoscale-rollout"),
+    ("mtls", "gpu-nccl", "disk-transport", "gpu-nodes"),
+    ("external-redis", "tracing", "pull-secret", "gpu-nccl/ipc-lock"),
+    ("jobset-trainer", "kueue", "gpu-nodes/priority", "gpu-nodes/runtime-class"),
+    ("jobset-trainer", "lws-rollout", "monitoring", "mtls", "openshift"),
+    ("lws-rollout", "autoscale-rollout", "external-redis", "tracing", "names"),
+]
+
+
+@pytest.mark.parametrize("components", TOGETHER, ids="+".join)
+def test_components_are_added(
+    deploy: Deploy, cluster: FakeCluster, tmp_path: Path, components: tuple[str, ...]
+) -> None:
+    """All objects are of the run, so that it is found and deleted whole; pods are what an API server takes."""
+    more = [word for each in components for word in ("--component", each)]
+    sections = (
+        GROUPS if "lws-rollout" in components else {"fleet": {**GROUPS["fleet"], "rollout_set_kind": "StatefulSet"}}
+    )
+    built = build(new(deploy, tmp_path, *more, **sections))
+    for each in built:
+        assert each["metadata"]["labels"]["tandem.run/id"] == "math", label(each)
+        assert each["metadata"]["namespace"] == "team"
+        for selector, component in itertools.product(pod_selectors(each), SERVICES):
+            other = {"app.kubernetes.io/component": component, "tandem.run/id": "other"}
+            assert not matches(selector, {"app.kubernetes.io/name": "tandem", **other}), f"{label(each)}: {selector}"
+    pods = [pod for workload in workloads(built) for pod in pods_of(workload)]
+    for pod in pods:
+        check_pod(cluster.get("Namespace", "team", ""), pod, pod["metadata"]["name"])
+        assert pod["metadata"]["labels"]["tandem.run/id"] == "math"
+    assert len(pods) >= 5
+    done = deploy("check", "math")
+    assert done.code == 0, done.text
+
+
+SERVICES = ("coordinator", "trainer", "rollout", "rollout-worker", "redis", "reward-server")
+
+
+def test_components_are_all_in_one_of_these() -> None:
+    assert {*COMPONENTS} - {"single-node"} <= {each for together in TOGETHER for each in together}
+
+
+def test_objects_without_the_runs_id_are_named(deploy: Deploy, tmp_path: Path) -> None:
+    """An overlay of an earlier Tandem, which had the labels in the lower kustomization only."""
+    components = ["--component", "lws-rollout", "--component", "jobset-trainer"]
+    folder = new(deploy, tmp_path, *components, **GROUPS)
+    upper = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    lower = yaml.safe_load((folder / "run" / "kustomization.yaml").read_text())
+    lower["labels"] = upper.pop("labels")
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(upper))
+    (folder / "run" / "kustomization.yaml").write_text(yaml.safe_dump(lower))
+    done = deploy("check", "math", "--offline")
+    assert done.code == 2, done.text
+    for name in ("JobSet/math-trainer", "LeaderWorkerSet/math-rollout", "NetworkPolicy/math-rollout-worker"):
+        assert f"{name}\n    has tandem.run/id=None, not math" in done.text, done.text
 
 
 def test_engines_over_several_nodes_are_groups(deploy: Deploy, tmp_path: Path) -> None:
@@ -250,12 +316,12 @@ def test_a_bad_answer_is_named_and_nothing_is_written(deploy: Deploy, tmp_path: 
     assert not list(tmp_path.glob(".math*"))
 
 
-@pytest.mark.parametrize("run", ["Math", "math_7b", "-math", "math-", "7b", "m" * 41])
-def test_a_run_id_is_a_dns_label_of_at_most_40_characters(deploy: Deploy, tmp_path: Path, run: str) -> None:
+@pytest.mark.parametrize("run", ["Math", "math_7b", "-math", "math-", "7b", "m" * 38])
+def test_a_run_id_is_a_dns_label_of_at_most_37_characters(deploy: Deploy, tmp_path: Path, run: str) -> None:
     done = deploy("new", "-c", str(write_run(tmp_path)), *ANSWERS, "--out", "x", "--", run)
     assert done.code == 2, done.text
     assert f"RUN = {run}" in done.text
-    assert deploy("new", "m" * 40, "-c", "my.yaml", *ANSWERS).code == 0
+    assert deploy("new", "m" * 37, "-c", "my.yaml", *ANSWERS).code == 0
 
 
 def test_paths_that_pods_do_not_have_are_named(deploy: Deploy, tmp_path: Path) -> None:

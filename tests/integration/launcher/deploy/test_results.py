@@ -56,6 +56,22 @@ def test_files_are_those_of_the_run_without_checkpoints(deploy: Deploy, cluster:
     assert digests(Path("here")) == digests(volume)
 
 
+def test_in_a_project_of_openshift_the_pods_users_are_the_projects(
+    deploy: Deploy, cluster: FakeCluster, volume: Path
+) -> None:
+    namespace = cluster.get("Namespace", "team", "")
+    namespace["metadata"]["annotations"] = {"openshift.io/sa.scc.uid-range": "1000680000/10000"}
+    cluster.put(namespace)
+    refused = deploy("check", "math")
+    assert refused.code == 2, refused.text
+    assert "must be in the ranges" in refused.text
+    assert "--component openshift" in refused.text
+    done = deploy("new", "math", "-c", "my.yaml", *ANSWERS, "--force", "--component", "openshift")
+    assert done.code == 0, done.text
+    done = deploy("results", "math", "--only", "hf")
+    assert done.code == 0, done.text
+
+
 def test_only_what_is_named(deploy: Deploy, volume: Path) -> None:
     assert deploy("results", "math", "--only", "hf").code == 0
     assert set(digests(Path("runs/math"))) == {"hf/model.safetensors", "hf/config.json"}
