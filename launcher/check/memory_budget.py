@@ -213,8 +213,8 @@ def _activations(
     # the final norm's input and output; mcore's buffer for what sequence parallelism gathers
     last = 2 * split * row if stage == parallel.pipeline - 1 else 0
     gathered = _tokens(config, parallel) * row if split < _tokens(config, parallel) else 0
-    # cosines and half as many sines of each micro-batch under way, for all layers (megatron_engine/attention/rotary.py)
-    rotations = 3 * _tokens(config, parallel) * spec.head_dim * _width(config) // 2
+    # cosines and sines of each micro-batch under way, for all layers (megatron_engine/attention/rotary.py)
+    rotations = _tokens(config, parallel) * spec.head_dim * _FLOAT
     under_way = -(-_chunks_under_way(parallel, stage) // parallel.virtual_pipeline)
     return held + last + gathered + under_way * rotations, max((again for _, again in layers), default=0)
 

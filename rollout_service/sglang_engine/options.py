@@ -67,8 +67,11 @@ def model_arguments(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _cuda_arguments(config: RunConfig) -> dict[str, Any]:
-    """Override choices that SGLang makes by the GPU's generation and that a weight sync or float32 cannot use."""
-    chosen = {"moe_runner_backend": MOE_RUNNER}
+    """Override choices that SGLang makes by the GPU's generation and that a weight sync or float32 cannot use.
+
+    And logits as the trainer has them, in float32: a GPU multiplies the bfloat16 weight itself, which stays as it is.
+    """
+    chosen: dict[str, Any] = {"moe_runner_backend": MOE_RUNNER, "enable_fp32_lm_head": True}
     return chosen | ({"attention_backend": FLOAT32_ATTENTION} if config.model.dtype == "float32" else {})
 
 

@@ -1,4 +1,7 @@
-"""No call that means "the current CUDA device" without saying which: it is each thread's own, and GPU 0 at first."""
+"""No call that means "the current CUDA device" without saying which: it is each thread's own, and GPU 0 at first.
+
+And none in the trainer that makes a tensor of a Python number there, for whose copy the host would wait.
+"""
 
 import ast
 
@@ -86,3 +89,31 @@ def test_a_call_without_a_device_is_recognised(line: str) -> None:
 )
 def test_a_call_with_a_device_is_not(line: str) -> None:
     assert without_device(ast.parse(f"import torch\n{line}")) == []
+
+
+def waiting(tree: ast.Module) -> list[str]:
+    """Calls that copy a value from Python to a device: the copy waits for all that the device has to do before."""
+    makers = ("torch.tensor", "torch.as_tensor", "torch.scalar_tensor")
+    return [
+        f"{call.lineno}: {name}(..., device=) waits for the device: torch.full((), value, device=) does not"
+        for name, call in calls(tree)
+        if name in makers and any(keyword.arg == "device" for keyword in call.keywords)
+    ]
+
+
+def test_a_step_makes_no_tensor_of_a_number_that_the_host_waits_for() -> None:
+    found = [f"{name_of(path)}:{what}" for path in python_files("trainer_service") for what in waiting(parse(path))]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("line", "waits"),
+    [
+        ("torch.tensor(3, device=device)", 1),
+        ("torch.as_tensor(rows, device=self.device)", 1),
+        ("torch.tensor(3)", 0),
+        ("torch.full((), 3, device=device)", 0),
+    ],
+)
+def test_a_copy_from_python_is_recognised(line: str, waits: int) -> None:
+    assert len(waiting(ast.parse(f"import torch\n{line}"))) == waits

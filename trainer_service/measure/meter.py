@@ -38,7 +38,7 @@ class StepMeter:
         Returns: train_tokens_per_s; model_flops_utilization: `flops` / what the devices could do in `seconds`;
             train_peak_memory_bytes: of the rank that had most; train_peak_flops_per_s: of all devices.
         """
-        peak = torch.tensor(peak_bytes(self._device), dtype=torch.float64, device=self._device)
+        peak = torch.full((), peak_bytes(self._device), dtype=torch.float64, device=self._device)
         dist.all_reduce(peak, dist.ReduceOp.MAX)
         return {
             "train_tokens_per_s": tokens / seconds,
@@ -52,7 +52,8 @@ class StepMeter:
         """FLOP/s of all ranks' devices."""
         if self._peak_tflops is not None:
             return self._peak_tflops * 1e12 * int(dist.get_world_size())
-        total = torch.tensor(measured_flops_per_s(self._device, self._dtype), dtype=torch.float64, device=self._device)
+        flops_per_s = measured_flops_per_s(self._device, self._dtype)
+        total = torch.full((), flops_per_s, dtype=torch.float64, device=self._device)
         dist.all_reduce(total)
         if dist.get_rank() == 0:
             tflops = float(total) / 1e12 / dist.get_world_size()

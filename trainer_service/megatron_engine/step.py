@@ -143,8 +143,9 @@ class StepRunner:
             sums = self._reduced(state.take_sums(), norm)
             if float(sums[SUMS.index("not_finite")]) > 0:
                 self._leave_out(norm, state, done, of)
-                kept = torch.tensor([name in MEASURED_SUMS for name in SUMS], device=sums.device)
-                sums = torch.where(kept, sums, 0.0)
+                for index, name in enumerate(SUMS):
+                    if name not in MEASURED_SUMS:
+                        sums[index] = 0.0
             else:
                 self._apply(norm)
                 done.norms.append(norm)

@@ -196,7 +196,7 @@ class TokenState:
         self.sums[name] = self.sums[name] + total if name in self.sums else total
 
     def _count(self, name: str, amount: int) -> None:
-        self._add(name, torch.tensor(amount, device=self.weights.device))
+        self._add(name, torch.full((), amount, device=self.weights.device))  # torch.tensor would wait for the GPU
 
     def take_sums(self) -> Tensor:
         """Return the sums of the update, [len(SUMS)] float64, and reset them."""

@@ -34,6 +34,7 @@ def test_a_gpu_keeps_sglangs_own_backends_but_for_kernels_that_change_the_weight
     on_gpu, on_cpu = (arguments(config(), cuda=cuda, dtype="bfloat16") for cuda in (True, False))
     assert {"device", "attention_backend", "sampling_backend"}.isdisjoint(on_gpu)
     assert on_gpu["moe_runner_backend"] == "triton"
+    assert on_gpu["enable_fp32_lm_head"] is True  # as the trainer's (head/logprobs.py)
     assert (on_cpu["device"], on_cpu["attention_backend"]) == ("cpu", "torch_native")
     assert on_gpu["mem_fraction_static"] == 0.8
 

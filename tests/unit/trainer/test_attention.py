@@ -183,6 +183,20 @@ def test_the_kernel_is_used_where_it_can_be(
     assert not core.has_kernel(query)
 
 
+def test_the_kernel_of_a_torch_without_windows_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_torch_2_10(
+        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
+        is_causal: bool = False, return_aux: Any = None,
+    ) -> Tensor:  # fmt: skip
+        raise TypeError
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    query: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(4, 2, 128), device="new")
+    assert core.has_kernel(query)
+    monkeypatch.setattr(core, "varlen_attn", of_torch_2_10)
+    assert not core.has_kernel(query)
+
+
 @pytest.mark.parametrize("kernel", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("size", [2, 3])

@@ -1,16 +1,19 @@
 """The output layer in chunks against all logits together: values, gradients, and the bytes that each holds."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.trainer.live_bytes import LiveBytes
 from trainer_service.batch import chunks
 from trainer_service.batch.chunks import chunk_tokens
-from trainer_service.megatron_engine.head.logprobs import VocabShard, logprob_entropy
+from trainer_service.megatron_engine.head.logprobs import VocabShard, _multiply, logprob_entropy
 
 HIDDEN, VOCAB, PADDED = 6, 23, 26
 ALONE = dist.ProcessGroup(0, 1)
@@ -28,9 +31,10 @@ def inputs(tokens: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Ten
 
 
 def full(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, vocab: int = VOCAB) -> Both:
-    """All logits together, in the inputs' type and then float32, as a model's output layer and a loss do it."""
-    logits = hidden @ weight[:vocab].t()
-    logprobs = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
+    """All logits together, in float32 at least."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    logits = hidden.to(wide) @ weight[:vocab].to(wide).t()
+    logprobs = (logits / temperature).log_softmax(-1)
     return logprobs.gather(-1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
 
 
@@ -76,7 +80,7 @@ def test_gradients_by_finite_differences(chunk: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_chunks_change_rounding_only(dtype: torch.dtype) -> None:
-    """bfloat16: the products are rounded as a model's output layer rounds them, all else is float32."""
+    """bfloat16: the gradient of the logits is rounded, before it is multiplied, and all else is float32."""
     hidden, weight, targets, factors = inputs(50, dtype)
     expected, got = full(hidden, weight, targets, 0.9), in_chunks(hidden, weight, targets, 0.9, 8)
     for one, other in zip(got, expected, strict=True):
@@ -87,6 +91,45 @@ def test_chunks_change_rounding_only(dtype: torch.dtype) -> None:
     near = 2e-6 if dtype is torch.float32 else 0.03
     torch.testing.assert_close(of_hidden, wanted[0], rtol=near, atol=near)
     torch.testing.assert_close(of_weight + weight.main_grad, wanted[1].float(), rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("chunk", [9, 4])
+def test_logits_in_bfloat16_are_not_rounded(chunk: int) -> None:
+    """Logits of about 32, where bfloat16 has a step of 0.25."""
+    hidden, weight, targets, _ = inputs(9, torch.bfloat16)
+    with torch.no_grad():
+        hidden[:, 0] = 8.0
+        weight[:, 0] += 4.0
+    exact = full(hidden.double(), weight.double(), targets, 1.0)
+    rounded = (hidden @ weight[:VOCAB].t()).float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    assert float((rounded - exact[0]).detach().abs().max()) > 0.05
+    for one, other in zip(in_chunks(hidden, weight, targets, 1.0, chunk), exact, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=1e-5)
+
+
+class _Made(TorchDispatchMode):  # type: ignore[misc]
+    """Operators, with the type and columns of what they made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[str, torch.dtype, int]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.dim() == 2:
+            self.seen.add((str(func), out.dtype, out.shape[1]))
+        return out
+
+
+def test_a_gpu_multiplies_bfloat16_into_float32() -> None:
+    """On tensors of a GPU that is not there, no logits are in bfloat16, not even for a moment."""
+    torch._C._ensureCUDADeviceGuardSet()
+    made = _Made()
+    with FakeTensorMode(), torch.no_grad(), made:
+        hidden, weight = (torch.empty(rows, HIDDEN, dtype=torch.bfloat16, device="cuda") for rows in (9, PADDED))
+        _multiply(hidden, weight)
+    products = {(name, dtype) for name, dtype, columns in made.seen if columns == PADDED and name != "aten.t.default"}
+    assert products == {("aten.mm.dtype", torch.float32)}
 
 
 @pytest.mark.parametrize(("tokens", "columns", "chunk"), [(1024, 2**20, 128), (1000, 2**20, 125), (3, 2**40, 1)])

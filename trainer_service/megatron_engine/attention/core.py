@@ -5,8 +5,9 @@ Legend: T tokens of the row on this rank; n sequences of L tokens with their pad
 Padding follows all real tokens of its sequence, so the causal mask alone excludes it from all results that are used.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from servicekit.logs import get_logger
 from trainer_service.megatron_engine.attention.copies import with_copies
 from trainer_service.megatron_engine.attention.packing import RowPacking
 
@@ -28,6 +30,8 @@ except ImportError:  # before torch 2.10
 # What torch's flash attention computes: type, compute capability, and the size and multiple of head_dim.
 _FLASH_TYPES = (torch.float16, torch.bfloat16)
 _FLASH_CAPABILITY, _FLASH_HEAD_DIM, _FLASH_MULTIPLE = (8, 0), 256, 8
+
+log = get_logger(__name__)
 
 
 class PackedAttention(MegatronModule):
@@ -129,13 +133,22 @@ def has_kernel(query: Tensor) -> bool:
     """Return whether torch's flash attention for sequences of different lengths can take these queries."""
     head_dim = query.shape[-1]
     return (
-        varlen_attn is not None
-        and query.is_cuda
+        query.is_cuda
+        and varlen_attn is not None
+        and _takes_our_arguments(varlen_attn)
         and query.dtype in _FLASH_TYPES
         and head_dim <= _FLASH_HEAD_DIM
         and head_dim % _FLASH_MULTIPLE == 0
         and torch.cuda.get_device_capability(query.device) >= _FLASH_CAPABILITY
     )
+
+
+@lru_cache(maxsize=1)
+def _takes_our_arguments(kernel: Callable[..., Tensor]) -> bool:
+    missing = {"scale", "window_size", "enable_gqa"} - {*signature(kernel).parameters}
+    if missing:  # torch 2.10
+        log.warning("attention without its kernel: varlen_attn lacks arguments", missing=sorted(missing))
+    return not missing
 
 
 @lru_cache(maxsize=256)  # the layers of a micro-batch ask for the same ones

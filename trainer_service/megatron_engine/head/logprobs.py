@@ -4,7 +4,8 @@ Legend: t tokens, c tokens of a chunk, h hidden size, v columns of this rank (th
 group's size), r those of them that belong to tokens. A chunk is [c, r].
 
 The logits of all tokens, [t, v], never exist together: the backward pass computes each chunk's again, unless a single
-chunk has all tokens. At most two float32 chunks are held, forward and backward.
+chunk has all tokens. At most two float32 chunks are held, forward and backward. Logits are never rounded to bfloat16,
+which has a step of 0.25 at 32: log-probs of two engines would differ by more than the engines do.
 """
 
 from collections.abc import Iterator
@@ -16,6 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+
+# Columns that a CPU multiplies at a time: 2,048 rows of a weight 3,584 wide are 28 MiB in float32.
+_CPU_COLUMNS = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +44,26 @@ class VocabShard:
         return mine, torch.where(mine, targets - self.first, 0)[:, None]
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Multiply in the weight's type, then widen and divide by the temperature: [c, r], at least float32."""
-        x = torch.mm(hidden, weight[: self.real].t()).to(_wide(hidden.dtype))
+        """Multiply and divide by the temperature: [c, r], at least float32, and never anything less."""
+        x = _multiply(hidden, weight[: self.real])
         return x if self.temperature == 1.0 else x.div_(self.temperature)
+
+
+def _multiply(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Multiply [c, h] by [r, h]: [c, r], at least float32.
+
+    GPUs multiply bfloat16 into float32 as fast as into bfloat16. CPUs have no such product, and are slow at bfloat16: a
+    part of the weight after the other is widened (256 tokens, 32,768 columns of 896: 0.22 s in place of 1.5 s).
+    """
+    wide = _wide(hidden.dtype)
+    if hidden.dtype == wide:
+        return torch.mm(hidden, weight.t())
+    if hidden.is_cuda:
+        return torch.mm(hidden, weight.t(), out_dtype=wide)
+    hidden, x = hidden.to(wide), hidden.new_empty(len(hidden), len(weight), dtype=wide)
+    for columns in _chunks(len(weight), _CPU_COLUMNS):
+        torch.mm(hidden, weight[columns].to(wide).t(), out=x[:, columns])
+    return x
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -89,7 +89,7 @@ class PolicyModel(GPTModel):
     def _rotation(self, position_ids: Tensor, longest: int) -> Rotation:
         made = self.rotary_pos_emb.get_emb(longest)
         angles, factor = made if isinstance(made, tuple) else (made, 1.0)  # YaRN's come with its factor
-        return Rotation.of(angles, position_ids, factor, self.config.params_dtype)
+        return Rotation.of(angles, position_ids, factor)
 
     def _postprocess(self, hidden_states: Tensor, *, labels: ChosenTokens, **_: Any) -> Any:
         """Return hidden states to the next stage, or the results of the last one."""
