@@ -1,5 +1,6 @@
 """docker-compose.yml says what the services' settings, the Dockerfiles, the monitoring files and the document say."""
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -15,8 +16,9 @@ from tests.house.repository import REPO
 from tests.images.compose import FILE, OURS, VARIABLE, compose, of_profile, resolved, service, variables
 from tests.images.dockerfiles import read
 from tests.images.test_dockerfiles import ENTRYPOINTS, GPU_BASE
+from tests.manifests.nccl_rule import EVERY, GpuContainer, faults, transport
 from tests.manifests.test_settings import known_flags
-from weightsync.group.nccl_settings import settle_containers
+from weightsync.group.nccl_settings import settle_nccl_settings
 
 KIND = {name: kind for kind, names in OURS.items() for name in names}
 SERVICES = sorted(KIND)
@@ -26,9 +28,9 @@ OF_THE_COORDINATOR = {"TANDEM_WEB_PORT", "TANDEM_KUBE_NAMESPACE", "TANDEM_ROLLOU
 # Read by trainer_service.host, which is not imported here: a test runs it as a program.
 OF_THE_TRAINER = {"TANDEM_RANKS_PER_HOST", "TANDEM_HOST_INDEX"}
 
-# Read by NCCL itself, where there are GPUs.
-OF_NCCL = {"NCCL_HOSTID"}
-ON_GPUS = sorted(name for name in SERVICES if service(name).get("ipc") == "host")
+# Read by NCCL and CUDA themselves, where there are GPUs.
+OF_NCCL = {"NCCL_HOSTID", "CUDA_VISIBLE_DEVICES"}
+ON_GPUS = sorted(name for name in SERVICES if service(name)["build"].get("target") == "gpu")
 
 # Settings that one machine's private network does without, and why; all others are set.
 UNSET = {
@@ -164,7 +166,9 @@ def test_a_service_can_gain_nothing(name: str) -> None:
     assert service(name)["cap_drop"] == ["ALL"]
     assert service(name)["security_opt"] == ["no-new-privileges:true"]
     assert service(name)["read_only"] is True
-    assert not {"privileged", "user", "network_mode", "pid"} & set(service(name))
+    assert not {"privileged", "user", "network_mode"} & set(service(name))
+    # CUDA finds the memory of another container's process by its id; all are user 10001 without a capability
+    assert service(name).get("pid") == service(name).get("ipc") == ("host" if name in ON_GPUS else None)
 
 
 @pytest.mark.parametrize("name", sorted(compose()["services"]))
@@ -173,27 +177,39 @@ def test_ports_are_published_on_the_loopback_address(name: str) -> None:
         assert resolved(port).startswith("127.0.0.1:")
 
 
-def test_the_gpu_profile_reserves_a_gpu_for_every_rank() -> None:
+def test_the_gpu_profile_has_a_gpu_for_every_rank() -> None:
     config = load_config(REPO / "examples" / "arithmetic" / "arithmetic.yaml")
     wanted = {"trainer": config.trainer.world_size, "rollout": config.rollout.tensor_parallel, "coordinator": 0}
-    taken: list[str] = []
     for name in sorted(of_profile("gpu") & set(KIND)):
-        reserved = service(name).get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", [])
-        ids = [each for device in reserved for each in device["device_ids"]]
-        assert len(ids) == wanted[KIND[name]], name
-        assert service(name).get("ipc") == ("host" if ids else None), name
-        assert service(name)["environment"]["TANDEM_DEVICE"] == ("cuda" if ids else "auto"), name
-        taken += ids
-    assert len(set(taken)) == len(taken)
+        on_gpu = name in ON_GPUS
+        assert on_gpu == ("deploy" in service(name)), name
+        assert service(name)["environment"]["TANDEM_DEVICE"] == ("cuda" if on_gpu else "auto"), name
+        assert len(gpu_container(name).uses if on_gpu else ()) == wanted[KIND[name]], name
 
 
-def test_on_gpus_all_containers_are_one_host_to_nccl() -> None:
-    """It hashes host name and boot id, and a container's name is its own: they would talk TCP, `ipc: host` or not."""
-    environments = [service(name)["environment"] for name in ON_GPUS]
-    assert len(environments) == 3
-    assert len({each["NCCL_HOSTID"] for each in environments}) == 1
-    settle_containers(environ := dict(environments[0]))
+def test_every_gpu_reaches_every_other_over_nvlink() -> None:
+    """NCCL's rule, whole: a part of it alone makes NCCL choose a path that then fails, in the first PREPARE."""
+    assert len(ON_GPUS) == 3
+    for one, other in itertools.combinations(map(gpu_container, ON_GPUS), 2):
+        assert (transport(one, other), faults(one, other)) == ("P2P", []), f"{one.name} and {other.name}"
+
+
+def gpu_container(name: str) -> GpuContainer:
+    """A service, as NCCL sees it: with what each of its processes sets before NCCL starts."""
+    found = service(name)
+    (reserved,) = found["deploy"]["resources"]["reservations"]["devices"]
+    devices = EVERY if reserved.get("count") == "all" else frozenset(reserved["device_ids"])
+    settle_nccl_settings(environ := dict(found["environment"]), gpu_name="NVIDIA H100 80GB HBM3")
     assert environ["NCCL_CUMEM_HOST_ENABLE"] == "0", "file descriptors do not cross networks"
+    return GpuContainer(
+        name=name,
+        devices=devices,
+        uses=frozenset(environ["CUDA_VISIBLE_DEVICES"].split(",")) if "CUDA_VISIBLE_DEVICES" in environ else devices,
+        ipc=found.get("ipc", name),
+        pids=found.get("pid", name),
+        network=found.get("network_mode", name),
+        environment=environ,
+    )
 
 
 @pytest.mark.parametrize("name", SERVICES)

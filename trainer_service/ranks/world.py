@@ -64,7 +64,8 @@ def device_of(place: Place) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if place.local_rank >= torch.cuda.device_count():
-        raise ConfigError(f"LOCAL_RANK {place.local_rank} has no GPU; this host has {torch.cuda.device_count()}")
+        seen, chosen = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
+        raise ConfigError(f"LOCAL_RANK {place.local_rank} has no GPU: CUDA sees {seen} (CUDA_VISIBLE_DEVICES {chosen})")
     return torch.device("cuda", place.local_rank)
 
 

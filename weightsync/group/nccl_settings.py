@@ -64,7 +64,8 @@ def settle_containers(environ: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables that containers with a common NCCL_HOSTID need, on any rank with a GPU, before NCCL starts.
 
     NCCL_HOSTID makes several containers one host for NCCL. Then they must share host memory by files in /dev/shm:
-    cuMem's allocations are shared by file descriptors over a socket, which needs a common network namespace.
+    cuMem's allocations are shared by file descriptors over a socket, which needs a common network namespace. Memory of
+    GPUs needs all GPUs in each of them, and one namespace of process ids (docs/docker.md).
 
     >>> settle_containers(environ := {"NCCL_HOSTID": "compose"})
     >>> environ["NCCL_CUMEM_HOST_ENABLE"]

@@ -18,15 +18,27 @@ def check_device(wanted: str) -> None:
 
     Args:
         wanted: TANDEM_DEVICE: "cuda" requires a GPU, "auto" takes what there is.
-    Raises: ConfigError: there is no GPU, and why.
+    Raises: ConfigError: there is no GPU, or one of CUDA_VISIBLE_DEVICES is missing, and why.
     """
-    if wanted != "cuda" or torch.cuda.is_available():
+    if wanted != "cuda":
+        return
+    if torch.cuda.is_available():
+        chosen = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
+        if torch.cuda.device_count() < len(chosen):
+            raise ConfigError(
+                f"CUDA_VISIBLE_DEVICES={','.join(chosen)} names {len(chosen)} GPUs, and CUDA sees "
+                f"{torch.cuda.device_count()}: it leaves out all from the first on that is not there (nvidia-smi -L "
+                "lists them), and gives a process one MIG device at most"
+            )
         return
     if torch.version.cuda is None:
         why = f"torch {torch.__version__} is built without CUDA: is this the CPU variant of the image?"
     else:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("NVIDIA_VISIBLE_DEVICES", "unset"))
-        why = f"torch sees none of them (visible devices: {visible or 'none'}): does the pod request nvidia.com/gpu?"
+        why = (
+            f"torch sees none of them (visible devices: {visible or 'none'}): are they on this machine, does the pod "
+            "request nvidia.com/gpu?"
+        )
     raise ConfigError(f"TANDEM_DEVICE=cuda asks for a GPU, but {why}")
 
 

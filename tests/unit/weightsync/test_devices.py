@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from servicekit.errors import ConfigError
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.kit.stores import tiny_spec
 from weightsync.layouts.layout import Parallel
@@ -180,3 +181,28 @@ def test_watched_work_runs_on_the_ranks_gpu(threads: Threads) -> None:
 def test_ranks_hold_a_gpu_each_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch, there: bool, held: int) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
     assert devices.gpus_of(8) == held
+
+
+@pytest.mark.parametrize(
+    ("chosen", "seen", "why"),
+    [
+        (None, 4, ""),
+        ("0,1", 2, ""),
+        ("2,9", 1, "CUDA_VISIBLE_DEVICES=2,9 names 2 GPUs, and CUDA sees 1"),
+        ("MIG-a,MIG-b", 1, "one MIG device at most"),
+    ],
+)
+def test_every_gpu_that_is_chosen_is_there(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None, seen: int, why: str
+) -> None:
+    """CUDA leaves out what it does not find, without a word; a rank would end later, with an error of an engine."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    if not why:
+        devices.check_device("cuda")
+        return
+    with pytest.raises(ConfigError, match=why):
+        devices.check_device("cuda")
