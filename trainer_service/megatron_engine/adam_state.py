@@ -18,6 +18,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from servicekit.errors import ConfigError
+from trainer_service.host_memory import host_like
 from trainer_service.megatron_engine.options.zero import finish_gathering, gather_again, gather_next, own_parts
 from trainer_service.saved.parts import FlatPart, Held, values_of
 
@@ -152,7 +153,7 @@ class AdamState:
         for steps in self._group_steps:
             steps.read()
         if self._copies is None:
-            self._copies = [torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for t in self._remembered]
+            self._copies = host_like(self._remembered)
         # No wait: the copies are in the order of the GPU's stream, as everything that changes these tensors.
         torch._foreach_copy_(self._copies, self._remembered, non_blocking=True)
 

@@ -8,7 +8,7 @@ them (trainer_service/saved/states.py). All files are compared with their digest
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from tandem_files.digests import damages
 from tandem_files.room import check_room
 from trainer_service.engine import Saving
 from trainer_service.megatron_engine.agree import first_text, together
+from trainer_service.megatron_engine.options.zero import gathered
 from trainer_service.saved.files import (
     EXPERTS,
     experts_file,
@@ -38,7 +39,7 @@ from trainer_service.saved.files import (
     read_meta,
     shard_file,
 )
-from trainer_service.saved.parts import Held
+from trainer_service.saved.parts import FlatPart, Held, shape_of
 from trainer_service.saved.shards import SavedShards
 from trainer_service.saved.states import SavedStates
 from trainer_service.saved.writing import (
@@ -85,7 +86,7 @@ def _files(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], device: torch
     return mine
 
 
-def save(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], device: torch.device) -> int:
+def save(folder: Path, held: Mapping[str, Held], meta: Mapping[str, Any], device: torch.device) -> int:
     """Save a checkpoint; every rank must call this. The folder appears, or is replaced, when all shards are on disk.
 
     Args:
@@ -94,9 +95,15 @@ def save(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], d
     Raises: Internal: on every rank, if any of them could not write, e.g. since the disk has no room.
     """
     what, partial, leads = f"write checkpoint {folder}", partial_of(folder), dist.get_rank() == 0
-    mine = _files(tensors, meta, device)
+    mine = _files(_whole(held), meta, device)
+    own = {name for file in mine for name in file.tensors}
     try:
         _make_room(what, partial, mine, device)
+        parts = {name: tensor.cpu() for name, tensor in gathered(held) if name in own}
+        mine = [
+            replace(file, tensors={name: parts.get(name, tensor) for name, tensor in file.tensors.items()})
+            for file in mine
+        ]
         size = together(what, device, lambda: sum(write_file(partial, file) for file in mine))
         together(what, device, (lambda: publish(partial, folder, meta)) if leads else None)
     except Internal:
@@ -104,6 +111,11 @@ def save(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], d
             discard(partial)
         raise
     return size
+
+
+def _whole(held: Mapping[str, Held]) -> dict[str, Tensor]:
+    """Return a tensor without memory in the place of each that is to be gathered."""
+    return {name: shape_of(value) if isinstance(value, FlatPart) else value for name, value in held.items()}
 
 
 def _make_room(what: str, partial: Path, mine: Sequence[SavedFile], device: torch.device) -> int:
@@ -129,7 +141,7 @@ class BackgroundSaver:
         self._mine: Future[Any] | None = None
         self.saving: Saving | None = None
 
-    def begin(self, folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], device: torch.device) -> int:
+    def begin(self, folder: Path, held: Mapping[str, Held], meta: Mapping[str, Any], device: torch.device) -> int:
         """Copy the tensors as they are now and begin to write them; every rank must call this.
 
         Returns: bytes of all tensors, on every rank. On rank 0, `saving` then says how it ends.
@@ -137,10 +149,10 @@ class BackgroundSaver:
         """
         what, partial = f"write checkpoint {folder}", partial_of(folder)
         together(what, device, self._wait)
-        mine = _files(tensors, meta, device)
+        mine = _files(_whole(held), meta, device)
         size = _make_room(what, partial, mine, device)
         count = together(what, device, lambda: len(mine))
-        copies = self._copies.take(mine)
+        copies = self._copies.take(mine, gathered(held))
         if dist.get_rank() == 0:
             self._mine = self._thread.submit(_write_and_publish, partial, copies, count, folder, meta)
             self.saving = Saving(folder=folder, done=self._mine)

@@ -31,7 +31,6 @@ from trainer_service.megatron_engine.layers.layer_spec import chosen_modules
 from trainer_service.megatron_engine.offload.build import build_offload
 from trainer_service.megatron_engine.offload.states import CHECKPOINT, STEP, EngineState
 from trainer_service.megatron_engine.options.recompute import recompute_arguments
-from trainer_service.megatron_engine.options.zero import gathered
 from trainer_service.megatron_engine.reference import ReferencePolicy, check_reference
 from trainer_service.megatron_engine.schedule import MicroBatchTensors, Schedule, to_device
 from trainer_service.megatron_engine.step import StepRunner
@@ -225,13 +224,13 @@ class MegatronEngine:
         """Save weights, a reference policy that is not as it began, and what is configured to be kept beside them."""
         meta = self._meta()
         with self._offload.use(*CHECKPOINT, changes=False):
-            return checkpoint.save(folder, gathered(self._tensors_in(meta)), meta, self._device)
+            return checkpoint.save(folder, self._tensors_in(meta), meta, self._device)
 
     def begin_save(self, folder: Path) -> int:
         """Begin to save the same, from a copy in host memory."""
         meta = self._meta()
         with self._offload.use(*CHECKPOINT, changes=False):
-            return self._saver.begin(folder, gathered(self._tensors_in(meta)), meta, self._device)
+            return self._saver.begin(folder, self._tensors_in(meta), meta, self._device)
 
     @property
     def saving(self) -> Saving | None:

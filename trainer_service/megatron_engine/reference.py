@@ -15,6 +15,7 @@ from torch import Tensor
 
 from servicekit.errors import ConfigError
 from tandem_config.schema import RunConfig
+from trainer_service.host_memory import host_like
 from trainer_service.megatron_engine.offload.states import EngineState, Offload
 from weightsync.layouts.layout import Layout
 from weightsync.model.spec import ModelSpec
@@ -34,11 +35,9 @@ class ReferencePolicy:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], offload: Offload) -> None:
         self._parameters, self._offload = parameters, offload
+        values = host_like(parameter.data for parameter in parameters.values())
         # zeros: padding of the vocabulary is in no file
-        self._values = {
-            name: torch.zeros_like(parameter, device="cpu", requires_grad=False, pin_memory=parameter.is_cuda)
-            for name, parameter in parameters.items()
-        }
+        self._values = {name: value.zero_() for name, value in zip(parameters, values, strict=True)}
         on_host = all(parameter.device.type == "cpu" for parameter in parameters.values())
         if EngineState.PARAMETERS in offload and on_host:
             offload.add(EngineState.REFERENCE, self._values.values())

@@ -46,7 +46,12 @@ Held: TypeAlias = Tensor | FlatPart
 
 def shapes_of(held: Mapping[str, Held]) -> dict[str, Tensor]:
     """Return a tensor without memory for each, of the whole one's shape and type."""
-    return {name: torch.empty(one.shape, dtype=values_of(one).dtype, device="meta") for name, one in held.items()}
+    return {name: shape_of(one) for name, one in held.items()}
+
+
+def shape_of(held: Held) -> Tensor:
+    """Return a tensor without memory of the whole one's shape and type."""
+    return torch.empty(held.shape, dtype=values_of(held).dtype, device="meta")
 
 
 def values_of(held: Held) -> Tensor:

@@ -9,8 +9,9 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from servicekit.errors import Internal
 from servicekit.logs import get_logger
 from tandem_files.atomic import replace_folder, sync_file, write_json_atomic
 from tandem_files.digests import file_digest, write_manifest
+from trainer_service.host_memory import host_like
 from trainer_service.saved.files import FORMAT, META
 from weightsync.transfer.tensors import tensor_checksums
 
@@ -53,19 +55,26 @@ class HostCopies:
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
 
-    def take(self, files: Sequence[SavedFile]) -> list[SavedFile]:
-        """Copy the tensors as they are now; copies taken before are overwritten."""
+    def take(self, files: Sequence[SavedFile], parts: Iterable[tuple[str, Tensor]] = ()) -> list[SavedFile]:
+        """Copy the tensors as they are now; copies taken before are overwritten.
+
+        Args:
+            files: tensors without memory (device "meta") are among `parts`.
+            parts: name and value, one at a time, so that each is freed when it is copied; others are left out.
+        """
         tensors = {name: tensor.detach() for file in files for name, tensor in file.tensors.items()}
-        for name, tensor in tensors.items():
-            held = self._copies.get(name)
-            if held is None or (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
-                self._copies[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        self._copies = {name: self._copies[name] for name in tensors}
-        for name, tensor in tensors.items():
-            self._copies[name].copy_(tensor, non_blocking=True)
+        if {name: (t.shape, t.dtype) for name, t in tensors.items()} != self._kept():
+            self._copies = {}  # freed first
+            self._copies = dict(zip(tensors, host_like(tensors.values()), strict=True))
+        for name, tensor in chain(parts, tensors.items()):
+            if name in self._copies and not tensor.is_meta:
+                self._copies[name].copy_(tensor, non_blocking=True)
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return [replace(file, tensors={name: self._copies[name] for name in file.tensors}) for file in files]
+
+    def _kept(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        return {name: (copy.shape, copy.dtype) for name, copy in self._copies.items()}
 
 
 def write_file(folder: Path, file: SavedFile) -> int:

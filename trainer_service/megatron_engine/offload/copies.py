@@ -15,9 +15,12 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from servicekit.errors import ConfigError
+from trainer_service.host_memory import host_bytes
 from weightsync.transfer.tensors import memory_of
 
 GIB = 2**30
+# Bytes of a storage that need not fit a power of two: they find room beside others.
+_REST = 2**26
 
 
 class Copies(Protocol):
@@ -31,18 +34,30 @@ class Copies(Protocol):
 
 
 class LockedCopies:
-    """Copies in host memory, page-locked, so that a GPU copies at full speed. The caller waits for the GPU."""
+    """Copies in host memory, page-locked, so that a GPU copies at full speed. The caller waits for the GPU.
+
+    In pieces of powers of two, as blocks of host memory are: one storage may have all parameters (ZeRO-1).
+    """
 
     def __init__(self, sizes: Sequence[int], *, locked: bool = True) -> None:
-        self._copies = [torch.empty(size, dtype=torch.uint8, pin_memory=locked) for size in sizes]
+        self._pieces = [_pieces(size) for size in sizes]
+        memory = iter(host_bytes([size for pieces in self._pieces for size in pieces], locked=locked))
+        self._copies = [[next(memory) for _ in pieces] for pieces in self._pieces]
 
     def store(self, number: int, storage: UntypedStorage) -> None:
         """Begin to copy a storage to its place."""
-        self._copies[number].copy_(bytes_of(storage), non_blocking=True)
+        for copy, piece in zip(self._copies[number], bytes_of(storage).split(self._pieces[number]), strict=True):
+            copy.copy_(piece, non_blocking=True)
 
     def load(self, number: int, storage: UntypedStorage) -> None:
         """Begin to copy its bytes back."""
-        bytes_of(storage).copy_(self._copies[number], non_blocking=True)
+        for copy, piece in zip(self._copies[number], bytes_of(storage).split(self._pieces[number]), strict=True):
+            piece.copy_(copy, non_blocking=True)
+
+
+def _pieces(size: int) -> list[int]:
+    """Cut a size into powers of two, from _REST on, and a rest."""
+    return [2**bit for bit in range(_REST.bit_length() - 1, size.bit_length()) if size & 2**bit] + [size % _REST]
 
 
 class FileCopies:

@@ -56,27 +56,25 @@ def own_parts(optimizer: ChainedOptimizer) -> dict[Tensor, OwnPart] | None:
     }
 
 
-def gathered(tensors: Mapping[str, Held]) -> dict[str, Tensor]:
-    """Gather the parts on the first rank of each group, which writes checkpoints; every rank must call this.
+def gathered(tensors: Mapping[str, Held]) -> Iterator[tuple[str, Tensor]]:
+    """Gather the parts, one tensor at a time, and first the step counts, in place; every rank must take all of them.
 
-    Returns: whole tensors, in host memory where they were parts. On other ranks those are empty.
+    Yields: name and whole tensor, on the parts' device. It has its values on the first rank of each group, which writes
+        checkpoints, and any on the others.
     """
-    if not any(isinstance(value, FlatPart) for value in tensors.values()):
-        return {name: values_of(value) for name, value in tensors.items()}
-    _share_steps(tensors)
-    return {
-        name: _gather(value, _group_of(name)) if isinstance(value, FlatPart) else value
-        for name, value in tensors.items()
-    }
+    parts = {name: value for name, value in tensors.items() if isinstance(value, FlatPart)}
+    if parts:
+        _share_steps(tensors)
+    for name, part in parts.items():
+        yield name, _gather(part, _group_of(name))
 
 
 def _gather(part: FlatPart, group: dist.ProcessGroup) -> Tensor:
     """Sum the parts as integers, each in its place among zeros: then no bit changes, not even the sign of a zero."""
     whole = torch.zeros(part.shape, dtype=part.values.dtype, device=part.values.device)
     whole.view(-1)[part.start : part.start + part.values.numel()] = part.values
-    first = dist.get_global_rank(group, 0)
-    dist.reduce(whole.view(torch.int32), first, group=group)
-    return whole.cpu() if dist.get_rank() == first else whole.new_empty(0)
+    dist.reduce(whole.view(torch.int32), dist.get_global_rank(group, 0), group=group)
+    return whole
 
 
 def _share_steps(tensors: Mapping[str, Held]) -> None:
