@@ -319,7 +319,7 @@ class Run:
             await self.checkpointer.complete(self.state, self._check_lead, self._check_lease)
         except NotWritten as error:
             self.missed.note(self.state.iteration, error)
-        if not self.settings.checkpoint_async:
+        if not self.checkpointer.writing:
             await self._settle_checkpoint()
 
     async def _settle_checkpoint(self) -> None:

@@ -44,6 +44,10 @@ class TrainerEngine(Protocol):
         """0 for the initial model, +1 per train step; renumber() may skip numbers."""
 
     @property
+    def on_gpus(self) -> bool:
+        """Whether it computes on GPUs."""
+
+    @property
     def spec(self) -> ModelSpec:
         """The model's sizes."""
 

@@ -232,7 +232,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         with metrics.CHECKPOINT_BLOCKING_SECONDS.time():
             replies = await self._command(Command.SAVE, request.SerializeToString())
         response = pb.SaveCheckpointResponse.FromString(replies[0])
-        if request.background and engine.saving is not None:
+        if response.writing and engine.saving is not None:
             engine.saving.done.add_done_callback(partial(_note_saved, request.path, response, begun_s))
         else:
             _note_saved(request.path, response, begun_s)

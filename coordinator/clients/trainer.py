@@ -138,17 +138,19 @@ class Trainer:
             call = self._stub.ComputeLogprobs(requests, timeout=STEP_TIMEOUT_S)
             return np.concatenate([np.array(reply.logprobs, np.float32) async for reply in call])
 
-    async def save_checkpoint(self, folder: Path, *, background: bool = False) -> int:
+    async def save_checkpoint(self, folder: Path, *, background: bool | None = False) -> bool:
         """Write weights, optimizer and RNG state into a folder.
 
         Args:
-            background: return when a copy is taken; finish_checkpoint waits until it is written.
-        Returns: bytes written.
+            background: return when a copy is taken; None: if the trainer computes on GPUs.
+        Returns: whether the copy is still being written: finish_checkpoint waits for that.
         """
-        request = trainer_pb2.SaveCheckpointRequest(path=str(folder), fence=self._fence, background=background)
+        request = trainer_pb2.SaveCheckpointRequest(
+            path=str(folder), fence=self._fence, background=background is True, background_on_gpus=background is None
+        )
         with rpc_errors(self.name):
             response = await self._stub.SaveCheckpoint(request, timeout=SAVE_TIMEOUT_S)
-        return int(response.bytes)
+        return bool(response.writing)
 
     async def finish_checkpoint(self, folder: Path) -> None:
         """Wait until what save_checkpoint began is written. Raises: Internal: it was not written."""

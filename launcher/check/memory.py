@@ -1,22 +1,34 @@
-"""Checks a configuration against the memory of the GPUs: a line per side, and what to change where it does not fit."""
+"""Checks a configuration against the memory of GPUs and hosts: a line for each, and what to change if it is short."""
 
+import os
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
-from launcher.check.memory_budget import RolloutMemory, TrainerMemory, fitting_tokens, rollout_memory, trainer_memory
+from launcher.check.memory_budget import (
+    DTYPE_BYTES,
+    RolloutMemory,
+    TrainerMemory,
+    rollout_memory,
+    trainer_memory,
+)
 from launcher.run.devices import plan_devices, visible_gpus
 from servicekit.errors import ConfigError
 from tandem_config.loading import Draft
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
+from weightsync.layouts.layout import Parallel
 from weightsync.model.spec import ModelSpec
 
 GIB = 2**30
 # Share of a GPU's memory; above it, what is not counted (CUDA, NCCL, fragments) may not fit.
 NEAR = 0.9
 _ANSWER_TIMEOUT_S = 10.0
+# Host memory of a rank's process beside what is counted: libraries, CUDA's context, NCCL, batches. Not measured yet.
+_PROCESS = 4 * 2**30
+_CGROUP = Path("/sys/fs/cgroup/memory.max")  # as a container sees its limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +47,15 @@ def memory_report(draft: Draft, gib: float | None) -> MemoryReport:
     """
     if draft.config is None or draft.bad_keys:
         return MemoryReport()
-    gib = gpu_memory_gib(draft.config) if gib is None else gib
+    config, here = draft.config, gib is None and draft.config.fleet.kind != "kubernetes"
+    gib = gpu_memory_gib(config) if gib is None else gib
     if gib is None:
         return MemoryReport()
     try:
-        spec = ModelSpec.from_folder(draft.config.model.path)
-        report = check_memory(draft.config, spec, gib)
+        spec = ModelSpec.from_folder(config.model.path)
+        report = check_memory(config, spec, gib)
+        hosts = host_problems(config, spec, config.trainer.world_size, host_gib(), "this machine") if here else ()
+        report = replace(report, problems=(*report.problems, *hosts))
     except ConfigError:
         return MemoryReport()  # check_model reports it
     return replace(report, problems=tuple(draft.placed(report.problems)))
@@ -63,6 +78,66 @@ def smallest_gpu_gib() -> float | None:
         return None
 
 
+def fitting_tokens(config: RunConfig, spec: ModelSpec, memory: float) -> int:
+    """Halve trainer.max_tokens_per_micro_batch until the trainer's peak is at most `memory` bytes; 0 if none fits."""
+    tokens = config.trainer.max_tokens_per_micro_batch // 2
+    while tokens >= 1:
+        smaller = config.trainer.model_copy(update={"max_tokens_per_micro_batch": tokens})
+        found = trainer_memory(config.model_copy(update={"trainer": smaller}), spec)
+        if max(stage.peak for stage in found) <= memory:
+            return tokens
+        tokens //= 2
+    return 0
+
+
+def host_gib() -> float:
+    """Return the memory of this machine, or the limit of this container, in GiB."""
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _CGROUP.read_text(encoding="ascii").strip() if _CGROUP.is_file() else "max"
+    return min(host, int(limit) if limit.isdecimal() else host) / GIB
+
+
+def host_memory(config: RunConfig, spec: ModelSpec, ranks_per_host: int) -> int:
+    """Estimate the host memory of the trainer's fullest host, in bytes: its processes, what they keep, an export.
+
+    A checkpoint takes its copy whether it is written beside the training or not (run.checkpoint_async): kept, or while
+    it is written. Of ranks with equal state the first writes.
+
+    Raises: ConfigError: the parallel sizes do not fit the model.
+    """
+    parallel, stages = Parallel(**config.trainer.parallel_sizes), trainer_memory(config, spec)
+
+    def rank_bytes(rank: int) -> int:
+        stage, place = stages[rank // parallel.stage_size], rank % parallel.stage_size
+        writes_experts, writes = place < parallel.expert * parallel.expert_tensor, place < parallel.tensor
+        saved = stage.saved[0] * writes_experts + stage.saved[1] * writes
+        # rank 0 gathers the whole model for an export
+        return _PROCESS + stage.host + saved + (spec.num_elements * DTYPE_BYTES[config.model.dtype] if rank == 0 else 0)
+
+    ranks = [rank_bytes(rank) for rank in range(parallel.world_size)]
+    return max(sum(ranks[first : first + ranks_per_host]) for first in range(0, len(ranks), ranks_per_host))
+
+
+def host_problems(
+    config: RunConfig, spec: ModelSpec, ranks_per_host: int, gib: float, whose: str
+) -> Iterator[ConfigProblem]:
+    """Compare what the ranks of a trainer host take with the `gib` GiB of `whose` memory."""
+    needed = host_memory(config, spec, ranks_per_host)
+    if needed <= NEAR * gib * GIB:
+        return
+    split = config.trainer.data_parallel * config.trainer.context_parallel > 1
+    zero = "trainer.distributed_optimizer: true, or " if split and not config.trainer.distributed_optimizer else ""
+    undo = "grpo.updates_per_iteration: 1, or " if config.grpo.updates_per_iteration > 1 else ""
+    yield ConfigProblem(
+        key="trainer",
+        value="",
+        message=f"{ranks_per_host} ranks on a host take {_gib(needed)} of host memory, {whose} has {gib:g}: undoing "
+        "steps, checkpoints, an export, offload, reference, processes",
+        suggestion=f"{zero}{undo}more memory",
+        severity=_severity(needed > gib * GIB),
+    )
+
+
 def check_memory(config: RunConfig, spec: ModelSpec, gib: float) -> MemoryReport:
     """Compare a trainer rank (of the stage that needs most) and a rollout rank with GPUs of `gib` GiB.
 
@@ -71,7 +146,11 @@ def check_memory(config: RunConfig, spec: ModelSpec, gib: float) -> MemoryReport
     trainer = max(trainer_memory(config, spec), key=lambda stage: stage.peak)
     rollout = rollout_memory(config, spec)
     problems = [*_trainer_problems(config, spec, trainer, gib), *_rollout_problems(config, rollout, gib)]
-    lines = (_trainer_line(config, trainer, gib), _rollout_line(config, rollout, gib))
+    lines = (
+        _trainer_line(config, trainer, gib),
+        _rollout_line(config, rollout, gib),
+        _host_line(config, spec, trainer),
+    )
     return MemoryReport(lines=lines, problems=tuple(problems))
 
 
@@ -85,16 +164,23 @@ def _trainer_line(config: RunConfig, trainer: TrainerMemory, gib: float) -> str:
     return (
         f"trainer rank{stage}: {_gib(trainer.peak)} of {gib:g} {trainer.moment} ({_gib(trainer.resident)} parameters, "
         f"gradients and AdamW; with {tokens} tokens in a micro-batch {_gib(trainer.activations)} activations and "
-        f"{_gib(trainer.head_backward)} at the output layer){_idle(config, trainer)}"
+        f"{_gib(trainer.head_backward)} at the output layer){_idle(trainer)}"
     )
 
 
-def _idle(config: RunConfig, trainer: TrainerMemory) -> str:
-    """Say what is left between uses, and what it takes of the host; "" where nothing is offloaded."""
-    if trainer.idle == trainer.resident:
-        return ""
-    ranks = f" for each of {config.trainer.world_size} ranks" if config.trainer.world_size > 1 else ""
-    return f"; between uses {_gib(trainer.idle)}, and {_gib(trainer.host)} of page-locked host memory{ranks}"
+def _idle(trainer: TrainerMemory) -> str:
+    """Say what is left between uses; "" where nothing is offloaded."""
+    return "" if trainer.idle == trainer.resident else f"; between uses {_gib(trainer.idle)}"
+
+
+def _host_line(config: RunConfig, spec: ModelSpec, trainer: TrainerMemory) -> str:
+    """Say what all ranks take where they share a host: of Kubernetes, `tandem deploy check` knows the pods."""
+    ranks = min(config.trainer.world_size, 8)
+    of_all = host_memory(config, spec, ranks)
+    return (
+        f"trainer host: {_gib(of_all)} of host memory for {ranks} ranks ({_gib(trainer.host)} of each page-locked, "
+        f"{_gib(sum(trainer.saved))} for a checkpoint of each that writes)"
+    )
 
 
 def _rollout_line(config: RunConfig, rollout: RolloutMemory, gib: float) -> str:

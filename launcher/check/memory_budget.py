@@ -1,11 +1,11 @@
-"""GPU memory of each trainer rank and rollout rank, in bytes, estimated from the settings: no GPU, no torch.
+"""Memory of each trainer rank and rollout rank, in bytes, estimated from the settings: no GPU, no torch.
 
 The trainer is counted as trainer_service.megatron_engine builds it, with flash attention. The micro-batch is taken as
 full, and all of its tokens as completion tokens. Memory peaks either at the output layer, with the activations that
 every layer keeps (forward, or as the backward pass begins), where a layer's activations are computed again
 (trainer.recompute), where its attention reads copies of keys and values (trainer.share_prompts, context parallelism),
-or in the optimizer (AdamW updates all parameters in one call). The tokens of a mixture of experts are taken as evenly
-spread over the experts; prompts and completions that share them as long as they may be.
+or in the optimizer (gradients are clipped, and masters rounded, one tensor at a time). The tokens of a mixture of
+experts are taken as evenly spread over the experts; prompts and completions that share them as long as they may be.
 
 Not counted: what CUDA, NCCL and the allocator's fragments take (1 to 3 GiB); an engine's activations (SGLang's own
 estimate is 1.5 MiB for each token of a prefill chunk; they are freed before a weight sync); other temporary tensors
@@ -48,11 +48,12 @@ class TrainerMemory:
         copies: the copies of keys and values that the attention of one layer reads, and their gradients.
         logits: two chunks of the local vocabulary's, and the hidden states that they are computed from.
         head_backward: the same in the output layer's backward pass, with the gradients of its weight and of its input.
-        optimizer: temporary memory of AdamW's step.
+        optimizer: temporary memory of an optimizer's step: a float32 copy of the largest parameter.
         reference: the reference policy's weights, which are on the GPU only while it is measured.
         buffers: message buffers of a weight sync.
         idle: what is left of `resident` while the trainer does nothing (trainer.offload).
         host: page-locked host memory: what is offloaded, the reference policy, and a copy to undo a step.
+        saved: host memory of a checkpoint's copy, on a rank that writes one: of experts, and of the rest.
     """
 
     stage: int
@@ -67,6 +68,7 @@ class TrainerMemory:
     buffers: int
     idle: int
     host: int
+    saved: tuple[int, int]
 
     @property
     def forward(self) -> int:
@@ -140,7 +142,7 @@ def trainer_memory(config: RunConfig, spec: ModelSpec, *, completion_share: floa
     buffers = _BUCKETS * _bucket_bytes(config)
     found = []
     for stage in range(parallel.pipeline):
-        elements = _elements(spec, cut, stage)
+        elements, largest = _elements(spec, cut, stage)
         stepped = _stepped(config, parallel, elements)
         last = stage == parallel.pipeline - 1
         logits, head_backward = _head(config, spec, parallel, completion_share) if last else (0, 0)
@@ -161,14 +163,22 @@ def trainer_memory(config: RunConfig, spec: ModelSpec, *, completion_share: floa
                 copies=_copies(config, spec, parallel),
                 logits=logits,
                 head_backward=head_backward,
-                optimizer=stepped * _FLOAT,
+                optimizer=largest * _FLOAT,
                 reference=sum(elements) * reference,
                 buffers=buffers,
                 idle=resident - kept - dropped,
                 host=kept + sum(elements) * reference + stepped * _undone(config),
+                saved=(elements[1] * _saved(config), elements[0] * _saved(config)),
             )
         )
     return found
+
+
+def _saved(config: RunConfig) -> int:
+    """Return the bytes of a parameter in a checkpoint."""
+    width, refreshes = _width(config), config.grpo.kl_coefficient != 0 and config.grpo.reference_refresh_every
+    optimizer = 2 * _FLOAT + (_FLOAT if width < _FLOAT else 0)
+    return width * (2 if refreshes else 1) + (optimizer if config.trainer.checkpoint_optimizer else 0)
 
 
 def _undone(config: RunConfig) -> int:
@@ -178,14 +188,15 @@ def _undone(config: RunConfig) -> int:
 
 
 @lru_cache(maxsize=64)
-def _elements(spec: ModelSpec, cut: Parallel, stage: int) -> tuple[int, int]:
-    """Count the parameters of a stage's first rank, those of experts apart.
+def _elements(spec: ModelSpec, cut: Parallel, stage: int) -> tuple[tuple[int, int], int]:
+    """Count the parameters of a stage's first rank, those of experts apart, and those of the largest tensor.
 
     It takes seconds for a large mixture of experts, so it is done once.
     """
     shapes = megatron_layout(spec, cut).parameters_of(stage * cut.stage_size)
-    experts = sum(math.prod(shape) for name, shape in shapes.items() if EXPERTS in name)
-    return sum(math.prod(shape) for shape in shapes.values()) - experts, experts
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    experts = sum(size for name, size in sizes.items() if EXPERTS in name)
+    return (sum(sizes.values()) - experts, experts), max(sizes.values())
 
 
 def _stepped(config: RunConfig, parallel: Parallel, elements: tuple[int, int]) -> int:
@@ -355,18 +366,6 @@ def rollout_memory(config: RunConfig, spec: ModelSpec) -> RolloutMemory:
         token=2 * spec.num_layers * heads * spec.head_dim * width,
         wanted_tokens=rollout.max_total_tokens,
     )
-
-
-def fitting_tokens(config: RunConfig, spec: ModelSpec, memory: float) -> int:
-    """Halve trainer.max_tokens_per_micro_batch until the trainer's peak is at most `memory` bytes; 0 if none fits."""
-    tokens = config.trainer.max_tokens_per_micro_batch // 2
-    while tokens >= 1:
-        smaller = config.trainer.model_copy(update={"max_tokens_per_micro_batch": tokens})
-        found = trainer_memory(config.model_copy(update={"trainer": smaller}), spec)
-        if max(stage.peak for stage in found) <= memory:
-            return tokens
-        tokens //= 2
-    return 0
 
 
 def _width(config: RunConfig) -> int:

@@ -1,14 +1,12 @@
 """Suggests how trainer and replicas share this machine: parallel sizes that divide the model and fit the memory."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-from launcher.check.memory import GIB, NEAR, smallest_gpu_gib
-from launcher.check.memory_budget import fitting_tokens, rollout_memory, trainer_memory
+from launcher.check.memory import GIB, NEAR, fitting_tokens, host_gib, smallest_gpu_gib
+from launcher.check.memory_budget import rollout_memory, trainer_memory
 from launcher.check.model.trainer import check_tensor_size, check_trainer_sizes
 from launcher.init.choices import Choices
 from launcher.run.devices import visible_gpus
@@ -22,7 +20,6 @@ _HOST_SHARE = 0.5
 _COMPLETIONS = 64
 # Of each parameter, in any type: looked at first, since the layout of a large mixture of experts takes seconds.
 _LEAST_BYTES_TRAINER, _LEAST_BYTES_ROLLOUT = 16, 2
-_CGROUP = Path("/sys/fs/cgroup/memory.max")  # as a container sees its limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +44,10 @@ class HostMachine:
 def this_machine() -> HostMachine:
     """Look at this machine."""
     gpus = len(visible_gpus())
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = _CGROUP.read_text(encoding="ascii").strip() if _CGROUP.is_file() else "max"
     return HostMachine(
         gpus=gpus,
         gpu_gib=smallest_gpu_gib() if gpus else None,
-        host_gib=min(host, int(limit) if limit.isdecimal() else host) / GIB,
+        host_gib=host_gib(),
     )
 
 

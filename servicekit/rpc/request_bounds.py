@@ -104,7 +104,12 @@ BOUNDS: Table = {
     },
     "tandem_api.trainer.v1.TrainStepRequest": {"header": SubMessage(), "chunk": SubMessage()},
     "tandem_api.trainer.v1.ComputeLogprobsRequest": {"chunk": SubMessage(), "reference": Flag()},
-    "tandem_api.trainer.v1.SaveCheckpointRequest": {"path": _PATH, "fence": _FENCE, "background": Flag()},
+    "tandem_api.trainer.v1.SaveCheckpointRequest": {
+        "path": _PATH,
+        "fence": _FENCE,
+        "background": Flag(),
+        "background_on_gpus": Flag(),
+    },
     "tandem_api.trainer.v1.FinishCheckpointRequest": {"path": _PATH, "fence": _FENCE},
     "tandem_api.trainer.v1.RestorePolicyRequest": {
         "path": _PATH,

@@ -55,14 +55,15 @@ class RunSection(Section):
         description="Newest checkpoints kept, at least two: if the newest is damaged, the one before is used.",
         json_schema_extra=about("the newest, and one in case it is damaged", unit="checkpoints"),
     )
-    checkpoint_async: bool = Field(
-        False,
+    checkpoint_async: bool | None = Field(
+        None,
         description=(
             "Write checkpoints while training continues, from a copy in the trainer's host memory (as large as the "
-            "checkpoint, kept for the next). The last one, of the final iteration or a stop, is waited for."
+            "checkpoint, kept for the next). The last one, of the final iteration or a stop, is waited for. null: "
+            "where the trainer computes on GPUs."
         ),
         json_schema_extra=about(
-            "the copy doubles what a rank holds, and on CPUs the writer takes the training's cores"
+            "GPUs would wait for the disk; on CPUs the copy doubles what a rank holds, and the writer takes their cores"
         ),
     )
     missed_checkpoint_budget: Annotated[int, Field(ge=0)] = Field(

@@ -61,6 +61,9 @@ class _CudaIsFake(TorchDispatchMode):
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (kwargs or {}).get("pin_memory"):  # which takes a driver
+            with self._fake:
+                return func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
         leaves = pytree.arg_tree_leaves(*args, **(kwargs or {}))
         devices = {each.type for each in leaves if isinstance(each, torch.device)}
         if "cuda" not in devices and not any(isinstance(each, FakeTensor) for each in leaves):

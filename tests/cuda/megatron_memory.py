@@ -3,8 +3,9 @@
     python -m tests.cuda.megatron_memory '{"model": {config.json}, "trainer": {settings}, "dtype": "bfloat16"}'
 
 prints {"resident": bytes, "peak": bytes}: the sum of the fake tensors' storages once the engine is made, and the most
-until the first micro-batch's backward pass would begin (torch has none on fake CUDA tensors). Process groups are fake
-too. A program of its own: it changes torch.cuda for good.
+until the first micro-batch's backward pass would begin (torch has none on fake CUDA tensors). With "grpo": {settings}
+instead {"host": bytes, "saved": bytes}: page-locked memory as torch's allocator rounds it, of an engine that remembers
+a step, and of a checkpoint's copy. Process groups are fake too. A program of its own: it changes torch.cuda for good.
 """
 
 import contextlib
@@ -55,6 +56,7 @@ class CountedFakes(TorchDispatchMode):
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
+        self.locked = 0  # as ATen/core/CachingHostAllocator.h rounds each request
 
     def total(self) -> int:
         """Bytes of the storages that live."""
@@ -62,7 +64,12 @@ class CountedFakes(TorchDispatchMode):
         return sum(size for _, size in self._live.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        if kwargs.pop("pin_memory", False):
+            with self._fake:
+                tensor = func(*args, **kwargs)
+            self.locked += 1 << (tensor.nbytes - 1).bit_length() if tensor.nbytes > 0 else 0
+            return tensor
         leaves = pytree.arg_tree_leaves(*args, **kwargs)
         tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
         fakes = [each for each in tensors if isinstance(each, FakeTensor)]
@@ -162,7 +169,8 @@ def configuration(case: dict[str, Any], folder: Path) -> RunConfig:
         {
             "model": {"path": str(folder), "dtype": case["dtype"]},
             "data": {"train": "unused", "max_prompt_tokens": ROW // 8},
-            "grpo": {"updates_per_iteration": 1, "old_logprobs": "rollout", "max_new_tokens": ROW - ROW // 8},
+            "grpo": {"updates_per_iteration": 1, "old_logprobs": "rollout", "max_new_tokens": ROW - ROW // 8}
+            | case.get("grpo", {}),
             "trainer": {"peak_tflops": 989} | case["trainer"],  # there is nothing to measure
         }
     )
@@ -202,12 +210,21 @@ def measure(case: dict[str, Any]) -> dict[str, int]:
 
         names = torch.autograd
         names.backward = forward_done
-        counted = CountedFakes()
+        counted, device = CountedFakes(), torch.device("cuda", 0)
         with counted:
-            return _measured(config, counted)
+            if "grpo" not in case:
+                return _measured(config, counted)
+            names = torch.UntypedStorage
+            own = names.device
+            # those of fakes say "meta", and what is offloaded is the device's
+            names.device = property(
+                lambda storage: device if own.__get__(storage).type == "meta" else own.__get__(storage)
+            )
+            return _on_host(_made(config), counted)
 
 
-def _measured(config: RunConfig, counted: CountedFakes) -> dict[str, int]:
+def _made(config: RunConfig) -> Any:
+    """The engine."""
     import megatron.core.tensor_parallel.random as megatron_random
 
     from trainer_service.megatron_engine import build, engine
@@ -217,7 +234,27 @@ def _measured(config: RunConfig, counted: CountedFakes) -> dict[str, int]:
     names._set_cuda_rng_state = torch.cuda.set_rng_state
     names = build
     names.PolicyModel.to, names.PolicyModel.bfloat16 = _to, lambda self: self
-    made = engine.MegatronEngine(config, torch.device("cuda", 0))
+    return engine.MegatronEngine(config, torch.device("cuda", 0))
+
+
+def _on_host(made: Any, counted: CountedFakes) -> dict[str, int]:
+    from trainer_service.megatron_engine import checkpoint
+    from trainer_service.megatron_engine.options.zero import gathered
+    from trainer_service.saved.writing import HostCopies
+
+    made._adam.remember()
+    host = counted.locked
+    meta = {"policy_version": 1, "reference": made._refreshes, "optimizer": True, "extra": True}
+    held = made._tensors_in(meta)
+    files = checkpoint._files(checkpoint._whole(held), meta, made._device)
+    copies = HostCopies()
+    for taken in (copies.take(files, gathered(held)), copies.take(files, gathered(held))):  # kept for the second
+        assert all(tensor.device.type == "cpu" for file in taken for tensor in file.tensors.values())
+    return {"host": host, "saved": counted.locked - host}
+
+
+def _measured(config: RunConfig, counted: CountedFakes) -> dict[str, int]:
+    made = _made(config)
     resident = counted.total()
     counted.peak = 0
     with contextlib.suppress(ForwardDone):

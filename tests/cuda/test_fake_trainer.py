@@ -107,6 +107,9 @@ def test_a_step_log_probs_and_staging_stay_on_the_device_of_the_rank(case: str) 
     assert set(answer["devices"]) == {"cpu", str(DEVICE)}
     assert answer["devices"][str(DEVICE)] > 1000
     assert answer["waited"] == [str(DEVICE)]
+    # one kernel, whose step counts are on its device; else the step takes a copy of all parameters
+    assert answer["adamw"] == [True, [str(DEVICE)]]
+    assert answer["stepped"] == ["aten._fused_adamw_.default"]
     sizes = asked["trainer"]
     layout = megatron_layout(
         ModelSpec.from_config(asked["config"]),

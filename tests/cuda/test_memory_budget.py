@@ -53,14 +53,44 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_arithmetic_equals_megatron(name: str, tmp_path: Path) -> None:
-    case = vars(CASES[name]) | {"trainer": CASES[name].trainer | {"max_tokens_per_micro_batch": 8192}}
+def measure(case: dict[str, Any]) -> dict[str, int]:
     command = [sys.executable, "-m", "tests.cuda.megatron_memory", json.dumps(case)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
-    measured = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_arithmetic_equals_megatron(name: str, tmp_path: Path) -> None:
+    case = vars(CASES[name]) | {"trainer": CASES[name].trainer | {"max_tokens_per_micro_batch": 8192}}
+    measured = measure(case)
     spec = ModelSpec.from_config(CASES[name].model)
     (counted,) = trainer_memory(configuration(case, tmp_path), spec, completion_share=CASES[name].completion_share)
     assert counted.resident == pytest.approx(measured["resident"], rel=0.005)
     assert counted.forward == pytest.approx(measured["peak"], rel=0.02)
+
+
+UNDO = {"updates_per_iteration": 4}
+REFRESHED = UNDO | {"kl_coefficient": 0.1, "reference_refresh_every": 4}
+HOSTS = {
+    "7B, TP4 DP2": (DENSE, {"tensor_parallel": 4, "data_parallel": 2, "sequence_parallel": True}, UNDO),
+    "7B, TP4, offload, reference": (DENSE, {"tensor_parallel": 4, "offload": {"optimizer": True}}, REFRESHED),
+    "7B, TP2 DP2, ZeRO-1, offload": (
+        DENSE,
+        {"tensor_parallel": 2, "data_parallel": 2, "distributed_optimizer": True}
+        | {"offload": {"parameters": True, "gradients": True, "optimizer": True}},
+        REFRESHED,
+    ),
+    "1.5B, float32": (TIED, {}, UNDO),
+}
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_page_locked_memory_is_what_is_counted(name: str, tmp_path: Path) -> None:
+    model, trainer, grpo = HOSTS[name]
+    case = {"model": model, "trainer": trainer, "grpo": grpo, "dtype": "float32" if "float32" in name else "bfloat16"}
+    measured = measure(case)
+    (counted,) = trainer_memory(configuration(case, tmp_path), ModelSpec.from_config(model))
+    assert counted.host == pytest.approx(measured["host"], rel=0.05)
+    assert sum(counted.saved) == pytest.approx(measured["saved"], rel=0.05)

@@ -281,6 +281,9 @@ def work(config: RunConfig, folder: Path, answer: dict[str, Any]) -> None:
     answer["seconds"] = sorted(engine.train_step(rows, 2).seconds)
     logprobs, entropies = engine.logprobs(rows)
     answer["shapes"] = [list(logprobs.shape), list(entropies.shape), [rows.num_completion_tokens]]
+    groups = engine._runner.optimizer.param_groups
+    counts = {name: held for name, held in engine._adam.tensors().items() if name.startswith("step/")}
+    answer["adamw"] = [all(group["fused"] for group in groups), sorted({str(each.device) for each in counts.values()})]
     answer["gradients"] = sorted(
         name for name, each in engine._parameters.items() if str(each.main_grad.device) == str(DEVICE)
     )
@@ -303,6 +306,7 @@ def summary(recorded: Recorded) -> dict[str, Any]:
     )
     devices = {device for each in recorded.operations for device in each.devices + each.made}
     return {
+        "stepped": sorted({each.name for each in recorded.operations if "adam" in each.name or "addcdiv" in each.name}),
         "devices": {device: recorded.on(device) for device in sorted(devices)},
         "mixes": [[name, list(dict.fromkeys(found)), where, count] for (name, found, where), count in mixes.items()],
     }

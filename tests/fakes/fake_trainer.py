@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from servicekit.errors import Internal, InvalidRequest, TandemError, Unavailable, WrongVersion
+from servicekit.errors import Internal, InvalidRequest, NotReady, TandemError, Unavailable, WrongVersion
 from servicekit.rpc.fence import FenceGuard
 from tandem_api.common.v1 import common_pb2
 from tandem_api.trainer.v1 import trainer_pb2 as pb
@@ -40,6 +40,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
         faults: one per TrainStep call, None for a good one; `lost_reply` ones fail after the step was done.
         export_faults: the same of ExportModel.
         leaves: it was asked to end; its status says so while a step is unsaved.
+        on_gpus: it says that it computes on GPUs.
     """
 
     policy_version: int = 0
@@ -54,6 +55,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
     save_faults: deque[TandemError | None] = field(default_factory=deque)
     lost_replies: int = 0
     leaves: bool = False
+    on_gpus: bool = False
     # Called by each train step before it is done.
     before_step: Callable[[int], Awaitable[None]] | None = None
     steps: list[Step] = field(default_factory=list)
@@ -68,6 +70,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
         self.saving, self.hold = asyncio.Event(), asyncio.Event()
         self.hold.set()
         self.saved_version = self.policy_version
+        self._background: tuple[Path, int, TandemError | None] | None = None
 
     async def TakeOver(self, request: pb.TakeOverRequest, context: Any) -> pb.TakeOverResponse:
         self.fence.admit(request.fence)
@@ -116,15 +119,16 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
         self.fence.admit(request.fence)
         fault = self.save_faults.popleft() if self.save_faults else None
-        if request.background:
-            self._background = (Path(request.path), self.policy_version, fault)
-        else:
+        beside = request.background or (request.background_on_gpus and self.on_gpus)
+        self._background = (Path(request.path), self.policy_version, fault) if beside else None
+        if not beside:
             await self._save(Path(request.path), self.policy_version, fault)
-        return pb.SaveCheckpointResponse(policy_version=self.policy_version, bytes=1)
+        return pb.SaveCheckpointResponse(policy_version=self.policy_version, bytes=1, writing=beside)
 
     async def FinishCheckpoint(self, request: pb.FinishCheckpointRequest, context: Any) -> pb.FinishCheckpointResponse:
         self.fence.admit(request.fence)
-        assert self._background[0] == Path(request.path)
+        if self._background is None or self._background[0] != Path(request.path):  # as the real one says it
+            raise NotReady(f"checkpoint {request.path} is not being written by this trainer")
         await self._save(*self._background)
         return pb.FinishCheckpointResponse(bytes=1)
 

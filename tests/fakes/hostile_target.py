@@ -35,6 +35,7 @@ class Engine:
     """A trainer's engine that computes nothing."""
 
     policy_version = 0
+    on_gpus = False
     limits = Limits(vocab_size=128, max_positions=64, max_tokens=64)
     parallel = Parallel(tensor=2)
 

@@ -5,8 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kubernetes.utils.quantity import parse_quantity
 
 from coordinator import app as coordinator_app
+from launcher.check.memory import host_memory
+from launcher.deploy.check.overlay import _host_memory
 from launcher.run import processes as plan_processes
 from reward_service import serve as reward_server
 from rollout_service import app as rollout_app
@@ -32,6 +35,7 @@ from tests.manifests.kustomize import (
     templates_of,
     workloads,
 )
+from weightsync.model.presets import preset
 
 ALL = ["base", *OVERLAYS, *VARIANTS]
 # trainer_service.app imports torch; these three are read from its text.
@@ -308,3 +312,21 @@ def test_disruptions_are_budgeted(manifests: tuple[Manifest, ...]) -> None:
 def test_a_job_that_has_ended_stays_for_a_week_and_goes(name: str) -> None:
     (job,) = kinds(overlay(name), "Job")
     assert job["spec"]["ttlSecondsAfterFinished"] == 7 * 24 * 3600
+
+
+@pytest.mark.parametrize("name", ["single-node-gpu", "cluster"])
+def test_a_trainer_pod_holds_what_its_ranks_keep_in_host_memory(name: str) -> None:
+    """A checkpoint that is written beside the training included."""
+    config = load_config(REPO / "deploy" / "overlays" / name / "run.yaml")
+    (template,) = (each for each in pod_templates(overlay(name)).values() if component_of(each) == "trainer")
+    (container,) = containers(template)
+    limit = float(parse_quantity(container["resources"]["limits"]["memory"]))
+    ranks = int(environment(container)["TANDEM_RANKS_PER_HOST"]["value"])
+    spec = preset(config.model.path.name.lower())
+    assert host_memory(config, spec, ranks) < 0.9 * limit
+    # and the checker says so of half the memory
+    half = {**container, "resources": {"limits": {**container["resources"]["limits"], "memory": str(int(limit / 2))}}}
+    template = {**template, "spec": {**template["spec"], "containers": [half]}}
+    (problem,) = _host_memory("StatefulSet/trainer", config, template, ranks)
+    assert (problem.key, problem.severity) == ("StatefulSet/trainer", "error")
+    assert f"{ranks} ranks on a host take " in problem.message

@@ -2,7 +2,8 @@
 
 Two optimizers have one form on disk (a step count per parameter), so that each reads what the other has written:
 
-    torch.optim.AdamW                      its step count is a tensor in each parameter's state
+    torch.optim.AdamW                      its step count is a tensor in each parameter's state, and on its device, as
+                                           the fused kernel wants it
     TransformerEngine's (and apex's)       it is a number in each parameter group, `group["step"]`; mcore takes this one
     FusedAdam                              wherever TransformerEngine is installed
 
@@ -225,7 +226,7 @@ def _fill_in(state: dict[str, Tensor], trained: Tensor, *, counts: bool) -> Tens
         counts: the optimizer keeps the parameter's step count in `state`.
     Returns: the tensor of the parameter's step count.
     """
-    step = state.get("step", torch.zeros((), dtype=torch.float32))
+    step = state.get("step", torch.zeros((), dtype=torch.float32, device=trained.device if counts else "cpu"))
     state.setdefault("exp_avg", torch.zeros_like(trained))
     state.setdefault("exp_avg_sq", torch.zeros_like(trained))
     if counts:

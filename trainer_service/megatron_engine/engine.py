@@ -117,6 +117,11 @@ class MegatronEngine:
         return self._version
 
     @property
+    def on_gpus(self) -> bool:
+        """Whether it computes on GPUs."""
+        return self._device.type == "cuda"
+
+    @property
     def spec(self) -> ModelSpec:
         """The model's sizes."""
         return self._spec

@@ -62,9 +62,10 @@ class CommandHandlers:
     def save(self, parts: Sequence[bytes]) -> bytes:
         """Write a checkpoint, or begin to. `parts`: SaveCheckpointRequest."""
         request = pb.SaveCheckpointRequest.FromString(parts[0])
-        save = self._engine.begin_save if request.background else self._engine.save
-        size = save(Path(request.path))
-        return pb.SaveCheckpointResponse(policy_version=self._engine.policy_version, bytes=size).SerializeToString()
+        beside = request.background or (request.background_on_gpus and self._engine.on_gpus)
+        size = (self._engine.begin_save if beside else self._engine.save)(Path(request.path))
+        version = self._engine.policy_version
+        return pb.SaveCheckpointResponse(policy_version=version, bytes=size, writing=beside).SerializeToString()
 
     def export(self, parts: Sequence[bytes]) -> bytes:
         """Export the model. `parts`: ExportModelRequest."""

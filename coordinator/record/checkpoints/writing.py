@@ -55,11 +55,12 @@ class Checkpointer:
         model: folder of the model, for messages.
         mark: what complete.json says of the run (tandem_config.comparing.resuming.mark_of).
         keep: number of newest checkpoints to keep.
-        background: let the trainer continue while its part is written.
+        background: let the trainer continue while its part is written; None: if it computes on GPUs.
         left: called with what could not be removed of old checkpoints (tandem_files.atomic.remove_each).
     Attributes:
         newest: iteration of the newest checkpoint that is complete or being finished; -1: none.
         running: the one that is being finished; None: none is.
+        writing: the trainer continues while its part of the last one is written.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Checkpointer:
         model: str,
         trainer: Trainer,
         keep: int,
-        background: bool,
+        background: bool | None,
         mark: Mapping[str, Any],
         left: Callable[[Sequence[str]], object] = no_left,
     ) -> None:
@@ -82,6 +83,7 @@ class Checkpointer:
         self._left = left
         self.newest = -1
         self.running: Running | None = None
+        self.writing = False
 
     async def save_trainer(self, iteration: int) -> None:
         """Let the trainer write its part, or begin to; the one before must be settled.
@@ -94,7 +96,8 @@ class Checkpointer:
             await asyncio.to_thread(make_way, folder)
             with naming(folder):
                 folder.mkdir(parents=True)
-            await self._trainer.save_checkpoint(self.trainer_folder(iteration), background=self._background)
+            trainer_folder = self.trainer_folder(iteration)
+            self.writing = await self._trainer.save_checkpoint(trainer_folder, background=self._background)
 
     def trainer_folder(self, iteration: int) -> Path:
         """Return the folder of the trainer's part of a checkpoint, whether it exists or not."""
@@ -142,7 +145,7 @@ class Checkpointer:
     ) -> None:
         """Wait for the trainer's part, mark the checkpoint complete, then as the latest, remove the oldest."""
         async with self._clean(folder):
-            if self._background:
+            if self.writing:
                 await self._trainer.finish_checkpoint((folder / TRAINER_FOLDER).absolute())
             await check_lead()
             await asyncio.to_thread(mark)

@@ -1,18 +1,24 @@
 """What is wrong with an overlay in itself: images, sizes, names. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from kubernetes.utils.quantity import parse_quantity
+
 from coordinator.fleet.kubernetes.api.pods import RUN_LABEL
+from launcher.check.memory import GIB, host_problems
 from launcher.deploy.answers import Answers
 from launcher.deploy.live.kinds import SHARED, component_of, templates
 from launcher.deploy.new.configuration import IMAGE, MODELS, paths_of
 from launcher.deploy.new.images import containers_of, is_ours, without_registry
 from launcher.deploy.new.kustomize import Manifest
 from launcher.deploy.new.patches import GPU
+from servicekit.errors import ConfigError
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
+from weightsync.model.presets import CONFIGS, preset
+from weightsync.model.spec import ModelSpec
 
 _RANKS = "TANDEM_RANKS_PER_HOST"
 
@@ -99,9 +105,26 @@ def _trainer(config: RunConfig, built: Sequence[Manifest]) -> Iterator[ConfigPro
         if pods * per_host != ranks:
             text = f"{pods} pods x {per_host} ranks ({_RANKS}), but the sections of run.yaml make {ranks}"
             yield _problem(name, "", text, "write the overlay again, or change sizes.yaml and the replicas together")
+        yield from _host_memory(name, config, template, per_host)
         if gpus_of(template) not in (0, per_host):
             text = f"asks for {gpus_of(template)} GPUs for {per_host} ranks"
             yield _problem(name, "", text, f"as many GPUs as {_RANKS}")
+
+
+def _host_memory(name: str, config: RunConfig, template: Mapping[str, Any], per_host: int) -> Iterator[ConfigProblem]:
+    """Compare what ranks on GPUs take of a pod's memory with its limit."""
+    path, containers = config.model.path, template["spec"]["containers"]
+    limits = [(item.get("resources", {}).get("limits") or {}).get("memory") for item in containers]
+    if gpus_of(template) == 0 or None in limits:
+        return
+    try:
+        # models lie on the cluster's claim: a published one is known by its name
+        spec = preset(path.name.lower()) if path.name.lower() in CONFIGS else ModelSpec.from_folder(path)
+        gib = float(sum(map(parse_quantity, limits))) / GIB
+        yield from (replace(found, key=name) for found in host_problems(config, spec, per_host, gib, "its pod"))
+    except ConfigError as error:
+        text = f"the limit of its memory was not compared with what its ranks take: {error}"
+        yield ConfigProblem(key=name, value="", message=text, severity="warning")
 
 
 def _rollouts(config: RunConfig, built: Sequence[Manifest]) -> Iterator[ConfigProblem]:

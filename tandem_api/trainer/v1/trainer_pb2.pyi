@@ -326,10 +326,13 @@ class SaveCheckpointRequest(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
     BACKGROUND_FIELD_NUMBER: _builtins.int
+    BACKGROUND_ON_GPUS_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """Absolute path of the folder, below the run's (TANDEM_RUN_DIR); it appears when it is complete."""
     background: _builtins.bool
     """Answer when a copy is taken; FinishCheckpoint says how the writing of it ends."""
+    background_on_gpus: _builtins.bool
+    """The same, if the trainer computes on GPUs: then the writer takes no cores from it."""
     @_builtins.property
     def fence(self) -> _common_pb2.CoordinatorFence: ...
     def __init__(
@@ -338,10 +341,11 @@ class SaveCheckpointRequest(_message.Message):
         path: _builtins.str = ...,
         fence: _common_pb2.CoordinatorFence | None = ...,
         background: _builtins.bool = ...,
+        background_on_gpus: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["background", b"background", "fence", b"fence", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["background", b"background", "background_on_gpus", b"background_on_gpus", "fence", b"fence", "path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -353,17 +357,21 @@ class SaveCheckpointResponse(_message.Message):
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
+    WRITING_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     bytes: _builtins.int
+    writing: _builtins.bool
+    """A copy is taken, and is being written."""
     def __init__(
         self,
         *,
         policy_version: _builtins.int = ...,
         bytes: _builtins.int = ...,
+        writing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "policy_version", b"policy_version", "writing", b"writing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -110,8 +110,8 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SaveCheckpoint(self, request, context):
-        """Writes weights, optimizer and RNG into a folder, atomically; or, with `background`, copies them and answers while
-        the copy is being written. One is written at a time: another call waits. Longest deadline: 1800 s. Idempotent.
+        """Writes weights, optimizer and RNG into a folder, atomically; or copies them and answers while the copy is being
+        written (`background`, `background_on_gpus`). One is written at a time: another call waits. Longest deadline: 1800 s. Idempotent.
         INVALID_ARGUMENT: the folder is not below the run's, or holds something that is no checkpoint. INTERNAL: it was not
         written, e.g. since the disk has no room; what the folder held is unchanged.
         """
@@ -120,7 +120,7 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FinishCheckpoint(self, request, context):
-        """Answers when what SaveCheckpoint with `background` began is written. Longest deadline: 1800 s. Idempotent.
+        """Answers when what SaveCheckpoint has left to be written (`writing`) is written. Longest deadline: 1800 s. Idempotent.
         FAILED_PRECONDITION: the folder is not that of the last such call; INTERNAL: as of SaveCheckpoint.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

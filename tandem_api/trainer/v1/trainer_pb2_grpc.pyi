@@ -50,13 +50,13 @@ class TrainerServiceStub:
     Longest deadline: 3600 s. Idempotent. INVALID_ARGUMENT: there is no reference policy.
     """
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]
-    """Writes weights, optimizer and RNG into a folder, atomically; or, with `background`, copies them and answers while
-    the copy is being written. One is written at a time: another call waits. Longest deadline: 1800 s. Idempotent.
+    """Writes weights, optimizer and RNG into a folder, atomically; or copies them and answers while the copy is being
+    written (`background`, `background_on_gpus`). One is written at a time: another call waits. Longest deadline: 1800 s. Idempotent.
     INVALID_ARGUMENT: the folder is not below the run's, or holds something that is no checkpoint. INTERNAL: it was not
     written, e.g. since the disk has no room; what the folder held is unchanged.
     """
     FinishCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.FinishCheckpointRequest, _trainer_pb2.FinishCheckpointResponse]
-    """Answers when what SaveCheckpoint with `background` began is written. Longest deadline: 1800 s. Idempotent.
+    """Answers when what SaveCheckpoint has left to be written (`writing`) is written. Longest deadline: 1800 s. Idempotent.
     FAILED_PRECONDITION: the folder is not that of the last such call; INTERNAL: as of SaveCheckpoint.
     """
     RestorePolicy: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.RestorePolicyRequest, _trainer_pb2.RestorePolicyResponse]
@@ -94,13 +94,13 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     Longest deadline: 3600 s. Idempotent. INVALID_ARGUMENT: there is no reference policy.
     """
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
-    """Writes weights, optimizer and RNG into a folder, atomically; or, with `background`, copies them and answers while
-    the copy is being written. One is written at a time: another call waits. Longest deadline: 1800 s. Idempotent.
+    """Writes weights, optimizer and RNG into a folder, atomically; or copies them and answers while the copy is being
+    written (`background`, `background_on_gpus`). One is written at a time: another call waits. Longest deadline: 1800 s. Idempotent.
     INVALID_ARGUMENT: the folder is not below the run's, or holds something that is no checkpoint. INTERNAL: it was not
     written, e.g. since the disk has no room; what the folder held is unchanged.
     """
     FinishCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.FinishCheckpointRequest, _trainer_pb2.FinishCheckpointResponse]  # type: ignore[assignment]
-    """Answers when what SaveCheckpoint with `background` began is written. Longest deadline: 1800 s. Idempotent.
+    """Answers when what SaveCheckpoint has left to be written (`writing`) is written. Longest deadline: 1800 s. Idempotent.
     FAILED_PRECONDITION: the folder is not that of the last such call; INTERNAL: as of SaveCheckpoint.
     """
     RestorePolicy: _aio.UnaryUnaryMultiCallable[_trainer_pb2.RestorePolicyRequest, _trainer_pb2.RestorePolicyResponse]  # type: ignore[assignment]
@@ -159,8 +159,8 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.SaveCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.SaveCheckpointResponse, _abc.Awaitable[_trainer_pb2.SaveCheckpointResponse]]:
-        """Writes weights, optimizer and RNG into a folder, atomically; or, with `background`, copies them and answers while
-        the copy is being written. One is written at a time: another call waits. Longest deadline: 1800 s. Idempotent.
+        """Writes weights, optimizer and RNG into a folder, atomically; or copies them and answers while the copy is being
+        written (`background`, `background_on_gpus`). One is written at a time: another call waits. Longest deadline: 1800 s. Idempotent.
         INVALID_ARGUMENT: the folder is not below the run's, or holds something that is no checkpoint. INTERNAL: it was not
         written, e.g. since the disk has no room; what the folder held is unchanged.
         """
@@ -171,7 +171,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.FinishCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.FinishCheckpointResponse, _abc.Awaitable[_trainer_pb2.FinishCheckpointResponse]]:
-        """Answers when what SaveCheckpoint with `background` began is written. Longest deadline: 1800 s. Idempotent.
+        """Answers when what SaveCheckpoint has left to be written (`writing`) is written. Longest deadline: 1800 s. Idempotent.
         FAILED_PRECONDITION: the folder is not that of the last such call; INTERNAL: as of SaveCheckpoint.
         """
 

@@ -29,12 +29,12 @@ class FakeTrainerClient:
         self.lost = False
         self.written = asyncio.Event()
 
-    async def save_checkpoint(self, folder: Path, *, background: bool) -> int:
+    async def save_checkpoint(self, folder: Path, *, background: bool) -> bool:
         folder.mkdir()
         (folder / "weights").write_bytes(bytes(1000))
         if self.fault is not None and not background:
             raise self.fault
-        return 1000
+        return background
 
     async def finish_checkpoint(self, folder: Path) -> None:
         await self.written.wait()

@@ -153,7 +153,7 @@ def test_eight_gpus_are_shared_by_trainer_and_replicas(tmp_path: Path) -> None:
     ("model", "machine", "trainer", "rollout"),
     [
         ("qwen2.5-1.5b", HostMachine(gpus=2, gpu_gib=80, host_gib=500), (1, 1, 1), (1, 1)),
-        ("qwen2.5-7b", EIGHT, (4, 1, 1), (1, 4)),
+        ("qwen2.5-7b", EIGHT, (2, 1, 2), (1, 4)),
         ("qwen3-32b", HostMachine(gpus=16, gpu_gib=141, host_gib=500), (8, 1, 1), (1, 8)),
         ("qwen3-30b-a3b", HostMachine(gpus=16, gpu_gib=141, host_gib=500), (8, 1, 1), (1, 8)),
         ("qwen2.5-7b", HostMachine(gpus=4, gpu_gib=None, host_gib=500), (1, 1, 2), (1, 2)),

@@ -1,6 +1,5 @@
 """The memory budget against figures that real Megatron gave under fake tensors, and what `tandem check` says of it."""
 
-import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from launcher.check import memory as preflight_memory
-from launcher.check.memory import check_memory, gpu_memory_gib
+from launcher.check.memory import check_memory, gpu_memory_gib, host_memory, host_problems
 from launcher.check.memory_budget import DTYPE_BYTES, rollout_memory, trainer_memory
 from launcher.cli import app
 from tandem_config.loading import load_config
@@ -204,14 +203,14 @@ def test_zero_divides_the_optimizer_s_state() -> None:
     (part,) = trainer_memory(overlay("cluster", *copies, "trainer.distributed_optimizer=true"), spec)
     elements = whole.resident // (2 + 4 + 12)
     assert part.resident == pytest.approx(elements * (2 + 4 + 12 / 4), rel=1e-9)
-    assert part.optimizer == pytest.approx(whole.optimizer / 4, rel=1e-9)
     assert (part.activations, part.reference) == (whole.activations, whole.reference)
     # experts are on eight of the sixteen ranks each, so two have the same ones
     sizes = ("trainer.tensor_parallel=4", "trainer.data_parallel=4", "trainer.expert_parallel=8")
     moe = preset("qwen3-30b-a3b")
     (of_all,) = trainer_memory(overlay("cluster", *sizes), moe)
     (of_parts,) = trainer_memory(overlay("cluster", *sizes, "trainer.distributed_optimizer=true"), moe)
-    assert of_all.optimizer / 4 < of_parts.optimizer < of_all.optimizer / 2
+    masters_and_moments = [stage.resident - sum(stage.saved) // 14 * 6 for stage in (of_all, of_parts)]
+    assert masters_and_moments[0] / 4 < masters_and_moments[1] < masters_and_moments[0] / 2
 
 
 def test_zero_is_the_advice_where_the_optimizer_does_not_fit() -> None:
@@ -317,9 +316,60 @@ def one_update(config: RunConfig) -> Any:
 
 def test_the_check_says_what_is_left_and_what_the_host_holds() -> None:
     spec = preset("qwen2.5-1.5b")
-    lines = [
-        check_memory(overlay("single-node-gpu", f"trainer.offload={offload}"), spec, 80).lines[0]
+    plain, offloaded = (
+        check_memory(overlay("single-node-gpu", f"trainer.offload={offload}"), spec, 80).lines
         for offload in ("{}", "{optimizer: true}")
-    ]
-    assert "between uses" not in lines[0]
-    assert re.search(r"; between uses 4\.3 GiB, and 17\.3 GiB of page-locked host memory for each of 2 ranks", lines[1])
+    )
+    assert "between uses" not in plain[0]
+    assert offloaded[0].endswith("; between uses 4.3 GiB")
+    # 12 bytes per parameter to undo a step, and 14 of each in a checkpoint; 4 GiB of a process, and an export of 2
+    assert plain[2] == (
+        "trainer host: 48.3 GiB of host memory for 2 ranks (8.6 GiB of each page-locked, 10.1 GiB for a checkpoint of "
+        "each that writes)"
+    )
+    assert offloaded[2].startswith("trainer host: 65.5 GiB of host memory for 2 ranks (17.3 GiB of each page-locked")
+
+
+def test_the_fullest_host_is_the_one_whose_ranks_write() -> None:
+    spec, config = preset("qwen2.5-7b"), overlay("cluster")
+    (stage,) = trainer_memory(config, spec)
+    process, export = 4 * 2**30, spec.num_elements * 2
+    whole, of_data_rank_0 = host_memory(config, spec, 8), host_memory(config, spec, 4)
+    assert whole == 8 * (process + stage.host) + 4 * sum(stage.saved) + export
+    assert of_data_rank_0 == 4 * (process + stage.host + sum(stage.saved)) + export
+    # of a mixture, other ranks write the experts than the rest
+    moe = preset("qwen3-30b-a3b")
+    config = overlay("cluster", "trainer.tensor_parallel=2", "trainer.data_parallel=4", "trainer.expert_parallel=8")
+    (stage,) = trainer_memory(config, moe)
+    saved = 8 * stage.saved[0] + 2 * stage.saved[1]
+    assert saved == pytest.approx(14 * moe.num_elements, rel=0.01)
+    assert host_memory(config, moe, 8) == 8 * (process + stage.host) + saved + moe.num_elements * 2
+
+
+@pytest.mark.parametrize(
+    ("refresh", "optimizer", "width"), [(None, True, 14), (8, True, 16), (8, False, 4), (None, False, 2)]
+)
+def test_the_copy_of_a_checkpoint_is_what_is_written(refresh: int | None, optimizer: bool, width: int) -> None:
+    settings = [f"trainer.checkpoint_optimizer={str(optimizer).lower()}", "grpo.kl_coefficient=0.1"]
+    settings += [f"grpo.reference_refresh_every={refresh}"] if refresh else []
+    (stage,) = trainer_memory(overlay("cluster", *settings), preset("qwen2.5-7b"))
+    assert sum(stage.saved) == stage.resident // 18 * width
+
+
+@pytest.mark.parametrize(("gib", "severity"), [(200.0, ["error"]), (320.0, ["warning"]), (512.0, [])])
+def test_a_host_with_too_little_memory_is_named(gib: float, severity: list[str]) -> None:
+    found = list(host_problems(overlay("cluster"), preset("qwen2.5-7b"), 8, gib, "this machine"))
+    assert [problem.severity for problem in found] == severity
+    for problem in found:
+        assert f"8 ranks on a host take 315.7 GiB of host memory, this machine has {gib:g}" in problem.message
+        assert problem.suggestion.startswith("trainer.distributed_optimizer: true, or grpo.updates_per_iteration: 1")
+
+
+def test_the_check_compares_with_the_host_that_has_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_config(tmp_path)
+    monkeypatch.setattr(preflight_memory, "host_gib", lambda: 1.0)
+    assert "of host memory, this machine has 1" not in invoke(file, "--gpu-memory-gib", "80")[1]  # of another machine
+    monkeypatch.setattr(preflight_memory, "gpu_memory_gib", lambda _: 80.0)
+    code, output = invoke(file)
+    assert code == 2
+    assert "of host memory, this machine has 1" in " ".join(output.split())

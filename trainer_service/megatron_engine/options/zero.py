@@ -85,7 +85,8 @@ def _share_steps(tensors: Mapping[str, Held]) -> None:
             groups.setdefault(_group_of(name), []).append(values_of(value))
     device = next(value.values.device for value in tensors.values() if isinstance(value, FlatPart))
     for group, counts in groups.items():
-        most = torch.stack(counts).to(device)
+        # AdamW's are on the device, those of parameters of which this rank has no part on the host
+        most = torch.stack([count.to(device) for count in counts])
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
         for count, number in zip(counts, most, strict=True):
             count.copy_(number)
