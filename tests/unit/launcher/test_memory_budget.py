@@ -46,7 +46,7 @@ def with_all_logits(config: RunConfig, spec: ModelSpec, share: float) -> int:
     longest = config.data.max_prompt_tokens + config.grpo.max_new_tokens
     width = DTYPE_BYTES[config.model.dtype]
     cosines = spec.num_layers * spec.head_dim * (4 * width * tokens - 8 * (tokens - longest))
-    cosines -= 3 * tokens * spec.head_dim * width // 2  # of all layers together, as they are now
+    cosines -= tokens * spec.head_dim * 4  # of all layers together, as they are now
     return memory.resident + memory.activations + cosines + 4 * columns * (tokens + 4 * int(tokens * share))
 
 
@@ -188,7 +188,7 @@ def test_recompute_leaves_the_inputs_of_layers() -> None:
     of_mlp, of_core = 5 * tokens * ffn // 4 * 2, tokens * ((28 + 4) // 4 * 128 * 2 + 28 // 4 * 4)
     assert kept.activations - parts.activations == 28 * parts.recomputed == 28 * (of_mlp + of_core)
     shared = tokens * hidden * 2 + 2 * tokens // 4 * hidden * 2  # beside the layers: gathered, and the final norm's
-    shared += 3 * tokens * 128 * 2 // 2  # cosines, and half as many sines
+    shared += tokens * 128 * 4  # cosines and sines
     assert full.activations - shared == 28 * tokens // 4 * hidden * 2  # sequence_parallel
     assert half.activations - full.activations == (kept.activations - full.activations) // 2
     assert full.recomputed == (kept.activations - shared) // 28
