@@ -151,6 +151,8 @@ class RunState(BaseModel):
     skipped_in_a_row: int = 0
     # Seconds that the run has worked, over all restarts, without the time between them.
     wall_s: float = 0.0
+    # Unix time at which the run began.
+    started_s: float = Field(default_factory=time.time)
     # Unix time at which a step last began or ended.
     last_progress_s: float = Field(default_factory=time.time)
     totals: Totals = Field(default_factory=Totals)

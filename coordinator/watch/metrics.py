@@ -36,6 +36,9 @@ ITERATION = Gauge("tandem_iteration", "GRPO iterations completed.")
 POLICY_VERSION = Gauge("tandem_policy_version", "Policy version that the coordinator trains and generates with.")
 REPLICA_VERSION = Gauge("tandem_replica_policy_version", "Policy version committed on a replica.", ["replica"])
 RUN_STATE = Gauge("tandem_run_state", "1 for the state that the run is in.", ["state"])
+RUN_START = LateGauge(
+    "tandem_run_start_timestamp_seconds", "Unix time at which the run began, before its first resume."
+)
 LAST_PROGRESS = LateGauge(
     "tandem_last_progress_timestamp_seconds", "Unix time at which a step of an iteration last began or ended."
 )
@@ -104,7 +107,7 @@ LOGPROB_DIFF_LIMIT = LateGauge(
     "tandem_logprob_diff_limit", "grpo.logprob_diff_limit: the largest difference without a warning."
 )
 INITIAL_ACCURACY = LateGauge(
-    "tandem_heldout_initial_accuracy_ratio", "Held-out greedy accuracy before the first iteration."
+    "tandem_heldout_initial_accuracy_ratio", "Mean held-out greedy score before the first iteration."
 )
 EVALUATION = Gauge(
     "tandem_evaluation", "Measures of the last evaluation of each set (mean@k, pass@k, maj@k).", ["set", "measure"]
@@ -191,7 +194,10 @@ _FALLS = {
 _ROW_GAUGES = {
     "reward_mean": LateGauge("tandem_reward_mean", "Mean reward of the last iteration."),
     "reward_std": LateGauge("tandem_reward_std", "Standard deviation of the last iteration's rewards."),
-    "heldout_accuracy": LateGauge("tandem_heldout_accuracy_ratio", "Held-out greedy accuracy, last measured."),
+    "heldout_accuracy": LateGauge(
+        "tandem_heldout_accuracy_ratio",
+        "Mean held-out greedy score, last measured: the accuracy, if scores are 0 or 1.",
+    ),
     "response_length_mean": LateGauge("tandem_response_length_tokens", "Mean completion length of the last iteration."),
     "entropy": LateGauge("tandem_entropy", "Mean token entropy over the full vocabulary, in nats."),
     "logprob_abs_diff_max": LateGauge(

@@ -1,5 +1,6 @@
 """The committed dashboards are what the code says, show what they should, and ask for what is exported."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tools.metrics_reference import JOBS, metrics_of, series_of
 
 # Metrics that are on no panel, and why.
 UNSHOWN = {
+    "tandem_run_start_timestamp_seconds": "the rules tell runs of one name apart by it",
     "tandem_clip_fraction": "the trainer's own; the coordinator's tandem_clip_fraction_*_ratio are shown",
     "tandem_logprob_abs_diff": "the trainer's own; the coordinator's tandem_logprob_abs_diff_max and _mean are shown",
     "tandem_train_samples_total": "what the coordinator's tandem_trained_samples_total, which is shown, counts as sent",
@@ -156,6 +158,44 @@ def test_quantiles_have_a_heatmap_beside_them_and_exemplars(file: str) -> None:
 def test_a_query_asks_for_what_is_exported(query: Query) -> None:
     assert selectors(query.expr)
     assert problems(query.over("5m"), SERIES, set()) == []
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_bytes_have_their_unit(file: str) -> None:
+    of_bytes = [panel for panel in panels(file) for target in panel["targets"] if "bytes" in target["expr"]]
+    assert of_bytes
+    ratio = ("percentunit", "none")  # of two such
+    for panel in of_bytes:
+        exprs = [target["expr"] for target in panel["targets"]]
+        wanted = ("Bps",) if "per_second" in exprs[0] else ("bytes",)
+        assert panel["fieldConfig"]["defaults"]["unit"] in (ratio if " / (" in exprs[0] else wanted), panel["title"]
+
+
+def test_no_share_is_asked_of_what_may_be_none() -> None:
+    """A held-out score is a mean reward, of any sign and scale, unless its reward is 0 or 1."""
+    for panel in panels("tandem-training.json"):
+        if any(
+            re.search("reward_(score_)?mean|heldout_.*accuracy|tandem_evaluation{", one["expr"])
+            for one in panel["targets"]
+        ):
+            assert panel["fieldConfig"]["defaults"]["unit"] == "short", panel["title"]
+            assert not {"min", "max"} & panel["fieldConfig"]["defaults"].keys(), panel["title"]
+
+
+def test_the_disk_has_a_line_of_each_service_that_uses_it(tmp_path: Path) -> None:
+    (query,) = [query for query in ALL if query.panel == "Disk of the run's folder"]
+    labels = 'job="{}", namespace="a", tandem_run_id="b"'
+    series = [
+        {"series": f"tandem_run_dir_{name}_bytes{{{labels.format(job)}}}", "values": f"{value}x5"}
+        for job, values in (("coordinator", (50, 100)), ("rollout", (0, 0)))
+        for name, value in zip(("free", "size"), values, strict=True)
+    ]
+    wanted = [{"labels": f"{{{labels.format('coordinator')}}}", "value": 0.5}]
+    case = {"expr": query.over("5m"), "eval_time": "3m", "exp_samples": wanted}
+    tests = {"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": [case]}]}
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump(tests))
+    done = promtool("test", "rules", str(tmp_path / "test.yaml"))
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_configurations_can_be_read() -> None:

@@ -30,6 +30,9 @@ SERIES = {job: series_of(job) for job in JOBS}
 # One for all: `python -m tools.prometheus_rule --runbook URL` sets it.
 RUNBOOK_URL = ALERTS[0]["annotations"]["runbook_url"].partition("#")[0]
 PARTS = ("**Meaning.**", "**Look.**", "**Do.**")
+# The state of what has this name, whichever run it is; when the run began; the disk.
+OF_NO_RUN = ("tandem:run_state:last", "tandem_run_start_timestamp_seconds", "tandem_run_dir_free_bytes")
+OF_THIS_RUN = "and on (namespace, tandem_run_id, started) tandem:run_started"
 # promtool evaluates some hours of every minute: 10 s of a core, and the cores are shared.
 PROMTOOL_S = 180.0
 
@@ -69,6 +72,14 @@ def test_promtool_sees_a_rule_that_fires_too_early(tmp_path: Path) -> None:
 def test_a_rule_asks_for_what_is_exported(rule: dict[str, Any]) -> None:
     assert selectors(rule["expr"])
     assert problems(rule["expr"], SERIES, RECORDED) == []
+
+
+@pytest.mark.parametrize("rule", ALL_RULES, ids=lambda rule: rule.get("alert") or rule["record"])
+def test_what_looks_back_over_an_hour_looks_at_one_run(rule: dict[str, Any]) -> None:
+    """In compose all runs have one name, and Prometheus keeps the last one's figures."""
+    for name, span in re.findall(r"([\w:]+)(?:\{[^}]*\})?(\[\d+[hd]\]| offset )", rule["expr"]):
+        assert name in {"tandem:of_run", *OF_NO_RUN}, f"{name}{span}"
+    assert rule["expr"].count("tandem:of_run{") == rule["expr"].count(OF_THIS_RUN)
 
 
 @pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])

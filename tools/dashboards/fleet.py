@@ -142,7 +142,10 @@ _PROCESSES = Row(
         panel(
             "Disk of the run's folder",
             "Share that is free.",
-            Series(expr=f"tandem_run_dir_free_bytes{{{RUN}}} / tandem_run_dir_size_bytes{{{RUN}}}", legend="{{job}}"),
+            # Rollouts do not use the folder: of theirs the size is 0.
+            Series(
+                expr=f"tandem_run_dir_free_bytes{{{RUN}}} / (tandem_run_dir_size_bytes{{{RUN}}} > 0)", legend="{{job}}"
+            ),
             unit="percentunit",
             alert="TandemDiskFilling",
         ),

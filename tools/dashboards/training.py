@@ -27,6 +27,15 @@ _LEARNING = Row(
             alert="TandemRewardCollapsed",
         ),
         panel(
+            "Below its best",
+            "How far the mean reward of the last iterations is below its best in this run, and the last held-out score "
+            "below that before the training, in standard deviations of each: the same at every sign and scale.",
+            gauge("tandem_reward_fall_stds", "reward"),
+            gauge("tandem_heldout_fall_stds", "held out, below its start"),
+            unit="short",
+            alert="TandemRewardCollapsed",
+        ),
+        panel(
             "Scores",
             "Mean unweighted score of each reward, of the last iteration and of the last evaluation.",
             gauge("tandem_reward_score_mean", "{{reward}}, {{data}}"),
@@ -39,11 +48,12 @@ _LEARNING = Row(
             unit="short",
         ),
         panel(
-            "Held-out accuracy",
-            "Greedy, last measured, and before the first iteration.",
-            gauge("tandem_heldout_accuracy_ratio", "accuracy"),
+            "Held-out score",
+            "Mean of the greedy completions, last measured, and before the first iteration: the accuracy, where scores "
+            "are 0 or 1.",
+            gauge("tandem_heldout_accuracy_ratio", "last"),
             gauge("tandem_heldout_initial_accuracy_ratio", "before the training"),
-            unit="percentunit",
+            unit="short",
             alert="TandemAccuracyBelowStart",
         ),
         panel(
