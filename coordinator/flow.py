@@ -113,7 +113,7 @@ class Scored:
 
     # [P, G] sums of the weighted scores: the input of the advantages.
     rewards_PG: NDArray[np.float64]
-    # Mean of the unweighted scores: the share of right answers for 0/1 rewards.
+    # Mean of the unweighted scores: the share of right answers for 0/1 rewards; NaN: no sample has one.
     accuracy: float
     # Name of the reward whose unweighted scores the accuracy is the mean of.
     accuracy_part: str = ""

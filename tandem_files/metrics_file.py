@@ -126,6 +126,15 @@ class Baseline:
         return {column: value for column, value in row.items() if set_of(column) not in gone} if gone else row
 
 
+def score_text(value: float) -> str:
+    """Write a score of any scale for a person.
+
+    >>> [score_text(value) for value in (0.5, -5.25, 2e-5, 123456.789, -1e12)]
+    ['0.500', '-5.250', '2e-05', '1.235e+05', '-1e+12']
+    """
+    return f"{value:.3f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.4g}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Heldout:
     """What a run keeps of the evaluations of data.heldout.

@@ -5,6 +5,7 @@ broken reward must not train one.
 """
 
 import asyncio
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -61,7 +62,7 @@ class Scorer:
         return Scored(
             rewards_PG=rewards_S.reshape(len(groups), -1),
             missing_PG=missing_S.reshape(len(groups), -1),
-            accuracy=float(right_S.mean()) if right_S.size else 0.0,
+            accuracy=float(right_S.mean()) if right_S.size else math.nan,
             accuracy_part=self._accuracy,
             parts={name: values_S.reshape(len(groups), -1) for name, values_S in self._shown(found, scores_SR).items()},
             failures=failures_of(found),

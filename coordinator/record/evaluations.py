@@ -25,7 +25,7 @@ from coordinator.watch import metrics
 from coordinator.watch.events import EventKind, EventLog
 from servicekit.life.meanwhile import Meanwhile
 from tandem_config.schema import HELDOUT, EvaluationSection
-from tandem_files.metrics_file import Heldout, Row, set_of
+from tandem_files.metrics_file import Heldout, Row, score_text, set_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Evaluations:
         """
         for result in evaluated:
             values = {"policy_version": float(result.policy_version), "iteration": float(iteration)}
-            if result.name == HELDOUT:
+            if result.name == HELDOUT and not math.isnan(result.scored.accuracy):
                 self.state.note_accuracy(result.scored)
                 values["heldout_accuracy"] = result.scored.accuracy
             measures = {name: estimate.value for name, estimate in result.estimates.items()}
@@ -136,9 +136,9 @@ def heldout_of(evaluated: Sequence[Evaluated]) -> Scored | None:
 def message_of(result: Evaluated, title: str) -> str:
     """Describe an evaluation in a sentence. title: of the figure of data.heldout."""
     if result.name == HELDOUT:
-        return f"{title} {result.scored.accuracy:.3f} at version {result.policy_version}"
+        return f"{title} {score_text(result.scored.accuracy)} at version {result.policy_version}"
     found = ", ".join(
-        f"{name} {estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"
+        f"{name} {score_text(estimate.value)} ({score_text(estimate.low)} to {score_text(estimate.high)})"
         for name, estimate in result.estimates.items()
     )
     return f"{result.name}: {found} at version {result.policy_version}"

@@ -99,7 +99,7 @@ def build_row(record: IterationRecord, heldout: Scored | None, timing: Timing) -
         "policy_version": record.policy_version,
         "reward_mean": _mean(rewards_S),
         "reward_std": _std(rewards_S),
-        "heldout_accuracy": None if heldout is None else heldout.accuracy,
+        "heldout_accuracy": None if heldout is None else _finite(heldout.accuracy),
         "response_length_mean": num_tokens / len(completions),
         **{name: _finite(metrics.get(name)) for name in _TRAINER_FIELDS},
         "zero_variance_ratio": float(record.zero_variance_P.mean()),
@@ -124,7 +124,7 @@ def build_row(record: IterationRecord, heldout: Scored | None, timing: Timing) -
 def baseline_row(policy_version: int, heldout: Scored | None) -> Row:
     """Make row 0 of metrics.jsonl, of the evaluation before the first iteration, without the columns of its sets."""
     measured = {} if heldout is None else _scores_row("heldout_", heldout) | _parts_row("heldout_", heldout)
-    accuracy = {} if heldout is None else {"heldout_accuracy": heldout.accuracy}
+    accuracy = {} if heldout is None else {"heldout_accuracy": _finite(heldout.accuracy)}
     return {"iteration": 0, "policy_version": policy_version, **accuracy, **measured}
 
 

@@ -65,7 +65,7 @@ class FolderSource:
             policy_version=state.get("policy_version", 0),
             worked_s=state.get("wall_s", 0.0),
             history=history,
-            initial_accuracy=state.get("initial_accuracy"),
+            heldout=Heldout.of_state(state),
             baseline=since,
             best_accuracy=state.get("best_accuracy"),
             alerts=[asdict(alert) for alert in [*alerts(seen), *damaged]],

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.web.history import History, Row
-from tandem_files.metrics_file import REWARD_MEAN, STEP_PARTS, Baseline
+from tandem_files.metrics_file import REWARD_MEAN, STEP_PARTS, Baseline, Heldout
 
 # Fields of metrics.jsonl that are drawn, in the page's order, with their titles and units.
 CURVES = (
@@ -36,6 +36,7 @@ CURVES = (
 # Fields of rows that depend on the configuration beside scores by reward: measures of evaluation sets (`mean@4`).
 _OF_SET = re.compile(r"eval/(.+)/([a-z]+@\d+)")
 _MOST_FURTHER = 24
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 # The curve that is drawn with a line at its baseline.
 _HELDOUT = "heldout_accuracy"
 _CURRENT = ("reward_mean", _HELDOUT, "tokens_per_s", "sync_s", "iteration_s", "logprob_abs_diff_max")
@@ -67,7 +68,7 @@ class Picture:
     worked_s: float
     history: History
     left_s: float | None = None
-    initial_accuracy: float | None = None
+    heldout: Heldout = field(default_factory=Heldout)
     baseline: Baseline = field(default_factory=Baseline)
     best_accuracy: float | None = None
     part: str = ""
@@ -95,7 +96,8 @@ class Picture:
             "worked_s": self.worked_s,
             "left_s": self.left_s,
             "current": {name: self.history.last(name) for name in _CURRENT},
-            "initial_accuracy": self.initial_accuracy,
+            "initial_accuracy": self.heldout.initial,
+            "heldout_title": self.heldout.title,
             "best_accuracy": self.best_accuracy,
             "curves": [self._curve(name, title, unit) for name, title, unit in (*CURVES, *further(self.history.names))],
             "iterations": [_parts(row) for row in shown],
@@ -110,8 +112,22 @@ class Picture:
 
     def _curve(self, name: str, title: str, unit: str) -> dict[str, Any]:
         points = self.baseline.begin(name, self.history.curve(name))
-        start = self.initial_accuracy if name == _HELDOUT else None
+        start = self.heldout.initial if name == _HELDOUT else None
+        title = self.heldout.title.capitalize() if name == _HELDOUT else title
+        if unit == "bytes":
+            unit, points = _in_units(points)
         return {"field": name, "title": title, "unit": unit, "points": points, "start": start}
+
+
+def _in_units(points: Sequence[tuple[float, float]]) -> tuple[str, list[tuple[float, float]]]:
+    """Return bytes in the unit in which the largest is at least 1, which comes first.
+
+    >>> _in_units([(1, 2.0**29), (2, 3 * 2.0**30)])
+    ('GiB', [(1, 0.5), (2, 3.0)])
+    """
+    largest = max((value for _, value in points), default=0.0)
+    power = max(power for power in range(len(_UNITS)) if power == 0 or largest >= 1024**power)
+    return _UNITS[power], [(iteration, value / 1024**power) for iteration, value in points]
 
 
 def further(names: Collection[str]) -> list[tuple[str, str, str]]:

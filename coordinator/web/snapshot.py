@@ -56,7 +56,7 @@ class Source:
                 evaluate_every=self.evaluate_every,
                 checkpoint_every=self.checkpoint_every,
             ),
-            initial_accuracy=self.state.initial_accuracy,
+            heldout=Heldout.of_state(vars(self.state)),
             baseline=Baseline.of_state(vars(self.state)),
             best_accuracy=self.state.best_accuracy,
             awaited=self.observed.awaited,

@@ -8,6 +8,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from tandem_files.metrics_file import score_text
 from tandem_files.run_config import RESOLVED_CONFIG
 from tandem_files.run_folder import is_locked, read_evaluation, read_notes
 
@@ -65,4 +66,4 @@ def evaluation_lines(results: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+    return "-" if value is None else score_text(value)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from tandem_files.metrics_file import REWARD_MEAN, reward_means
+from tandem_files.metrics_file import REWARD_MEAN, reward_means, score_text
 
 _GAP = "  "
 # The estimated time that the run still takes; no metric of a row.
@@ -13,6 +13,7 @@ LEFT = "left"
 # What a row says as a share, and the view in per cent.
 _SHARES = frozenset({"truncated_ratio", "zero_variance_ratio"})
 _LONGEST_TITLE = 16
+_SCORE = ".3f"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +35,8 @@ class Column:
 
 
 COLUMNS = (
-    Column(title="reward", metric="reward_mean", form=".3f", width=6),
-    Column(title="heldout", metric="heldout_accuracy", form=".3f", width=7),
+    Column(title="reward", metric="reward_mean", form=_SCORE, width=6),
+    Column(title="heldout", metric="heldout_accuracy", form=_SCORE, width=7),
     Column(title="length", metric="response_length_mean", form=".1f", width=6),
     Column(title="cut%", metric="truncated_ratio", form=".0f", width=4),
     Column(title="same%", metric="zero_variance_ratio", form=".0f", width=5),
@@ -89,7 +90,7 @@ def rewards_line(
     if not means or any(REWARD_MEAN.fullmatch(column.metric) for column in columns):
         return ""
     texts = [
-        f"{name} {'-' if mean is None else format(mean, '.3f')}{_times(name, weights)}" for name, mean in means.items()
+        f"{name} {'-' if mean is None else score_text(mean)}{_times(name, weights)}" for name, mean in means.items()
     ]
     text = " " * _first_width(total) + _GAP + _GAP.join(texts)
     return text if len(text) <= width else f"{text[: width - 1]}\N{HORIZONTAL ELLIPSIS}"
@@ -104,7 +105,7 @@ def _times(name: str, weights: Mapping[str, float]) -> str:
 def _of_reward(name: str, weights: Mapping[str, float], longest: int) -> Column:
     title = name if len(name) <= longest else f"{name[: longest - 1]}\N{HORIZONTAL ELLIPSIS}"
     title += _times(name, weights)
-    return Column(title=title, metric=f"reward/{name}_mean", form=".3f", width=max(6, len(title)))
+    return Column(title=title, metric=f"reward/{name}_mean", form=_SCORE, width=max(6, len(title)))
 
 
 def heading(columns: Sequence[Column], total: int) -> str:
@@ -140,4 +141,9 @@ def _cell(column: Column, row: Mapping[str, float | None], left: str) -> str:
     value = row.get(column.metric)
     if value is not None and column.metric in _SHARES:
         value = 100.0 * value
-    return ("-" if value is None else format(value, column.form)).rjust(column.width)
+    if value is None:
+        return "-".rjust(column.width)
+    # A reward of hundreds, of thousands, of millions loses its decimals, not its place.
+    forms = (column.form, ".1f", ".0f", ".0e") if column.form == _SCORE else (column.form,)
+    texts = [format(value, form) for form in forms]
+    return next((text for text in texts if len(text) <= column.width), texts[-1]).rjust(column.width)

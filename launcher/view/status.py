@@ -23,7 +23,7 @@ from servicekit.security.tls import operator_identity
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_api.coordinator.v1 import coordinator_pb2_grpc as pb_grpc
 from tandem_files.checkpoints import newest_iteration
-from tandem_files.metrics_file import Row
+from tandem_files.metrics_file import Heldout, Row
 from tandem_files.run_config import RESOLVED_CONFIG
 from tandem_files.run_folder import (
     is_locked,
@@ -93,7 +93,7 @@ def describe(run_dir: Path, environ: Mapping[str, str] = os.environ) -> list[tup
         lines += [("trouble", text) for text in noted_troubles(run_dir)]
     if summary is not None:
         return lines + summary_lines(summary, rows, run_dir)
-    return lines + _last_row(rows)
+    return lines + _last_row(rows, Heldout.of_state(read_state(run_dir)))
 
 
 def last_outcome(run_dir: Path) -> str:
@@ -144,8 +144,8 @@ async def ask_coordinator(address: str, token: str) -> list[tuple[str, str]]:
     ]
 
 
-def _last_row(rows: list[Row]) -> list[tuple[str, str]]:
-    shown = {"iteration": "last iteration", "reward_mean": "reward", "heldout_accuracy": "held-out accuracy"}
+def _last_row(rows: list[Row], heldout: Heldout) -> list[tuple[str, str]]:
+    shown = {"iteration": "last iteration", "reward_mean": "reward", "heldout_accuracy": heldout.title}
     found = [
         (title, f"{rows[-1][metric]:.4g}")
         for metric, title in shown.items()

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from tandem_files.metrics_file import is_weighted, reward_means
+from tandem_files.metrics_file import Heldout, is_weighted, reward_means, score_text
 from tandem_files.run_folder import metrics_rows, read_summary
 
 
@@ -34,7 +34,7 @@ def summary_lines(
     """
     sync = summary.get("weight_sync") or {}
     candidates = [
-        ("held-out accuracy", _accuracy(summary)),
+        (Heldout.of_state(summary).title, _accuracy(summary)),
         ("rewards", rewards_text(rows)),
         *((f"{name}, {measure}", text) for name, measure, text in _evaluations(summary)),
         ("best policy", _best(summary)),
@@ -63,7 +63,11 @@ def _number(values: Mapping[str, Any], key: str, form: str, unit: str = "") -> s
 
 def _accuracy(summary: Mapping[str, Any]) -> str:
     before, after = summary.get("initial_accuracy"), summary.get("final_accuracy")
-    return "" if before is None or after is None else f"{before:.3f} -> {after:.3f}{_since(summary, 'heldout')}"
+    return (
+        ""
+        if before is None or after is None
+        else f"{score_text(before)} -> {score_text(after)}{_since(summary, 'heldout')}"
+    )
 
 
 def _since(summary: Mapping[str, Any], name: str) -> str:
@@ -77,7 +81,9 @@ def rewards_text(rows: Sequence[Mapping[str, float | None]]) -> str:
     first, last = (reward_means(rows[place]) if rows else {} for place in (0, -1))
     changes = [(name, first.get(name), mean) for name, mean in last.items() if mean is not None]
     text = ", ".join(
-        f"{name} {after:.3f}" if before is None or len(rows) == 1 else f"{name} {before:.3f} -> {after:.3f}"
+        f"{name} {score_text(after)}"
+        if before is None or len(rows) == 1
+        else f"{name} {score_text(before)} -> {score_text(after)}"
         for name, before, after in changes
     )
     return f"{text} (unweighted)" if text and is_weighted(rows[-1].get("reward_mean"), last.values()) else text
@@ -91,7 +97,7 @@ def _evaluations(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         name, _, measure = column.removeprefix("eval/").rpartition("/")
         if "@" in measure and "_" not in measure and name != "heldout" and after is not None:
             start = before.get(column)
-            text = f"{after:.3f}" if start is None else f"{start:.3f} -> {after:.3f}"
+            text = score_text(after) if start is None else f"{score_text(start)} -> {score_text(after)}"
             yield name, measure, text + _since(summary, name)
 
 
@@ -100,7 +106,7 @@ def _best(summary: Mapping[str, Any]) -> str:
     if best is None:
         return ""
     place = f"after iteration {best['iteration']}" if best["iteration"] else "before the training"
-    return f"{place}: {best['metric']} {best['value']:.3f}"
+    return f"{place}: {best['metric']} {score_text(best['value'])}"
 
 
 def _sync(sync: Mapping[str, Any]) -> str:

@@ -5,9 +5,18 @@ import re
 from tandem_config.checks.registry import check
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
-from tandem_config.sections.reward import ExactMatchReward, MathVerifyReward, RegexReward
+from tandem_config.sections.reward import (
+    ExactMatchReward,
+    FormatReward,
+    LengthReward,
+    MathVerifyReward,
+    RegexReward,
+)
 from tandem_config.sections.rewards.base import RewardSection
 from tandem_config.sections.run import HELDOUT
+
+# Their scores are 0 to 1; those of others have any sign and scale.
+_SHARES = (ExactMatchReward, FormatReward, LengthReward, MathVerifyReward, RegexReward)
 
 
 @check("run.target_accuracy", "data.heldout", "evaluation.sets")
@@ -20,6 +29,19 @@ def _target_needs_heldout(config: RunConfig) -> ConfigProblem | None:
         message=f"needs data.heldout, or a set in evaluation.sets that is called {HELDOUT}: without it no accuracy is "
         "measured and the run would never stop early",
         suggestion="set data.heldout, or run.target_accuracy: null",
+    )
+
+
+@check("run.target_accuracy", "reward")
+def _target_is_a_score(config: RunConfig) -> ConfigProblem | None:
+    target, reward = config.run.target_accuracy, max(config.reward, key=lambda reward: reward.accuracy)
+    if target is None or 0 <= target <= 1 or not isinstance(reward, _SHARES):
+        return None
+    return ConfigProblem(
+        key="run.target_accuracy",
+        value=f"{target:g}",
+        message=f"is no mean score of reward {reward.label}, which gives 0 to 1: it must be at least 0 and at most 1",
+        suggestion="0.9 for nine right answers of ten",
     )
 
 

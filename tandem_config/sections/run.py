@@ -92,10 +92,11 @@ class RunSection(Section):
         description="Iterations between evaluations, unless a set has its own; first and last always.",
         json_schema_extra=about("a curve of nine points over the default run", unit="iterations"),
     )
-    target_accuracy: Fraction | None = Field(
+    target_accuracy: float | None = Field(
         None,
-        description="Stop early once held-out greedy accuracy is at least this; null: run all iterations.",
-        json_schema_extra=about("a run ends when its iterations do, so that runs compare", unit="share, 0 to 1"),
+        description="Stop early once held-out greedy accuracy, which is a mean score (reward.accuracy), is at least "
+        "this; null: run all iterations.",
+        json_schema_extra=about("a run ends when its iterations do, so that runs compare", unit="score"),
     )
     trainer_restarts: Annotated[int, Field(ge=0)] = Field(
         2,

@@ -75,6 +75,58 @@ def test_no_view_is_wider_than_its_screen(page: Browser, url: str, width: int) -
     assert page.logged == []
 
 
+OVERVIEW = {
+    **EMPTY,
+    "state": "running",
+    "heldout_title": "held-out reward",
+    "initial_accuracy": -0.75,
+    "current": dict.fromkeys(("tokens_per_s", "sync_s", "iteration_s"), 1.0)
+    | {"reward_mean": -0.5, "heldout_accuracy": -0.25},
+    "curves": [
+        {"field": f"f{i}", "title": "Memory", "unit": "MiB", "points": [[1, -6.0], [2, -5.2]], "start": None}
+        for i in range(24)
+    ],
+    "syncs": [{"policy_version": 1, "error": "", "stages": {"transfer": 1.0}, "total_s": 1.0}],
+}
+
+
+@pytest.mark.parametrize(("width", "curves_last"), [(390, True), (360, True), (1440, False)])
+def test_on_a_phone_the_fleet_comes_before_the_curves(page: Browser, width: int, curves_last: bool) -> None:
+    server = PageServer("127.0.0.1", 0, {DATA: lambda query: OVERVIEW})
+    try:
+        page.open(f"http://127.0.0.1:{server.port}/", width=width, ready="document.querySelectorAll('.curve').length")
+        tops = {
+            name: page.eval(f"document.getElementById('{name}').getBoundingClientRect().top")
+            for name in ("progress", "alerts", "fleet-section", "syncs-section", "messages-section", "curves-section")
+        }
+        wide = page.eval("document.documentElement.scrollWidth - innerWidth")
+        texts = page.eval("document.querySelector('figure').textContent")
+        tiles = page.eval("document.querySelector('#tiles').textContent")
+    finally:
+        server.close()
+    order = sorted(tops, key=lambda name: tops[name])
+    assert order[:2] == ["progress", "alerts"]
+    assert (order[-1] == "curves-section") == curves_last
+    assert sorted(order[2:5] if curves_last else order[3:]) == ["fleet-section", "messages-section", "syncs-section"]
+    assert wide <= 0
+    assert "Memory, MiB" in texts
+    assert [tick in texts for tick in ("-6.0", "-5.0")] == [True, True]  # an axis of what was measured, not from 0
+    assert "-0.750 → -0.250held-out reward" in tiles
+
+
+def test_green_is_said_of_no_completion(page: Browser, url: str) -> None:
+    """Trained on says nothing of right or wrong."""
+    page.open(f"{url}#view=samples&key=secret&iteration=4", ready="document.querySelectorAll('.card').length === 3")
+    edge = "one => getComputedStyle(one).borderLeftColor"
+    found = page.eval(f"[...document.querySelectorAll('.card')].map({edge})")
+    good = page.eval(
+        "(one => { one.style.color = 'var(--good)'; document.body.append(one); "
+        "return getComputedStyle(one).color; })(document.createElement('i'))"
+    )
+    assert len(found) == 3
+    assert good not in found
+
+
 def test_a_number_is_not_broken_and_the_baseline_is_drawn(page: Browser, url: str) -> None:
     page.open(url, ready="document.querySelector('.baseline')")
     captions = page.eval("[...document.querySelectorAll('figcaption')].map(each => each.textContent)")

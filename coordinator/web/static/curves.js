@@ -66,21 +66,24 @@ export function smooth(points, weight) {
 function label(value, step) {
   if (value === 0) return "0";
   const size = Math.abs(value);
-  if (size < 0.001 || size >= 1e5) return value.toExponential(1).replace(".0e", "e");
+  if (size < 0.001 || size >= 1e5) {
+    const digits = Math.floor(Math.log10(size) + 1e-9) - Math.floor(Math.log10(step) + 1e-9);
+    return value.toExponential(Math.min(3, Math.max(0, digits))).replace("e+", "e");
+  }
   return value.toFixed(Math.max(0, -Math.floor(Math.log10(step) + 1e-9)));
 }
 
 function addPlot(curve) {
   const figure = make("figure");
   const caption = make("figcaption", undefined, "dim");
-  const title = make("span", curve.title + (curve.unit ? `, ${curve.unit}` : ""));
+  const title = make("span");
   const value = make("b");
   caption.append(title, value);
   const image = draw("svg", { class: "plot", role: "img" });
   const note = make("div", "", "range");
   figure.append(caption, image, note);
   at("curves").append(figure);
-  const plot = { figure, image, value, note, points: [], x: null };
+  const plot = { figure, title, image, value, note, points: [], x: null };
   image.addEventListener("pointermove", (event) => {
     const found = nearest(plot, event.offsetX);
     if (found) mark(found[0]);
@@ -112,6 +115,7 @@ function mark(iteration) {
 }
 
 function drawPlot(plot, curve) {
+  plot.title.textContent = curve.title + (curve.unit ? `, ${curve.unit}` : "");
   // Not on the screen: no width yet.
   const width = plot.image.clientWidth || FALLBACK_WIDTH;
   plot.image.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);

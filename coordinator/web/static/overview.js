@@ -21,7 +21,7 @@ export function showTiles(run) {
     ["iteration", `${run.iteration} / ${run.total_iterations}`, "finished, of all"],
     ["policy version", String(run.policy_version), "grows by one with every train step"],
     ["reward", number(now.reward_mean), "mean of the last iteration"],
-    ["held-out accuracy", accuracy + number(now.heldout_accuracy ?? start), "before the training, and last measured"],
+    [run.heldout_title, accuracy + number(now.heldout_accuracy ?? start), "before the training, and last measured"],
     ["tokens/s", number(now.tokens_per_s), "completion tokens of the last iteration"],
     ["log-prob mismatch", number(now.logprob_abs_diff_max), "largest difference of trainer and engine for a token"],
     ["time worked", seconds(run.worked_s), "without the time between restarts"],

@@ -204,7 +204,7 @@ function drawCard(found, group, sample, before) {
   const parts = Object.entries(sample.reward_parts);
   const score = ([name, value]) => `${name} ${Object.hasOwn(sample.errors, name) ? "failed" : number(value)}`;
   const sum = parts.reduce((total, [, value]) => total + (value || 0), 0);
-  const weighted = sample.reward !== null && Math.abs(sum - sample.reward) > 1e-6;
+  const weighted = sample.reward !== null && Math.abs(sum - sample.reward) > 1e-6 * Math.max(1, Math.abs(sample.reward));
   if (parts.length) card.append(make("p", (weighted ? "unweighted: " : "") + parts.map(score).join(" · "), "parts"));
   for (const [name, why] of Object.entries(sample.errors)) card.append(make("p", `${name} failed: ${why}`, "parts failed"));
   card.append(before === null ? completion(sample, versions) : difference(before, sample));

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from launcher.view.samples.choose import Chosen
-from tandem_files.metrics_file import is_weighted
+from tandem_files.metrics_file import is_weighted, score_text
 from tandem_files.samples.schema import StoredSample, plain, taken_columns
 
 # Characters of a text that are shown without --full: the beginning and the end, where an answer is.
@@ -58,7 +58,7 @@ def overview(run_dir: Path, chosen: Chosen) -> str:
         cut = sum(head.finish_reason == "length" for head in heads) / len(heads)
         tokens = sum(head.num_tokens for head in heads) / len(heads)
         if rewards:
-            text += f", reward {sum(rewards) / len(rewards):.3f} ({min(rewards):.3g} to {max(rewards):.3g})"
+            text += f", reward {score_text(sum(rewards) / len(rewards))} ({min(rewards):.3g} to {max(rewards):.3g})"
         text += f", {tokens:.1f} tokens, {cut:.0%} cut off"
         if failed := sum(bool(head.errors) for head in heads):
             text += f", {failed} with a failed score (--failed)"
@@ -132,7 +132,7 @@ def _on_a_line(text: str) -> str:
 def _figures(sample: StoredSample) -> str:
     parts = ", ".join(f"{visible(name)} {_score(sample, name)}" for name in sample.reward_parts)
     parts = f"unweighted: {parts}" if is_weighted(sample.reward, sample.reward_parts.values()) and parts else parts
-    reward = "no reward" if sample.reward is None else f"reward {sample.reward:.3f}"
+    reward = "no reward" if sample.reward is None else f"reward {score_text(sample.reward)}"
     figures = [reward + (f" ({parts})" if parts else "")]
     if sample.advantage is not None:
         figures.append(f"advantage {sample.advantage:+.3f}")

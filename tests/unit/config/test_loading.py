@@ -60,6 +60,13 @@ def test_a_resolved_file_loads_to_the_same_configuration_from_anywhere(
     assert load_config(resolved) == config
 
 
+@pytest.mark.parametrize("target", [-0.25, -5.5, 80.0])
+def test_a_target_of_a_reward_of_any_scale(tmp_path: Path, target: float) -> None:
+    scored = "data: {train: x, heldout: y}\nreward: {kind: function, function: scores.py:score}\n"
+    config = load_config(write(tmp_path, f"model: {{path: m}}\n{scored}"), [f"run.target_accuracy={target}"])
+    assert config.run.target_accuracy == target
+
+
 def test_lists_are_kept_in_the_file_and_given_by_option(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, MINIMAL + "grpo: {stop: [</answer>]}\n"), ["grpo.stop_token_ids=[3, 4]"])
     assert (config.grpo.stop, config.grpo.stop_token_ids) == (("</answer>",), (3, 4))
@@ -144,7 +151,7 @@ BAD_FILES = [
     ("grpo: {clip_low: 2}", "grpo.clip_low", "2", "less than 1", "lower bound"),
     ("grpo: {clip_high: .inf}", "grpo.clip_high", "inf", "finite", ""),
     ("grpo: {clip_high: .nan}", "grpo.clip_high", "nan", "finite", ""),
-    ("run: {target_accuracy: 1.5}", "run.target_accuracy", "1.5", "at most 1", ""),
+    ("run: {target_accuracy: .inf}", "run.target_accuracy", "inf", "finite", ""),
     ("run: {name: 12}", "run.name", "12", "must be text", 'quote it: "12"'),
     ("run: {name: ../x}", "run.name", "../x", "letters", ""),
     ("data: {train: x, shuffle: maybe}", "data.shuffle", "maybe", "true or false", ""),
@@ -226,6 +233,9 @@ BAD_FILES = [
      "core_attn"),
     ("trainer: {recompute: selective, recompute_modules: [layernorm]}", "trainer.recompute_modules", "layernorm",
      "'core_attn', 'mlp' or 'moe'", ""),
+    ("data: {train: t, heldout: h}\nrun: {target_accuracy: 1.5}", "run.target_accuracy", "1.5", "at most 1", "0.9"),
+    ("data: {train: t, heldout: h}\nrun: {target_accuracy: -0.5}", "run.target_accuracy", "-0.5",
+     "of reward exact_match", "0.9"),
     ("run: {target_accuracy: 0.9}", "run.target_accuracy", "0.9", "needs data.heldout", "null"),
     ("evaluation: {sets: [{name: a, data: x}, {name: a, data: y}]}", "evaluation.sets", "a", "two sets", "another"),
     ("data: {train: t, heldout: h}\nevaluation: {sets: [{name: heldout, data: x}]}", "evaluation.sets", "heldout",

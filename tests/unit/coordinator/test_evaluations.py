@@ -10,8 +10,11 @@ from coordinator.data.cursor import CursorState
 from coordinator.flow import Completion, Generation, Group, Prompt, Scored
 from coordinator.learn.estimates import Estimate
 from coordinator.learn.evaluation import Evaluated
-from coordinator.record.evaluations import evaluation_row, heldout_of, message_of, note_best
+from coordinator.record.evaluations import Evaluations, evaluation_row, heldout_of, message_of, note_best
+from coordinator.record.report import baseline_row
 from coordinator.record.state import RunState
+from coordinator.watch.events import EventLog
+from tandem_config.schema import EvaluationSection
 
 
 def evaluated(value: float, name: str = "aime", version: int = 3, **scores: Any) -> Evaluated:
@@ -57,6 +60,19 @@ def test_of_two_evaluations_of_a_set_the_later_one_stands_in_the_row() -> None:
 def test_an_evaluation_in_a_sentence() -> None:
     assert message_of(evaluated(0.5), "") == "aime: mean@1 0.500 (0.400 to 0.600) at version 3"
     assert message_of(evaluated(0.5, "heldout"), "held-out accuracy") == "held-out accuracy 0.500 at version 3"
+
+
+def test_a_held_out_set_without_a_score_has_no_accuracy() -> None:
+    """An accuracy of 0 would be the best of a reward below zero, and reach its target."""
+    run, events = state(), EventLog()
+    nothing: Any = None
+    notes = Evaluations(settings=EvaluationSection(), evaluator=nothing, state=run, events=events, leaving=nothing)
+    notes.note([evaluated(float("nan"), "heldout")], 1, has_checkpoint=True)
+    assert (run.initial_accuracy, run.last_accuracy) == (None, None)
+    assert baseline_row(3, evaluated(float("nan"), "heldout").scored)["heldout_accuracy"] is None
+    notes.note([evaluated(-5.25, "heldout")], 2, has_checkpoint=True)
+    assert (run.initial_accuracy, run.last_accuracy, run.best_accuracy) == (-5.25, -5.25, -5.25)
+    assert message_of(evaluated(-5.25, "heldout"), "held-out reward") == "held-out reward -5.250 at version 3"
 
 
 def test_the_best_policy_is_the_first_with_the_highest_value() -> None:

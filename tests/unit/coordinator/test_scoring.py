@@ -144,6 +144,11 @@ def test_parts_of_any_name_are_reported_under_names_of_their_own(given: list[str
     assert found.remarks
 
 
+async def test_of_no_score_at_all_there_is_no_accuracy(codec: TextCodec) -> None:
+    scored = await scorer(codec, Sometimes()).score([group("12", "12", "13")])
+    assert np.isnan(scored.accuracy)
+
+
 async def test_the_accuracy_is_reported_first_then_the_others_as_configured_then_parts(codec: TextCodec) -> None:
     last = Part(key="reward[1]", name="a_last", reward=Length(full=0, zero=4), is_accuracy=True)
     scored = await scorer(codec, Sometimes(c12=1.0), last, is_accuracy=False).score([group("12", "12", "13")])

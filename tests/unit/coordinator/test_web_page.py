@@ -216,6 +216,23 @@ def test_a_snapshot_is_plain_json(source: Source) -> None:
     assert "pod rollout-3 is stuck" in [alert["text"] for alert in shown["alerts"]]
 
 
+def test_memory_has_a_unit_that_a_person_reads(source: Source) -> None:
+    for value, unit, shown in ((6.1e8, "MiB", 581.7), (70 * 2.0**30, "GiB", 70.0), (0.0, "bytes", 0.0)):
+        seen = replace(source, history=History([row(1, train_peak_memory_bytes=value)]))
+        (curve,) = [one for one in seen.snapshot()["curves"] if one["field"] == "train_peak_memory_bytes"]
+        assert (curve["unit"], curve["points"]) == (unit, [(1, pytest.approx(shown, rel=1e-3))])
+
+
+def test_a_held_out_figure_that_is_no_share_is_no_accuracy(source: Source) -> None:
+    assert source.snapshot()["heldout_title"] == "held-out accuracy"
+    source.state.initial_accuracy = -0.7
+    source.state.accuracy_is_share = False
+    source.history.add(EventLog().append(EventKind.ITERATION, "", row(6, heldout_accuracy=-0.4)))
+    shown = source.snapshot()
+    titles = {curve["field"]: curve["title"] for curve in shown["curves"]}
+    assert (shown["heldout_title"], titles["heldout_accuracy"]) == ("held-out reward", "Held-out reward")
+
+
 def test_the_accuracy_before_the_training_begins_its_curve(source: Source) -> None:
     source.state.initial_accuracy = 0.7
     source.history.add(EventLog().append(EventKind.ITERATION, "", row(6, heldout_accuracy=0.4)))

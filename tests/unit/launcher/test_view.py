@@ -229,6 +229,33 @@ def test_the_summary_says_what_the_run_was_worth(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("scores", "is_share", "title", "text"),
+    [
+        ((0.268, 0.962), None, "held-out accuracy", "0.268 -> 0.962"),
+        ((-0.5, 0.25), None, "held-out reward", "-0.500 -> 0.250"),
+        ((0.2, 0.5), False, "held-out reward", "0.200 -> 0.500"),
+        ((0.0, 1.0), True, "held-out accuracy", "0.000 -> 1.000"),
+    ],
+)
+def test_what_is_no_share_is_called_a_reward(
+    tmp_path: Path, scores: tuple[float, float], is_share: bool | None, title: str, text: str
+) -> None:
+    said = {} if is_share is None else {"accuracy_is_share": is_share}
+    summary = {**SUMMARY, "initial_accuracy": scores[0], "final_accuracy": scores[1], **said}
+    lines = dict(summary_lines(summary, [ROW, ROW], tmp_path))
+    assert {name: found for name, found in lines.items() if "held-out" in name} == {title: text}
+
+
+@pytest.mark.parametrize("reward", [-0.999, -1.0, -5.5, -123.456, 99.5, 123456.789, -2e6, -1e12, 1e300, 1e-9])
+def test_a_line_keeps_its_columns_whatever_the_reward(reward: float) -> None:
+    columns = columns_for(80, 40)
+    text = line(columns, {**ROW, "reward_mean": reward, "heldout_accuracy": reward}, 40)
+    assert len(text) == len(heading(columns, 40))
+    shown = float(text.split()[1])
+    assert shown == pytest.approx(reward, rel=0.05, abs=5e-4)
+
+
 def test_the_reference_s_passes_are_the_trainer_s_work(tmp_path: Path) -> None:
     """KL in the reward: what is no part of the train step is in trainer_compute_s too."""
     row = {"iteration_s": 10.0, "train_s": 4.0, "reference_s": 3.0, "trainer_compute_s": 6.0, "generate_s": 3.0}
