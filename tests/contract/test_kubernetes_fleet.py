@@ -15,6 +15,7 @@ from coordinator.clients.replica import Replica
 from coordinator.fleet.arrivals import wait_for_enough
 from coordinator.fleet.base import Fleet
 from coordinator.fleet.kubernetes import cluster as cluster_module
+from coordinator.fleet.kubernetes import placement
 from coordinator.fleet.kubernetes.api import watch
 from coordinator.fleet.kubernetes.api.events import About
 from coordinator.fleet.kubernetes.api.permissions import PERMISSIONS
@@ -849,3 +850,53 @@ async def test_a_trainer_pod_that_its_job_replaces_is_waited_for_until_the_time_
     await soon(lambda: cluster.trainer_outlook()[0] is not PodOutlook.UP)
     with pytest.raises(DeadlineExceeded, match=r"waited 1 s for the trainer: .*Job trainer-hosts-0 may replace it"):
         await asyncio.wait_for(guard.wait_for_return(Unavailable("trainer: gone")), DEADLINE_S)
+
+
+# ---- room for the trainer ----
+
+
+@pytest.mark.parametrize("kind", SETS)
+async def test_rollouts_make_room_for_the_trainer_and_come_back(
+    kind: str, api: FakeCluster, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "AFTER_S", 0.1)
+    monkeypatch.setattr(placement, "INTERVAL_S", 0.02)
+    full = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "3 Insufficient cpu."}
+    api.put(SETS[kind](2))
+    api.put(placed("rollout-0"))
+    api.put(pod("trainer-0", component="trainer", ready=False, phase="Pending", conditions=[full]))
+    first = await start(rollout_set_kind=kind)
+    await soon(lambda: api.get(kind, "rollout", NAMESPACE)["spec"]["replicas"] == 0)
+    api.delete("Pod", "rollout-0", NAMESPACE)
+    await soon(first.has_queued_replicas)  # so that nobody's patience with them ends
+    assert any("is scaled from 2 to 0" in trouble for trouble in first.troubles())
+    first.close()
+    # Another coordinator, which sets the size at its start (fleet.scale), but not while the trainer has no node.
+    second = await start(rollout_set_kind=kind, scale=True)
+    assert api.get(kind, "rollout", NAMESPACE)["spec"]["replicas"] == 0
+    api.put(placed("trainer-0", component="trainer"))
+    await soon(lambda: api.get(kind, "rollout", NAMESPACE)["spec"]["replicas"] == 2)
+    await soon(lambda: not second.has_queued_replicas())
+    assert second.troubles() == []
+    (event,) = [each for each in api.list_of("Event") if each["reason"] == "TandemMadeRoom"]
+    assert event["involvedObject"]["kind"] == kind
+
+
+async def test_rollouts_that_may_not_be_taken_away_are_a_trouble(
+    api: FakeCluster, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "AFTER_S", 0.0)
+    full = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "3 Insufficient cpu."}
+    api.put(rollout_set(2))
+    api.put(placed("rollout-0"))
+    api.put(pod("trainer-0", component="trainer", ready=False, phase="Pending", conditions=[full]))
+    api.refuse("patch statefulsets/scale rollout")
+    cluster = await start(scale=False, release_after_s=None)
+    await soon(lambda: any("keeps what the trainer may wait for" in trouble for trouble in cluster.troubles()))
+
+
+def placed(name: str, component: str = "rollout") -> dict[str, Any]:
+    """A pod on a node."""
+    obj = pod(name, component=component)
+    obj["spec"]["nodeName"] = "gpu-0"
+    return obj

@@ -263,7 +263,7 @@ def test_engines_have_shared_memory_and_scratch(manifests: tuple[Manifest, ...])
         assert "sizeLimit" in volumes[mounts["/tmp"]]["emptyDir"], owner
 
 
-def test_pods_of_a_service_are_spread_over_nodes(manifests: tuple[Manifest, ...]) -> None:
+def test_pods_of_a_service_spread_as_it_says_and_not_as_the_scheduler_would(manifests: tuple[Manifest, ...]) -> None:
     for owner, template in pod_templates(manifests).items():
         if service_of(template) not in ("trainer", "rollout"):
             continue
@@ -303,8 +303,13 @@ def test_disruptions_are_budgeted(manifests: tuple[Manifest, ...]) -> None:
     budgets = {each["metadata"]["name"]: each["spec"] for each in kinds(manifests, "PodDisruptionBudget")}
     # A share of a Job's pods cannot be told: it has no scale, and the budget would allow nothing, with an error.
     assert budgets.pop("coordinator")["minAvailable"] == 1
+    for each in kinds(manifests, "JobSet"):
+        (hosts,) = each["spec"]["replicatedJobs"]
+        spec = budgets.pop(each["metadata"]["name"])
+        assert (spec["minAvailable"], "maxUnavailable" in spec) == (hosts["template"]["spec"]["parallelism"], False)
     has_redis = any(component_of(each) == "redis" for each in pod_templates(manifests).values())
-    wanted = {"trainer": 0, "rollout": 1} | ({"redis": 0} if has_redis else {})
+    wanted = {"rollout": 1} | ({"redis": 0} if has_redis else {})
+    wanted |= {"trainer": 0} if "trainer" in budgets else {}
     assert {name: spec["maxUnavailable"] for name, spec in budgets.items()} == wanted
 
 

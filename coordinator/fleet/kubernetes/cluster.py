@@ -22,6 +22,7 @@ from coordinator.fleet.kubernetes.api.pods import TRAINER, Pod, PodOutlook, sele
 from coordinator.fleet.kubernetes.api.watch import PodWatch
 from coordinator.fleet.kubernetes.engines import engines
 from coordinator.fleet.kubernetes.outlook import queue_of, trainer_outlook
+from coordinator.fleet.kubernetes.placement import RoomForTrainer
 from coordinator.fleet.kubernetes.troubles import Troubles
 from coordinator.watch.events import EventLog
 from servicekit.environment import ServiceEnvironment
@@ -46,6 +47,7 @@ class Cluster:
         api: KubeApi,
         pods: PodWatch,
         troubles: Troubles,
+        folder: Path,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -59,13 +61,17 @@ class Cluster:
         self._next_look_s = 0.0
         self.rollout_set = PodSet(kind=config.fleet.rollout_set_kind, name=config.fleet.rollout_set)
         self.trainer_set = PodSet(kind=config.fleet.trainer_set_kind, name=config.fleet.trainer_set)
+        wanted = self._replicas if config.fleet.scale else None
+        self._placement = RoomForTrainer(api, pods, troubles, self.rollout_set, folder, wanted=wanted, clock=clock)
+        self._making_room: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Check the permissions, start watching pods, and scale the rollout set."""
+        """Check the permissions, start watching pods, scale the rollout set; from then on make room for the trainer."""
         await asyncio.to_thread(self._check_permissions)
         await asyncio.to_thread(self.pods.start, self.settings.request_timeout_s)
-        if self.settings.scale:
+        if self.settings.scale and self._placement.size_before is None:
             await asyncio.to_thread(self._scale)
+        self._making_room = asyncio.create_task(self._placement.run(), name="placement")
 
     def troubles(self) -> list[str]:
         """List the troubles of the cluster now, as sentences."""
@@ -113,7 +119,9 @@ class Cluster:
         self.noted.note("trainer set", queued)
 
     def has_queued_replicas(self) -> bool:
-        """Whether pods of replicas are held in a queue, as far as the watch knows."""
+        """Whether pods of replicas are held in a queue, or taken away for the trainer, as far as the watch knows."""
+        if self._placement.size_before is not None:
+            return True
         pods = self.pods.pods if self.pods.is_current else ()
         return any(pod.outlook is PodOutlook.QUEUED for pod in pods if pod.component != TRAINER)
 
@@ -122,6 +130,8 @@ class Cluster:
 
     def close(self) -> None:
         """Stop watching; does not wait for the API server."""
+        if self._making_room is not None:
+            self._making_room.cancel()
         self.pods.stop()
 
     def release(self, why: str) -> None:
@@ -129,6 +139,7 @@ class Cluster:
 
         What is refused is a trouble, and in the log.
         """
+        self._placement.forget()
         for pod_set in (self.rollout_set, self.trainer_set):
             try:
                 before = self._empty(pod_set)
@@ -202,7 +213,7 @@ def reach_cluster(config: RunConfig, environment: ServiceEnvironment, events: Ev
     if environment.trainer_set:
         fleet = config.fleet.model_copy(update={"trainer_set": environment.trainer_set})
         config = config.model_copy(update={"fleet": fleet})
-    return Cluster(config, api, PodWatch(api, selector(environment.run_id)), Troubles(events))
+    return Cluster(config, api, PodWatch(api, selector(environment.run_id)), Troubles(events), environment.run_dir)
 
 
 def connect(settings: FleetSection, namespace: str, environ: Mapping[str, str] = os.environ) -> tuple[Any, str]:

@@ -488,7 +488,7 @@ def test_replicas_that_should_be_there_are_those_with_pods_even_pending_ones(tmp
     )
     config = RunConfig.model_validate({"model": {"path": str(tmp_path)}, "data": {"train": str(tmp_path / "t.jsonl")}})
     api = KubeApi(client.ApiClient(), "ml", timeout_s=1.0)
-    view = FleetView(Cluster(config, api, pods, Troubles(EventLog())), replicas=4)
+    view = FleetView(Cluster(config, api, pods, Troubles(EventLog()), tmp_path), replicas=4)
     assert view.expected() == 2
     pods.is_current = False  # the API is unreachable
     assert view.expected() == 4

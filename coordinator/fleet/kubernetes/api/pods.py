@@ -71,6 +71,7 @@ class Pod:
         ended: its containers have ended, and are not started again in this pod.
         crashes: restarts of the container that crashes again and again; 0: none does.
         ran_s: how long that container ran before its last crash; None: not known; inf: it never began, which is none.
+        node: where it is, or will be started; "": none has been found yet.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Pod:
     ended: bool = False
     crashes: int = 0
     ran_s: float | None = None
+    node: str = ""
 
     @property
     def incarnation(self) -> tuple[str, int]:
@@ -134,6 +136,7 @@ def read_pod(pod: Any) -> Pod:
         ended=pod.status.phase in _ENDED,
         crashes=0 if crashing is None else crashing.restart_count,
         ran_s=None if crashing is None else _ran_s(crashing),
+        node=(pod.spec.node_name or "") if pod.spec is not None else "",
     )
 
 

@@ -1,0 +1,148 @@
+"""Makes room for the trainer: takes the run's rollouts away while they hold what its pods wait for.
+
+trainer pods                                   the rollout set
+have nodes                                     is left to kubectl, an autoscaler, fleet.scale at the start
+unschedulable for AFTER_S, rollouts on nodes   is scaled to 0, and its size noted in the run's folder
+have nodes again                               gets that size back, also from a coordinator that was started since
+another writer has scaled the set meanwhile    is theirs: left as it is, until the trainer has had nodes once
+
+To 0, since a smaller step may leave no node whole, autoscalers leave a set of 0 alone, and Kueue admits no other size.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from coordinator.fleet.kubernetes.api.client import KubeApi
+from coordinator.fleet.kubernetes.api.events import About, EventRecorder
+from coordinator.fleet.kubernetes.api.pod_sets import PodSet
+from coordinator.fleet.kubernetes.api.pods import TRAINER, Pod
+from coordinator.fleet.kubernetes.api.watch import PodWatch
+from coordinator.fleet.kubernetes.troubles import Troubles
+from servicekit.errors import InvalidRequest, NotReady, PermissionDenied, TandemError
+from servicekit.logs import get_logger
+from tandem_files.atomic import write_json_atomic
+
+PLACEMENT_FILE = "placement.json"
+# More than a rollout's 75 s to end: preemption and pods that leave may be making room already.
+AFTER_S = 90.0
+INTERVAL_S = 5.0
+# The scheduler's word for a resource that nodes have too little of; taints and volumes are not cured by fewer rollouts.
+_NO_ROOM = "Insufficient "
+
+log = get_logger(__name__)
+
+
+class RoomForTrainer:
+    """Scales one rollout set. Its questions to the API block.
+
+    Args:
+        folder: of the run.
+        wanted: size of the set that the configuration asks for (fleet.scale); None: the one that it had.
+    """
+
+    def __init__(
+        self,
+        api: KubeApi,
+        pods: PodWatch,
+        troubles: Troubles,
+        rollout_set: PodSet,
+        folder: Path,
+        *,
+        wanted: int | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._api, self._pods, self._noted, self._set = api, pods, troubles, rollout_set
+        self._recorder = EventRecorder(api)
+        self._file, self._wanted, self._clock = folder / PLACEMENT_FILE, wanted, clock
+        self._since_s: float | None = None
+        self._is_theirs = False
+        self.size_before = self._read()
+
+    async def run(self) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            try:
+                await asyncio.to_thread(self.look)
+            except (TandemError, OSError) as error:
+                self._noted.note("placement", f"{self._set} keeps what the trainer may wait for: {error}")
+            await asyncio.sleep(INTERVAL_S)
+
+    def look(self) -> None:
+        """Take the rollouts away, or bring them back, if it is time. Raises: TandemError, OSError: it could not."""
+        if not self._pods.is_current:
+            return
+        staying = [pod for pod in self._pods.pods if not pod.goes]
+        trainers = [pod for pod in staying if pod.component == TRAINER]
+        is_placed = bool(trainers) and all(pod.node for pod in trainers)
+        if self.size_before is not None:
+            self._look_at_emptied(is_placed)
+        elif is_placed:
+            self._is_theirs = False
+            self._noted.note("placement", "")
+        rollouts_hold = any(pod.node for pod in staying if pod.component != TRAINER)
+        if self.size_before is not None or self._is_theirs or not (rollouts_hold and _lack_room(trainers)):
+            self._since_s = None
+            return
+        now_s = self._clock()
+        self._since_s = now_s if self._since_s is None else self._since_s
+        if now_s - self._since_s >= AFTER_S:
+            self._since_s = None
+            self._empty()
+
+    def forget(self) -> None:
+        """The run is over: the rollouts do not come back."""
+        self.size_before = None
+        try:
+            self._file.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("size of the rollout set not removed", file=str(self._file), error=str(error))
+
+    def _empty(self) -> None:
+        before, _ = self._api.replicas_of(self._set)
+        if not before:
+            return
+        # First: who is started after this moment must know the size.
+        write_json_atomic(self._file, {"replicas": before})
+        self.size_before = before
+        try:
+            self._api.scale(self._set, 0)
+        except (InvalidRequest, NotReady, PermissionDenied):  # not after a lost answer: it may have been done
+            self.forget()
+            raise
+        text = f"{self._set} is scaled from {before} to 0 until the trainer has its nodes: it finds no room beside them"
+        self._noted.note("placement", text)
+        self._recorder.record(About.pod_set(self._set), "TandemMadeRoom", text)
+
+    def _look_at_emptied(self, is_placed: bool) -> None:
+        size, _ = self._api.replicas_of(self._set)
+        if size:
+            log.info("rollout set scaled by another writer", pod_set=str(self._set), replicas=size)
+            self._is_theirs = not is_placed
+        elif is_placed:
+            wanted = self._wanted if self._wanted is not None else self.size_before or 0
+            self._api.scale(self._set, wanted)
+            text = f"from 0 to {wanted} replicas: the trainer has its nodes"
+            log.info("rollouts brought back", pod_set=str(self._set), replicas=wanted)
+            self._recorder.record(About.pod_set(self._set), "TandemScaled", text)
+        else:
+            return
+        self._noted.note("placement", "")
+        self.forget()
+
+    def _read(self) -> int | None:
+        """Return the size that a predecessor has noted; None: none has."""
+        try:
+            return int(json.loads(self._file.read_text(encoding="utf-8"))["replicas"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            log.warning("size of the rollout set not read", file=str(self._file), error=str(error))
+            return None
+
+
+def _lack_room(trainers: Sequence[Pod]) -> bool:
+    """Whether a trainer pod is unschedulable, since nodes have too little of something."""
+    return any(not pod.node and pod.trouble.startswith("unschedulable") and _NO_ROOM in pod.trouble for pod in trainers)
