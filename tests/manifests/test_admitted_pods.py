@@ -64,18 +64,14 @@ def test_pods_of_overlays_and_of_components_together(name: str) -> None:
     selects_all_of_its_pods(overlay(name))
 
 
-@pytest.mark.parametrize(
-    ("name", "run"), [(name, run) for name in (*COMPONENTS, *PARTED) for run in RUNS[:2]], ids="-".join
-)
+@pytest.mark.parametrize(("name", "run"), [(name, run) for name in (*COMPONENTS, *PARTED) for run in RUNS[:2]])
 def test_pods_of_each_component(name: str, run: str, tmp_path: Path) -> None:
     base = "single-node-gpu" if name == "single-node" else "cluster"
     try_component(base, name, run, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("base", "name", "run"), list(itertools.product(OVERLAYS, (*COMPONENTS, *PARTED), RUNS)), ids="-".join
-)
+@pytest.mark.parametrize(("base", "name", "run"), list(itertools.product(OVERLAYS, (*COMPONENTS, *PARTED), RUNS)))
 def test_pods_of_each_component_on_each_overlay(base: str, name: str, run: str, tmp_path: Path) -> None:
     try_component(base, name, run, tmp_path)
 

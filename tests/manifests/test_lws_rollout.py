@@ -13,6 +13,8 @@ from coordinator.fleet.kubernetes.api.pod_sets import PodSet
 from coordinator.fleet.kubernetes.api.pods import COMPONENT_LABEL, LEADER_ANNOTATION, ROLLOUT, WORKER
 from tandem_config.loading import load_config
 from tandem_config.schema import RunConfig
+from tests.fakes.cluster.controllers import pods_of
+from tests.fakes.cluster.pods import pod_errors
 from tests.manifests.kustomize import (
     DEPLOY,
     Manifest,
@@ -27,6 +29,7 @@ from tests.manifests.kustomize import (
     run_yaml,
     templates_of,
     worker_template,
+    workloads,
 )
 from tests.manifests.test_network import flows
 from tests.manifests.test_rbac import granted, used
@@ -206,3 +209,10 @@ def test_all_of_its_pods_are_of_its_run(the_readmes_run: tuple[Manifest, ...], c
     """kustomize has to be told where a LeaderWorkerSet's templates are, for labels beside the component."""
     runs = {template["metadata"]["labels"]["tandem.run/id"] for template in pod_templates(the_readmes_run).values()}
     assert runs == {config.run.name}
+
+
+def test_an_api_server_takes_its_pods(the_readmes_run: tuple[Manifest, ...]) -> None:
+    """A key of a term that is in its labelSelector too, by `includeSelectors`, is refused of every pod."""
+    for workload in workloads(the_readmes_run):
+        for pod in pods_of(workload):
+            assert list(pod_errors(pod)) == []

@@ -5,15 +5,16 @@ What the coordinator, an operator's machine and a real kubectl call, for the use
     REST           of all kinds of a run; custom resources that are `installed`; dryRun=All stores nothing
     watch          replayed from a resource version, 410 when that is too old
     pods           created ones run immediately, if their claims exist; deleted ones are gone immediately, and with
-                   them what they own is not: there are no controllers, a test makes the pods of sets itself
+                   them what they own is not: there are no controllers, a test makes the pods of sets itself, as
+                   controllers.py says
     eviction       with the uid precondition, and PodDisruptionBudgets' `disruptionsAllowed`
     scale          of StatefulSets and LeaderWorkerSets
     log, exec      lines of the test; a command on this machine, with the paths of the pod's claims replaced by their
                    folders
     port-forward   connects to `ports`
 
-What it refuses is in admission.py (schemas, immutable fields, PodSecurity) and requests.py (RBAC; faults). 401 without
-a token, 404 for what it does not have, 409 for a change of an older version.
+What it refuses is in admission.py (schemas, immutable fields, PodSecurity), pods.py (of pods) and requests.py (RBAC;
+faults). 401 without a token, 404 for what it does not have, 409 for a change of an older version.
 
 It has no scheduler, no controllers, no kubelet, no webhooks, no quotas, no defaults, no `generation`; PATCH merges as
 merging.py says, and server-side apply knows no owners of fields, so that it must be forced; PodSecurity knows the level
