@@ -55,14 +55,15 @@ class Trouble:
     text: str
 
 
-def troubles(rows: Sequence[Row], heldout: Heldout, logprob_diff_limit: float) -> list[Trouble]:
+def troubles(rows: Sequence[Row], heldout: Heldout | None, logprob_diff_limit: float) -> list[Trouble]:
     """List the troubles of the training now, the worst first.
 
     Args:
         rows: iterations, the newest last; a row lacks what was not measured.
+        heldout: None: there are no evaluations.
         logprob_diff_limit: grpo.logprob_diff_limit.
     """
-    now = _Curves(rows, heldout, logprob_diff_limit)
+    now = _Curves(rows, heldout or Heldout(), logprob_diff_limit)
     return [trouble for find in _FINDERS for trouble in find(now)]
 
 
