@@ -10,6 +10,7 @@ import pytest
 from servicekit.environment import ServiceEnvironment
 from servicekit.redis.registry import Registry
 from tandem_config.schema import RunConfig
+from tandem_files.run_folder import read_state
 from tests.contract.coordinator_runs import variables_of, with_settings, write_config
 from tests.contract.test_coordinator_process import Start, fleet_arguments
 from tests.kit.processes import free_port
@@ -60,3 +61,6 @@ def test_every_panel_of_the_coordinator_has_data(
         until(lambda: server.stages_share() == pytest.approx(1.0, rel=1e-6), DATA_S, "the sum of stages = total")
         until(lambda: set(server.rules().values()) == {"ok"}, DATA_S)
         assert len(server.rules()) > 30
+        began = read_state(environment.run_dir)["started_s"]
+        compared = 'tandem:of_run{series=~"entropy|sync_sum"}'
+        until(lambda: [float(one["started"]) for one in server.labels(compared)] == [began, began], DATA_S)
