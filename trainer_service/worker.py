@@ -123,7 +123,7 @@ class Worker:
         try:
             publisher = Publisher(member.run_phase, engine.weights)
             handlers = CommandHandlers(engine, publisher, self._settings.config.model.path)
-            self._serve(Wire(group), handlers.table())
+            self._serve(Wire(group, trainer.collective_timeout_s), handlers.table())
             self.liveness.end()
         finally:
             member.close()

@@ -212,8 +212,11 @@ class TrainerSection(Section):
     )
     collective_timeout_s: PositiveFloat = Field(
         300.0,
-        description="Seconds until a trainer collective fails because a peer does not take part.",
-        json_schema_extra=about("longer than any work between two collectives", unit="s"),
+        description=(
+            "Seconds until a trainer collective fails because a peer does not take part. Ranks that read or write "
+            "files are waited for as long as the call may take, half an hour."
+        ),
+        json_schema_extra=about("longer than any work between two collectives of a step", unit="s"),
     )
     initial_checkpoint: Path | None = Field(
         None,

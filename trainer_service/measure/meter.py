@@ -18,10 +18,13 @@ class StepMeter:
     Args:
         peak_tflops: of a rank's device, in 10^12 FLOP/s; None: it is measured in the first step, on all ranks together.
         dtype: of the model.
+        group: of all ranks, over gloo: a rank may measure for longer than a collective of a device waits.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, peak_tflops: float | None) -> None:
-        self._device, self._dtype, self._peak_tflops = device, dtype, peak_tflops
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, peak_tflops: float | None, group: dist.ProcessGroup
+    ) -> None:
+        self._device, self._dtype, self._peak_tflops, self._group = device, dtype, peak_tflops, group
 
     def begin(self) -> None:
         """Begin a step."""
@@ -38,8 +41,8 @@ class StepMeter:
         Returns: train_tokens_per_s; model_flops_utilization: `flops` / what the devices could do in `seconds`;
             train_peak_memory_bytes: of the rank that had most; train_peak_flops_per_s: of all devices.
         """
-        peak = torch.full((), peak_bytes(self._device), dtype=torch.float64, device=self._device)
-        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        peak = torch.tensor(peak_bytes(self._device), dtype=torch.float64)
+        dist.all_reduce(peak, dist.ReduceOp.MAX, group=self._group)
         return {
             "train_tokens_per_s": tokens / seconds,
             "model_flops_utilization": flops / (seconds * self._flops_per_s),
@@ -52,9 +55,8 @@ class StepMeter:
         """FLOP/s of all ranks' devices."""
         if self._peak_tflops is not None:
             return self._peak_tflops * 1e12 * int(dist.get_world_size())
-        flops_per_s = measured_flops_per_s(self._device, self._dtype)
-        total = torch.full((), flops_per_s, dtype=torch.float64, device=self._device)
-        dist.all_reduce(total)
+        total = torch.tensor(measured_flops_per_s(self._device, self._dtype), dtype=torch.float64)
+        dist.all_reduce(total, group=self._group)
         if dist.get_rank() == 0:
             tflops = float(total) / 1e12 / dist.get_world_size()
             log.info("device speed measured", tflops_per_rank=round(tflops, 3), ranks=dist.get_world_size())

@@ -1,6 +1,7 @@
 """Builds megatron-core objects from a model spec and settings: config, model chunks, DDP, AdamW."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from servicekit.errors import ConfigError
 from tandem_config.schema import TrainerSection
 from trainer_service.megatron_engine import ON_CPU
+from trainer_service.megatron_engine.agree import WAIT_S
 from trainer_service.megatron_engine.head.policy_model import PolicyModel
 from trainer_service.megatron_engine.layers.layer_spec import Modules, decoder_spec
 from trainer_service.saved.files import EXPERTS
@@ -50,6 +52,14 @@ def initialize_parallel(parallel: Parallel, seed: int, timeout_s: float) -> None
         distributed_timeout_minutes=timeout_s / 60,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def outcome_group() -> torch.distributed.ProcessGroup:
+    """Make the group over which ranks agree on what they do alone, whatever the device."""
+    group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_S))
+    if group is None:
+        raise RuntimeError("torch.distributed made no group for outcomes")
+    return group
 
 
 def destroy_parallel() -> None:

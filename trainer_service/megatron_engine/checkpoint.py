@@ -25,7 +25,7 @@ from tandem_files.checkpoints import DamagedCheckpoint
 from tandem_files.digests import damages
 from tandem_files.room import check_room
 from trainer_service.engine import Saving
-from trainer_service.megatron_engine.agree import first_text, together
+from trainer_service.megatron_engine.agree import WAIT_S, RankAgreement
 from trainer_service.megatron_engine.options.zero import gathered
 from trainer_service.saved.files import (
     EXPERTS,
@@ -55,9 +55,6 @@ from trainer_service.saved.writing import (
 from weightsync.layouts.layout import Layout, Parallel
 from weightsync.model.spec import ModelSpec
 
-# As the longest deadline of FinishCheckpoint (protos/tandem_api/trainer/v1/trainer.proto).
-WRITE_TIMEOUT_S = 1800.0
-
 # Accepts what tensors of one number each, AdamW's step counts, would get.
 Accept = Callable[[Sequence[tuple[Tensor, float]]], None]
 
@@ -86,7 +83,9 @@ def _files(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], device: torch
     return mine
 
 
-def save(folder: Path, held: Mapping[str, Held], meta: Mapping[str, Any], device: torch.device) -> int:
+def save(
+    folder: Path, held: Mapping[str, Held], meta: Mapping[str, Any], device: torch.device, agreement: RankAgreement
+) -> int:
     """Save a checkpoint; every rank must call this. The folder appears, or is replaced, when all shards are on disk.
 
     Args:
@@ -98,14 +97,14 @@ def save(folder: Path, held: Mapping[str, Held], meta: Mapping[str, Any], device
     mine = _files(_whole(held), meta, device)
     own = {name for file in mine for name in file.tensors}
     try:
-        _make_room(what, partial, mine, device)
+        _make_room(what, partial, mine, agreement)
         parts = {name: tensor.cpu() for name, tensor in gathered(held) if name in own}
         mine = [
             replace(file, tensors={name: parts.get(name, tensor) for name, tensor in file.tensors.items()})
             for file in mine
         ]
-        size = together(what, device, lambda: sum(write_file(partial, file) for file in mine))
-        together(what, device, (lambda: publish(partial, folder, meta)) if leads else None)
+        size = agreement.together(what, lambda: sum(write_file(partial, file) for file in mine))
+        agreement.together(what, (lambda: publish(partial, folder, meta)) if leads else None)
     except Internal:
         if leads:
             discard(partial)
@@ -118,9 +117,9 @@ def _whole(held: Mapping[str, Held]) -> dict[str, Tensor]:
     return {name: shape_of(value) if isinstance(value, FlatPart) else value for name, value in held.items()}
 
 
-def _make_room(what: str, partial: Path, mine: Sequence[SavedFile], device: torch.device) -> int:
+def _make_room(what: str, partial: Path, mine: Sequence[SavedFile], agreement: RankAgreement) -> int:
     """Make an empty folder, where the disk has room for the files of all ranks. Returns: their bytes."""
-    needed = together(what, device, lambda: sum(file.num_bytes for file in mine))
+    needed = agreement.together(what, lambda: sum(file.num_bytes for file in mine))
 
     def prepare() -> int:
         discard(partial)
@@ -128,14 +127,15 @@ def _make_room(what: str, partial: Path, mine: Sequence[SavedFile], device: torc
         partial.mkdir(parents=True)
         return 0
 
-    together(what, device, prepare if dist.get_rank() == 0 else None)
+    agreement.together(what, prepare if dist.get_rank() == 0 else None)
     return needed
 
 
 class BackgroundSaver:
     """Writes checkpoints in a thread of this rank, from copies of its tensors in host memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, agreement: RankAgreement) -> None:
+        self._agreement = agreement
         self._copies = HostCopies()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._mine: Future[Any] | None = None
@@ -148,10 +148,11 @@ class BackgroundSaver:
         Raises: Internal: on every rank, if there is no room for the files.
         """
         what, partial = f"write checkpoint {folder}", partial_of(folder)
-        together(what, device, self._wait)
+        self._agreement.together(what, self._wait)
         mine = _files(_whole(held), meta, device)
-        size = _make_room(what, partial, mine, device)
-        count = together(what, device, lambda: len(mine))
+        size = _make_room(what, partial, mine, self._agreement)
+        # page-locking takes long, and the other ranks wait for it before they gather
+        count = self._agreement.together(what, lambda: self._copies.reserve(mine))
         copies = self._copies.take(mine, gathered(held))
         if dist.get_rank() == 0:
             self._mine = self._thread.submit(_write_and_publish, partial, copies, count, folder, meta)
@@ -162,8 +163,8 @@ class BackgroundSaver:
 
     def _wait(self) -> int:
         """Wait until this rank has written the files of the checkpoint before, whose copies are overwritten next."""
-        if self._mine is not None and wait([self._mine], WRITE_TIMEOUT_S).not_done:
-            raise TimeoutError(f"the checkpoint before was not written within {WRITE_TIMEOUT_S:g} s")
+        if self._mine is not None and wait([self._mine], WAIT_S).not_done:
+            raise TimeoutError(f"the checkpoint before was not written within {WAIT_S:g} s")
         return 0
 
 
@@ -178,7 +179,7 @@ def _write_and_publish(
     try:
         for file in mine:
             write_file(partial, file)
-        wait_for_files(partial, count, WRITE_TIMEOUT_S)
+        wait_for_files(partial, count, WAIT_S)
         return publish(partial, folder, meta)
     except (OSError, SafetensorError, Internal) as error:
         raise Internal(f"cannot write checkpoint {folder}: {error}") from error
@@ -201,6 +202,7 @@ class Reader:
     rank: int
     meta: Mapping[str, Any]
     device: torch.device
+    agreement: RankAgreement
 
     def check(self, folder: Path, tensors: Mapping[str, Held], accept: Accept = any_numbers) -> None:
         """Check what load() checks before it changes anything; arguments and errors are those of load()."""
@@ -236,7 +238,7 @@ class Reader:
 
     def _find(self, folder: Path, tensors: Mapping[str, Held], accept: Accept, stack: ExitStack) -> SavedStates:
         """Look for all that this rank reads; each file is compared with its digest by one rank."""
-        damage = first_text("; ".join(_damages(folder, self.rank)), self.device)
+        damage = self.agreement.first_text("; ".join(_damages(folder, self.rank)))
         if damage:
             raise DamagedCheckpoint(
                 f"checkpoint {folder}: {damage}: restore the file from a copy, or choose another checkpoint"
@@ -248,7 +250,7 @@ class Reader:
             accept(states.numbers())
         except (TandemError, SafetensorError, OSError) as error:  # no other rank may wait for this one
             complaint = str(error)
-        complaint = first_text(complaint, self.device)
+        complaint = self.agreement.first_text(complaint)
         if complaint or states is None:
             raise ConfigError(complaint)
         return states

@@ -26,7 +26,7 @@ from trainer_service.measure.meter import StepMeter
 from trainer_service.measure.profiler import StepProfiler
 from trainer_service.megatron_engine import build, checkpoint
 from trainer_service.megatron_engine.adam_state import AdamState
-from trainer_service.megatron_engine.agree import first_text, together
+from trainer_service.megatron_engine.agree import RankAgreement
 from trainer_service.megatron_engine.layers.layer_spec import chosen_modules
 from trainer_service.megatron_engine.offload.build import build_offload
 from trainer_service.megatron_engine.offload.states import CHECKPOINT, STEP, EngineState
@@ -52,9 +52,7 @@ class MegatronEngine:
 
     def __init__(self, config: RunConfig, device: torch.device, run_dir: Path | None = None) -> None:
         trainer = config.trainer
-        self._config = config
-        self._run_dir = run_dir
-        self._device = device
+        self._config, self._run_dir, self._device = config, run_dir, device
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         # steps are fewer than the version if a restarted run has skipped numbers; updates left out are over the run
         self._version = self._steps_done = self._skipped_updates = 0
@@ -65,6 +63,7 @@ class MegatronEngine:
         check_reference(config, self._spec)
         modules = chosen_modules(trainer)
         build.initialize_parallel(self._parallel, config.run.seed, trainer.collective_timeout_s)
+        self._agreement = RankAgreement(build.outcome_group())
         self._reader = checkpoint.Reader(
             spec=self._spec,
             parallel=self._parallel,
@@ -72,8 +71,9 @@ class MegatronEngine:
             rank=dist.get_rank(),
             meta=identity(config, self._spec),
             device=device,
+            agreement=self._agreement,
         )
-        self._saver = checkpoint.BackgroundSaver()
+        self._saver = checkpoint.BackgroundSaver(self._agreement)
         sequence_parallel = trainer.sequence_parallel and trainer.tensor_parallel > 1
         options = recompute_arguments(trainer, self._spec.num_layers) | {"moe_grouped_gemm": trainer.moe_grouped_gemm}
         mcore_config = build.transformer_config(self._spec, self._parallel, self._dtype, sequence_parallel, **options)
@@ -91,9 +91,8 @@ class MegatronEngine:
             context_rank=parallel_state.get_context_parallel_rank(),
             share_prompts=trainer.share_prompts,
         )
-        self._schedule = Schedule(wrapped)
-        self._profiler = StepProfiler(config.profile, run_dir, device)
-        self._offload = build_offload(trainer.offload, wrapped, optimizer, device, run_dir)
+        self._schedule, self._profiler = Schedule(wrapped), StepProfiler(config.profile, run_dir, device)
+        self._offload = build_offload(trainer.offload, wrapped, optimizer, device, run_dir, self._agreement)
         self._reference = ReferencePolicy(self._parameters, self._offload) if config.grpo.kl_coefficient != 0 else None
         # then checkpoints have it too
         self._refreshes = self._reference is not None and config.grpo.reference_refresh_every is not None
@@ -106,7 +105,8 @@ class MegatronEngine:
             ranks=self._ranks,
             clip_grad=trainer.clip_grad,
             device=device,
-            meter=StepMeter(device, self._dtype, trainer.peak_tflops),
+            meter=StepMeter(device, self._dtype, trainer.peak_tflops, self._agreement.group),
+            agreement=self._agreement,
             costs=FlopCosts.of(self._spec),
             reference=self._reference if config.grpo.kl_in_loss else None,
         )
@@ -156,6 +156,7 @@ class MegatronEngine:
                 self._reader.load(initial, weights_only(self._adam.tensors()))
             self._adam.masters_from_weights()
             self._adam.forget()
+            self._agreement.meet()  # ranks have read for as long as each needed
             self._adam.gather()
             self._version = self._steps_done = self._skipped_updates = 0
             self._load_reference(present=folder if initial is None else None)
@@ -229,7 +230,7 @@ class MegatronEngine:
         """Save weights, a reference policy that is not as it began, and what is configured to be kept beside them."""
         meta = self._meta()
         with self._offload.use(*CHECKPOINT, changes=False):
-            return checkpoint.save(folder, self._tensors_in(meta), meta, self._device)
+            return checkpoint.save(folder, self._tensors_in(meta), meta, self._device, self._agreement)
 
     def begin_save(self, folder: Path) -> int:
         """Begin to save the same, from a copy in host memory."""
@@ -250,7 +251,7 @@ class MegatronEngine:
         if has_extra(about):
             about |= {"steps_done": self._steps_done, "skipped_updates": self._skipped_updates}
         # Of one rank: all must write the same.
-        about[RUN_ID] = first_text(run_id_of(self._run_dir), self._device)
+        about[RUN_ID] = self._agreement.first_text(run_id_of(self._run_dir))
         return {**self._reader.meta, "parallel": asdict(self._parallel), **about}
 
     def _tensors_in(self, about: Mapping[str, Any]) -> dict[str, Held]:
@@ -279,6 +280,7 @@ class MegatronEngine:
             else:
                 self._adam.masters_from_weights()
                 self._adam.forget()
+            self._agreement.meet()
             self._adam.gather()
             self._version = int(saved["policy_version"])
             self._steps_done = int(saved.get("steps_done", self._version)) if has_extra(saved) else 0
@@ -301,7 +303,9 @@ class MegatronEngine:
     def export(self, folder: Path) -> int:
         """Gather the weights on rank 0, which writes the Hugging Face folder."""
         with self.weights():
-            gathered = gather_tensors(self._spec, self._parallel, dist.get_rank(), self.tensors(), dist.group.WORLD)
+            gathered = gather_tensors(
+                self._spec, self._parallel, dist.get_rank(), self.tensors(), self._agreement.group
+            )
 
         def write() -> int:
             if gathered is None:
@@ -311,10 +315,11 @@ class MegatronEngine:
             write_folder(gathered, model.path, folder, tokenizer=model.tokenizer_path, about=about, template=template)
             return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
-        return together(f"write {folder}", self._device, write)
+        return self._agreement.together(f"write {folder}", write)
 
     def close(self) -> None:
         """Destroy Megatron's process groups, so that another engine can be made in this process."""
+        dist.destroy_process_group(self._agreement.group)
         build.destroy_parallel()
 
 

@@ -28,6 +28,7 @@ from trainer_service.engine import StepResult
 from trainer_service.measure.flops import FlopCosts
 from trainer_service.measure.meter import StepMeter
 from trainer_service.megatron_engine.adam_state import AdamState
+from trainer_service.megatron_engine.agree import RankAgreement
 from trainer_service.megatron_engine.reference import ReferencePolicy
 from trainer_service.megatron_engine.schedule import MicroBatchTensors, Schedule, to_device
 from trainer_service.megatron_engine.token_state import MEASURED_SUMS, SUMS, TokenState
@@ -52,6 +53,7 @@ class StepRunner:
     device: torch.device
     meter: StepMeter
     costs: FlopCosts
+    agreement: RankAgreement
     # None: no KL term in the loss
     reference: ReferencePolicy | None = None
 
@@ -82,6 +84,7 @@ class StepRunner:
             measured, updates = self._load(plan.measured), [self._load(batches) for batches in plan.updates]
             if num_updates * grpo.epochs > 1:
                 self.adam.remember()
+            self.agreement.meet()  # page-locked memory, a profiler: the first time they take a rank long
         with watch.part("old_logprobs"):
             self.schedule.measure(measured, state.measure)
         if self.reference is not None:

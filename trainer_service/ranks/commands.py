@@ -2,14 +2,16 @@
 
 One command at a time, on one thread per rank, so that the order of all collectives is the same on every rank:
 
-    rank 0       frame [kind, parts, bytes, body] -> a longer body   run   <- outcome of each rank
-    followers    frame <- a longer body                              run   outcome -> rank 0
+    rank 0       frame [kind, parts, bytes, timeout, body] -> a longer body   run   <- outcome of each rank
+    followers    frame <- a longer body                                        run   outcome -> rank 0
 
 Most commands and outcomes fit into a frame, so that they are one message each way.
 
-An idle rank 0 sends a NOOP every HEARTBEAT_S, so a follower never waits longer than the group's timeout, and both sides
-notice a lost peer. An outcome is bytes, or a TandemError, which goes to the caller and leaves the trainer serving. Any
-other exception is a failure of the trainer: it ends every rank.
+A killed peer is noticed immediately, a frozen one by a timeout. An idle rank 0 sends a NOOP every HEARTBEAT_S, so the
+group's own timeout does while nothing is done. In a command one rank may read or write, for longer than the others:
+these wait for it for as long as the command may take, which the frame says. An outcome is bytes, or a TandemError,
+which goes to the caller and leaves the trainer serving. Any other exception is a failure of the trainer: it ends every
+rank.
 """
 
 import queue
@@ -30,7 +32,9 @@ from servicekit.logs import get_logger
 HEARTBEAT_S = 2.0
 # Room for the body of a sync phase, or of an outcome, in its first message.
 FRAME_BYTES = 4096
-_HEADER, _NUMBER = struct.Struct("<qqq"), struct.Struct("<q")
+# Longest deadline of calls that read or write (protos/tandem_api/trainer/v1/trainer.proto).
+FILES_S = 1800.0
+_HEADER, _NUMBER = struct.Struct("<qqqd"), struct.Struct("<q")
 
 log = get_logger(__name__)
 
@@ -47,6 +51,10 @@ class Command(IntEnum):
     EXPORT = 6
     RESTORE = 7
     CHECK_CHECKPOINT = 8
+
+
+# Commands in which a rank may read or write alone, a step's profile too.
+_WITH_FILES = {Command.TRAIN_STEP, Command.SAVE, Command.EXPORT, Command.RESTORE, Command.CHECK_CHECKPOINT}
 
 
 # (parts of the request, serialised) -> serialised reply
@@ -71,24 +79,41 @@ class _Job:
 
 
 class Wire:
-    """Moves commands and outcomes over the control group."""
+    """Moves commands and outcomes over the control group.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    Args:
+        timeout_s: the group's own timeout.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+        self._group, self._timeout_s = group, timeout_s
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        # For a peer that may still load its model; then, on a follower, for rank 0 at its part of the last command.
+        self._patience_s = FILES_S
 
-    def broadcast(self, command: Command, parts: Sequence[bytes]) -> None:
-        """On rank 0: send a command to all followers."""
+    def broadcast(self, command: Command, parts: Sequence[bytes], timeout_s: float) -> None:
+        """On rank 0: send a command to all followers.
+
+        Args:
+            timeout_s: that a rank may take longer than another; less than the group's timeout is that.
+        """
         if self.world_size == 1:
             return
         body = b"".join([_lengths(len(part) for part in parts), *parts])
-        self._share(_frame((command, len(parts), len(body)), body))
+        frame = _frame((command, len(parts), len(body), timeout_s), body)
+        # each by itself: a broadcast would have the group's timeout
+        for sent in [self._begin(dist.isend, frame, rank) for rank in range(1, self.world_size)]:
+            sent.wait(timedelta(seconds=self._patience_s))
+        self._patience_s = self._timeout_s
         if len(body) > FRAME_BYTES:
             self._share(_as_tensor(body))
 
     def next_command(self) -> tuple[Command, list[bytes]]:
         """On a follower: wait for the next command."""
-        (command, num_parts, size), body = _unframe(self._share(_empty_frame()))
+        frame = _empty_frame()
+        self._begin(dist.irecv, frame, 0).wait(timedelta(seconds=self._patience_s))
+        (command, num_parts, size, timeout_s), body = _unframe(frame)
+        self._patience_s = max(timeout_s, self._timeout_s)
         if size > FRAME_BYTES:
             body = bytes(self._share(torch.empty(size, dtype=torch.uint8)).numpy())
         parts, start = [], num_parts * _NUMBER.size
@@ -101,30 +126,32 @@ class Wire:
         dist.broadcast(tensor, 0, group=self._group)
         return tensor
 
+    def _begin(self, start: Callable[..., dist.Work | None], tensor: torch.Tensor, peer: int) -> dist.Work:
+        """Begin to send or to receive."""
+        work = start(tensor, peer, group=self._group)
+        if work is None:
+            raise RuntimeError(f"rank {peer} is not in the control group")
+        return work
+
     def send_outcome(self, outcome: RankOutcome) -> None:
         """On a follower: send the outcome of the command."""
         failed = outcome.error is not None
         body = _text_of(outcome.error).encode() if outcome.error is not None else outcome.body
-        dist.send(_frame((failed, 0, len(body)), body), 0, group=self._group)
+        frame = _frame((failed, 0, len(body), 0.0), body)
+        self._begin(dist.isend, frame, 0).wait(timedelta(seconds=self._patience_s))
         if len(body) > FRAME_BYTES:
             dist.send(_as_tensor(body), 0, group=self._group)
 
-    def outcome_of(self, rank: int, timeout_s: float | None = None) -> RankOutcome:
+    def outcome_of(self, rank: int, timeout_s: float) -> RankOutcome:
         """On rank 0: wait for a follower's outcome.
 
         Args:
-            timeout_s: None: the group's own timeout.
+            timeout_s: 0: the group's own timeout.
         Raises: RuntimeError: it is lost, or does not answer in time; the group cannot be used afterwards.
         """
         frame = _empty_frame()
-        work = dist.irecv(frame, rank, group=self._group)
-        if work is None:
-            raise RuntimeError(f"rank {rank} is not in the control group")
-        if timeout_s is None:
-            work.wait()
-        else:
-            work.wait(timedelta(seconds=timeout_s))
-        (failed, _, size), data = _unframe(frame)
+        self._begin(dist.irecv, frame, rank).wait(timedelta(seconds=timeout_s or self._timeout_s))
+        (failed, _, size, _), data = _unframe(frame)
         if size > FRAME_BYTES:
             body = torch.empty(size, dtype=torch.uint8)
             dist.recv(body, rank, group=self._group)
@@ -136,7 +163,7 @@ def _lengths(numbers: Iterable[int]) -> bytes:
     return b"".join(_NUMBER.pack(number) for number in numbers)
 
 
-def _frame(header: tuple[int, int, int], body: bytes) -> torch.Tensor:
+def _frame(header: tuple[int, int, int, float], body: bytes) -> torch.Tensor:
     """Make the first message: header and body, or the header alone if the body is longer than a frame has room."""
     return _as_tensor((_HEADER.pack(*header) + body[:FRAME_BYTES]).ljust(_HEADER.size + FRAME_BYTES, b"\0"))
 
@@ -145,11 +172,11 @@ def _empty_frame() -> torch.Tensor:
     return torch.empty(_HEADER.size + FRAME_BYTES, dtype=torch.uint8)
 
 
-def _unframe(frame: torch.Tensor) -> tuple[tuple[int, int, int], bytes]:
+def _unframe(frame: torch.Tensor) -> tuple[tuple[int, int, int, float], bytes]:
     """Return a frame's header, and its body if that fits."""
     data = bytes(frame.numpy())
-    command, parts, size = _HEADER.unpack_from(data)
-    return (command, parts, size), data[_HEADER.size : _HEADER.size + min(size, FRAME_BYTES)]
+    command, parts, size, patience_s = _HEADER.unpack_from(data)
+    return (command, parts, size, patience_s), data[_HEADER.size : _HEADER.size + min(size, FRAME_BYTES)]
 
 
 def _as_tensor(body: bytes) -> torch.Tensor:
@@ -208,8 +235,8 @@ class Commander:
         """Queue a command; cancel the future before its turn to withdraw it.
 
         Args:
-            timeout_s: a rank that needs so much longer than rank 0 is lost, and ends the trainer; None: only the
-                timeout of the collectives applies.
+            timeout_s: a rank that needs so much longer than rank 0 is lost, and ends the trainer; None: FILES_S where
+                ranks read or write, else the group's own timeout.
         Returns: the replies of all ranks, in rank order; or the first TandemError of a rank.
         """
         job = _Job(command=command, parts=parts, timeout_s=timeout_s)
@@ -243,9 +270,10 @@ class Commander:
     def _execute(self, job: _Job, wire: Wire, handlers: Handlers) -> None:
         self.current = job.command
         try:
-            wire.broadcast(job.command, job.parts)
+            timeout_s = job.timeout_s or (FILES_S if job.command in _WITH_FILES else 0.0)
+            wire.broadcast(job.command, job.parts, timeout_s)
             outcomes = [run_handler(handlers, job.command, job.parts)]
-            outcomes += [wire.outcome_of(rank, job.timeout_s) for rank in range(1, wire.world_size)]
+            outcomes += [wire.outcome_of(rank, timeout_s) for rank in range(1, wire.world_size)]
         except BaseException as error:
             job.replies.set_exception(Internal(f"the trainer failed: {type(error).__name__}: {error}"))
             raise

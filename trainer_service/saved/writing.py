@@ -55,6 +55,14 @@ class HostCopies:
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
 
+    def reserve(self, files: Sequence[SavedFile]) -> int:
+        """Have the memory for files, as `take` needs it. Returns: the number of files."""
+        tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
+        if {name: (t.shape, t.dtype) for name, t in tensors.items()} != self._kept():
+            self._copies = {}  # freed first
+            self._copies = dict(zip(tensors, host_like(tensors.values()), strict=True))
+        return len(files)
+
     def take(self, files: Sequence[SavedFile], parts: Iterable[tuple[str, Tensor]] = ()) -> list[SavedFile]:
         """Copy the tensors as they are now; copies taken before are overwritten.
 
@@ -62,10 +70,8 @@ class HostCopies:
             files: tensors without memory (device "meta") are among `parts`.
             parts: name and value, one at a time, so that each is freed when it is copied; others are left out.
         """
+        self.reserve(files)
         tensors = {name: tensor.detach() for file in files for name, tensor in file.tensors.items()}
-        if {name: (t.shape, t.dtype) for name, t in tensors.items()} != self._kept():
-            self._copies = {}  # freed first
-            self._copies = dict(zip(tensors, host_like(tensors.values()), strict=True))
         for name, tensor in chain(parts, tensors.items()):
             if name in self._copies and not tensor.is_meta:
                 self._copies[name].copy_(tensor, non_blocking=True)

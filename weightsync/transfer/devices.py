@@ -23,7 +23,7 @@ def check_device(wanted: str) -> None:
     if wanted != "cuda":
         return
     if torch.cuda.is_available():
-        chosen = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
+        chosen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
         if torch.cuda.device_count() < len(chosen):
             raise ConfigError(
                 f"CUDA_VISIBLE_DEVICES={','.join(chosen)} names {len(chosen)} GPUs, and CUDA sees "

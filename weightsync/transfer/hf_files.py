@@ -144,6 +144,8 @@ def gather_tensors(
 ) -> dict[str, torch.Tensor] | None:
     """Gather the unfused Hugging Face tensors on trainer rank 0's CPU. Every rank of the trainer calls it.
 
+    Args:
+        group: of all ranks, over gloo: rank 0 takes the others' tensors one after the other, for as long as it needs.
     Returns: tensors by canonical name on rank 0, None elsewhere.
     """
     source = megatron_layout(spec, parallel)
@@ -164,16 +166,18 @@ def gather_tensors(
 def _gather_one(
     message: Message, rank: int, sender: Packer, receiver: Packer | None, group: dist.ProcessGroup | None
 ) -> None:
-    payload = torch.empty(sender.payload_bytes(message), dtype=torch.uint8, device=sender.device)
+    on_device = sender.device if rank == message.src else torch.device("cpu")
+    payload = torch.empty(sender.payload_bytes(message), dtype=torch.uint8, device=on_device)
     if rank == message.src:
         sender.pack(message, payload)
+    payload = payload.cpu()
     if message.src != 0:
         if rank == message.src:
             dist.send(payload, 0, group=group)
         else:
             dist.recv(payload, message.src, group=group)
     if receiver is not None:
-        receiver.unpack(message, payload.cpu())
+        receiver.unpack(message, payload)
 
 
 def write_folder(

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,16 @@ def test_a_frozen_rank_is_named_after_the_commands_own_deadline(start: Callable[
     assert "Timed out waiting 3000ms" in lines[-1]["failed"]  # not the group's 30 s
 
 
+@pytest.mark.parametrize("slow", [0, 1])
+def test_ranks_wait_for_one_that_writes_for_longer_than_a_collective_may(
+    start: Callable[[str], Ranks], slow: int
+) -> None:
+    """A profile, a file: the others have done their part, and neither send it nor get the next command meanwhile."""
+    ranks = start(f"slow {slow}")
+    assert [line["replies"] for line in output(ranks[0])[1:]] == [["0:", "1:", "2:"]] * 2
+    assert [process.wait(timeout=30) for process in ranks] == [0, 0, 0]
+
+
 def test_followers_end_when_rank_0_is_killed(start: Callable[[str], Ranks]) -> None:
     ranks = start("idle")
     for process in ranks:
@@ -97,6 +108,14 @@ EDGES = tuple(FRAME_BYTES + more for more in (-9, -8, -7, -3, -2, -1))
 LONG = [b"a" * 3 * FRAME_BYTES, b"", b"b" * 7]
 # Much less than the 30 s of the control group's own collectives.
 PATIENCE_S = 3.0
+# Of "slow" scenarios: the control group's timeout, and what one rank's part takes in a command without a deadline.
+SHORT_S, SLOW_S = 2.5, 4.0
+
+
+def write(_: Sequence[bytes]) -> bytes:
+    if sys.argv[3] == f"slow {sys.argv[1]}":
+        time.sleep(SLOW_S)
+    return f"{sys.argv[1]}:".encode()
 
 
 def handlers(rank: int) -> dict[Command, Any]:
@@ -126,6 +145,7 @@ def handlers(rank: int) -> dict[Command, Any]:
         return b""
 
     return {
+        Command.TRAIN_STEP: write,
         Command.RESTORE: freeze,
         Command.SAVE: reply,
         Command.EXPORT: refuse,
@@ -147,6 +167,7 @@ SCENARIOS: dict[str, list[tuple[Command, list[bytes]]]] = {
     "dies": [(Command.PUBLISH, [])],
     "freezes": [(Command.SAVE, []), (Command.RESTORE, [])],
     "idle": [],
+    **{f"slow {rank}": [(Command.TRAIN_STEP, []), (Command.TRAIN_STEP, []), (Command.STOP, [])] for rank in range(2)},
 }
 
 
@@ -155,9 +176,10 @@ def show(**fields: Any) -> None:
 
 
 def command(commander: Commander, scenario: str) -> None:
+    patience_s = None if scenario.startswith("slow") else PATIENCE_S
     for each, parts in SCENARIOS[scenario]:
         try:
-            show(replies=[reply.decode() for reply in commander.submit(each, parts, PATIENCE_S).result(timeout=30)])
+            show(replies=[reply.decode() for reply in commander.submit(each, parts, patience_s).result(timeout=30)])
         except TandemError as error:
             show(refused=type(error).__name__, message=str(error))
 
@@ -172,7 +194,8 @@ def main() -> None:
     store = meet(place, registry, environment, 30.0)
     liveness = Liveness(store, rank, world_size)
     liveness.start(lambda _: None)
-    wire = Wire(connect(place, store, device_of(place), "127.0.0.1", 30.0))
+    timeout_s = SHORT_S if scenario.startswith("slow") else 30.0
+    wire = Wire(connect(place, store, device_of(place), "127.0.0.1", timeout_s), timeout_s)
     show(met=rank)
     try:
         if rank == 0:

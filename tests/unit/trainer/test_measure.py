@@ -106,7 +106,7 @@ def test_a_real_step_reports_its_speed_and_memory(make_engine: Callable[..., Any
 
 def test_a_configured_peak_is_of_each_rank(make_engine: Callable[..., Any]) -> None:
     engine = make_engine()
-    meter = type(engine._runner.meter)(CPU, torch.float32, peak_tflops=0.5)
+    meter = type(engine._runner.meter)(CPU, torch.float32, peak_tflops=0.5, group=engine._agreement.group)
     meter.begin()
     found = meter.metrics(tokens=10, flops=1e12, seconds=4.0)
     assert found["train_peak_flops_per_s"] == 0.5e12

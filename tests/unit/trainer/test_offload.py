@@ -13,6 +13,7 @@ from servicekit.errors import ConfigError, Internal, NotFinite
 from tests.integration.trainer.reference import NUM_UPDATES, make_samples
 from tests.unit.trainer.test_reference_policy import same, state_of
 from tests.unit.trainer.test_steps import overflowing
+from trainer_service.megatron_engine.agree import RankAgreement
 from trainer_service.megatron_engine.engine import MegatronEngine
 from trainer_service.megatron_engine.offload import copies
 from trainer_service.megatron_engine.offload.states import CHECKPOINT, STEP, EngineState, Offload
@@ -144,7 +145,7 @@ def test_what_cannot_be_written_stays_in_memory(make_engine: Make, monkeypatch: 
 
 def numbers(folder: Path) -> tuple[Offload, torch.Tensor]:
     """A state of two views of one memory, and one of them. No fixture: pytest would print what has no memory."""
-    offload, memory = Offload(CPU, folder), torch.arange(6.0)
+    offload, memory = Offload(CPU, folder, RankAgreement(torch.distributed.group.WORLD)), torch.arange(6.0)
     offload.add(EngineState.PARAMETERS, [memory[:2], memory[2:]])
     return offload, memory[2:]
 

@@ -216,7 +216,7 @@ def test_a_file_that_rank_0_cannot_write_is_said_at_once(tmp_path: Path, monkeyp
 
     monkeypatch.setattr("trainer_service.saved.writing._leave", broken)
     monkeypatch.setattr("trainer_service.saved.writing.Path.touch", broken)
-    monkeypatch.setattr("trainer_service.megatron_engine.checkpoint.WRITE_TIMEOUT_S", 5.0)
+    monkeypatch.setattr("trainer_service.megatron_engine.checkpoint.WAIT_S", 5.0)
     (tmp_path / "partial" / "shard.safetensors").mkdir(parents=True)
     file = SavedFile(name="shard.safetensors", tensors={"weights/a": torch.zeros(2)})
     with pytest.raises(Internal, match=r"cannot write checkpoint .*: .*[Ii]s a directory"):

@@ -9,6 +9,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from tandem_config.schema import OffloadSection
+from trainer_service.megatron_engine.agree import RankAgreement
 from trainer_service.megatron_engine.offload.states import EngineState, Offload
 
 
@@ -18,6 +19,7 @@ def build_offload(
     optimizer: ChainedOptimizer,
     device: torch.device,
     folder: Path | None,
+    agreement: RankAgreement,
 ) -> Offload:
     """Set up what is offloaded; AdamW's state must be filled in (AdamState).
 
@@ -25,7 +27,7 @@ def build_offload(
         folder: of files that hold a CPU's bytes; None: the folder of temporary files.
     Raises: ConfigError: the host has no room.
     """
-    offload = Offload(device, folder)
+    offload = Offload(device, folder, agreement)
     parameters = [parameter.data for chunk in chunks for parameter in chunk.parameters()]
     if settings.parameters:
         offload.add(EngineState.PARAMETERS, parameters)

@@ -26,7 +26,7 @@ from torch import Tensor, UntypedStorage
 
 from servicekit.errors import ConfigError, Internal
 from servicekit.logs import get_logger
-from trainer_service.megatron_engine.agree import together
+from trainer_service.megatron_engine.agree import RankAgreement
 from trainer_service.megatron_engine.offload.copies import GIB, Copies, copies_for
 
 log = get_logger(__name__)
@@ -98,8 +98,8 @@ class Offload:
         folder: of files that hold a CPU's bytes; None: the folder of temporary files.
     """
 
-    def __init__(self, device: torch.device, folder: Path | None) -> None:
-        self._device, self._folder = device, folder
+    def __init__(self, device: torch.device, folder: Path | None, agreement: RankAgreement) -> None:
+        self._device, self._folder, self._agreement = device, folder, agreement
         self._memory: dict[EngineState, _Memory] = {}
 
     def add(
@@ -175,7 +175,7 @@ class Offload:
             return 0
 
         try:
-            together(f"bring {names} back to {self._device}", self._device, bring)
+            self._agreement.together(f"bring {names} back to {self._device}", bring)
         except Internal:  # of any rank
             self._offload([memory for memory in needed if memory.users == 0])
             raise
