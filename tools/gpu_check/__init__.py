@@ -11,6 +11,9 @@ Runs what the machine allows, writes benchmarks/gpu/<device>.json, and reports w
       deaths       TP2 -> 2 x TP1: a receiver is killed in TRANSFER, and one at the first use of its connections; which
                    replicas survive, and seconds from the kill to the committed round against the lease and 3 s
       mixture      TP2 EP2 -> TP2 EP2: in_place and staged with a tiny Qwen3-MoE
+      trainer ...  trainers alone: one rank; TP2 DP2 with ZeRO-1, overlaps, offload, recompute, an asynchronous
+                   checkpoint, a profile; CP2 DP2 with shared prompts; TransformerEngine's layers and grouped experts
+                   where it is installed: the same two steps, a checkpoint read again, an export
                    and for each the peak memory per rank
     speed        random tensors, GB/s and segments/s:
       collective   trainer ranks and receivers over NCCL, a GPU each; or several ranks on one GPU, where NCCL is at

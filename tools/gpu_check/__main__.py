@@ -21,6 +21,11 @@ from tools.gpu_check.fleet import redis_url, run_case
 OUT = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "gpu"
 NOTHING_RAN = 2
 PARTS = ("attention", "services", "speed")
+# What a process cannot do for others.
+CONTAINERS = (
+    "containers: run `docker compose --profile gpu up` with NCCL_DEBUG: INFO in docker-compose.yml's environment; "
+    "NCCL must say `via P2P` between them"
+)
 # Dry run: as many GPUs as any case needs, and a small model.
 DRY_GPUS, DRY_LAYERS, DRY_HIDDEN = 4, 2, 64
 
@@ -41,7 +46,11 @@ def main() -> int:
         )
         return nothing_ran
     configure_logging("gpu-check", level="ERROR")
-    report: dict[str, Any] = {"device": device_name(options.device), "environment": environment(), "skipped": []}
+    report: dict[str, Any] = {
+        "device": device_name(options.device),
+        "environment": environment(),
+        "skipped": [CONTAINERS],
+    }
     if "attention" in options.parts:
         from tools.gpu_check.attention import check_attention
 
@@ -122,6 +131,8 @@ def check_speed(options: argparse.Namespace, skipped: list[str]) -> dict[str, An
     gpus, nccl, multi_rank = gpus_of(options.device)
     chosen, why_not = cases(len(gpus), nccl, multi_rank=multi_rank, device=options.device)
     skipped += why_not
+    if options.device == "cpu":  # each way once: sizes change speeds, which a dry run does not measure
+        chosen = list({(case.transport, case.install, case.experts): case for case in chosen}.values())
     copies = copy_speeds(options.device, len(gpus))
     results = []
     with redis_url() as url:

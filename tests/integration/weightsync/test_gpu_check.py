@@ -1,6 +1,7 @@
 """gpu-check's processes, rounds and checks for real, with the tensors on the CPU: what is left for a GPU is the GPU."""
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tools.gpu_check.services.resume import load_folder
 from tools.gpu_check.services.rounds import check_parity, check_round
 from tools.gpu_check.services.samples import train_step
 from tools.gpu_check.services.settings import SCALES, Shape
+from tools.gpu_check.services.trainers import TRAINERS, check_trainer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 SIZE = {"layers": 2, "hidden": 64, "rounds": 2}
@@ -84,3 +86,14 @@ async def spoilt(export: Callable[[], Awaitable[Path]]) -> Path:
     tensors["model.layers.1.self_attn.o_proj.weight"][3, 5] += 1e-3
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+@pytest.mark.slow
+async def test_trainers_of_all_options_train_what_one_rank_does() -> None:
+    """In bfloat16 too: what GPUs are given as a limit was measured so."""
+    for scale in (SCALES["cpu"], replace(SCALES["cpu"], dtype="bfloat16", layout_limit=SCALES["cuda"].layout_limit)):
+        findings = Findings()
+        for shapes in TRAINERS.values():
+            async with running(shapes[-1], scale) as trainer:
+                await check_trainer(trainer, findings)
+        assert findings.failed == [], findings.checks

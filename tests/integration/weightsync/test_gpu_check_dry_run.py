@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.house.repository import REPO
+from tools.gpu_check.__main__ import CONTAINERS
+from tools.gpu_check.services.trainers import TRAINERS
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -39,6 +41,15 @@ CHECKS = [
     "mixture of experts: staged round: log-probs",
     "peak memory per rank",
     "services, mixture, TP2 EP2 -> TP2 EP2: to its end",
+    *(
+        line
+        for what, shapes in TRAINERS.items()
+        for line in (
+            f"{shapes[0].name}: two steps",
+            "peak memory per rank",
+            f"services, {what}, {shapes[0].name}: to its end",
+        )
+    ),
 ]
 
 
@@ -52,4 +63,7 @@ def test_everything_runs_and_passes(tmp_path: Path) -> None:
     cases = report["cases"]
     assert {(case["name"].split()[0], case["exact"]) for case in cases} == {("collective", True), ("colocated", True)}
     assert all(case["segments_per_s"] > 0 for case in cases)
-    assert report["skipped"] == ["colocated between GPUs: all ranks of those cases are on the first of 4"]
+    assert report["skipped"] == [
+        CONTAINERS,
+        "colocated between GPUs: all ranks of those cases are on the first of 4",
+    ]

@@ -4,10 +4,13 @@ import asyncio
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from launcher.check.model.folder import check_model
 from tandem_api.weights.v1 import weights_pb2 as pb
@@ -21,6 +24,7 @@ from tools.gpu_check.services.rounds import apart, differing, mislabelled
 from tools.gpu_check.services.run import choose
 from tools.gpu_check.services.samples import Sample, first_of, labels
 from tools.gpu_check.services.settings import SCALES, Shape, model_config, run_config, write_model
+from tools.gpu_check.services.trainers import TRAINERS, check_trainer, fixed_samples
 from weightsync.round.client import RoundClient
 from weightsync.round.phases import PREPARE, TRANSFER, VERIFY, Phase
 
@@ -125,14 +129,17 @@ def test_memory_beyond_the_budget_and_a_gpu_that_was_not_used_are_seen() -> None
     assert len(over_budget(growth, {"1": 1000.0}, {"1": 1})) == 1
 
 
+ALONE, NARROW = ([shapes[number].name for shapes in TRAINERS.values()] for number in (0, -1))
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "multi_rank", "names", "num_skipped"),
     [
-        (4, False, ["TP2 -> TP2", "TP2 -> 2 x TP1", "TP2 EP2 -> TP2 EP2"], 0),
-        (3, False, ["TP1 -> TP1", "TP1 -> 2 x TP1", "TP1 -> TP1"], 3),
-        (2, False, ["TP1 -> TP1", "TP1 -> TP1"], 4),
-        (1, True, ["TP1 -> TP1", "TP1 -> 2 x TP1", "TP1 -> TP1"], 3),
-        (1, False, [], 6),
+        (4, False, ["TP2 -> TP2", "TP2 -> 2 x TP1", "TP2 EP2 -> TP2 EP2", *ALONE], 0),
+        (3, False, ["TP1 -> TP1", "TP1 -> 2 x TP1", "TP1 -> TP1", *NARROW], 5),
+        (2, False, ["TP1 -> TP1", "TP1 -> TP1", *NARROW], 6),
+        (1, True, ["TP1 -> TP1", "TP1 -> 2 x TP1", "TP1 -> TP1", ALONE[0]], 7),
+        (1, False, [ALONE[0]], 10),
     ],
 )
 def test_what_cannot_run_is_named(num_gpus: int, multi_rank: bool, names: list[str], num_skipped: int) -> None:
@@ -222,3 +229,72 @@ async def test_a_strike_comes_while_its_phase_is_under_way_and_only_once(phase: 
         await trainer.close()
     assert inner.calls == [(PREPARE,), (TRANSFER, VERIFY), (TRANSFER, VERIFY)]
     assert strikes == [(TRANSFER, VERIFY)]
+
+
+class FakeTrainer:
+    """Whose parameter is 1 less after each step; `drift` is what a step takes more after the checkpoint was read."""
+
+    def __init__(self, folder: Path, drift: float) -> None:
+        self._folder, self._drift, self._value, self._version = folder, drift, 0.0, 0
+
+    async def status(self) -> Any:
+        return SimpleNamespace(policy_version=self._version)
+
+    async def train_step(self, batch: Any) -> Any:
+        self._value -= 1.0 + self._drift * (self._version > 9)
+        self._version += 1
+        return await self.status()
+
+    async def save_checkpoint(self, folder: Path, *, background: bool) -> None:
+        self._saved = self._value
+
+    async def finish_checkpoint(self, folder: Path) -> None:
+        """It is in memory."""
+
+    async def restore(self, folder: Path, version: int) -> None:
+        self._value, self._version = self._saved, version + 10
+
+    async def export(self) -> Path:
+        self._folder.mkdir(exist_ok=True)
+        save_file({"w": torch.full((2,), self._value)}, self._folder / "model.safetensors")
+        return self._folder
+
+
+@pytest.mark.parametrize(
+    ("drift", "first", "profiled", "says"),
+    [
+        (0.0, -2.0, False, ""),
+        (1e-3, -2.0, False, "two steps after a resume differ"),
+        (0.0, -2.1, False, "from those of one rank without options"),
+        (0.0, math.nan, False, "from those of one rank without options"),
+        (0.0, -2.0, True, "profile was not written"),
+    ],
+)
+def test_a_trainer_that_trains_otherwise_is_seen(
+    tmp_path: Path, drift: float, first: float, profiled: bool, says: str
+) -> None:
+    trainer, findings = FakeTrainer(tmp_path / "hf", drift), Findings()
+    findings.kept["trainer of 0 experts"] = {"w": torch.full((2,), first)}
+    fleet: Any = SimpleNamespace(
+        shape=Shape(name="x"),
+        scale=CPU,
+        run_dir=tmp_path,
+        trainer=trainer,
+        export=trainer.export,
+        config=SimpleNamespace(profile=SimpleNamespace(covers=lambda step, rank: profiled)),
+    )
+    asyncio.run(check_trainer(fleet, findings))
+    (check,) = findings.checks
+    assert (says in check["wrong"][0]) if says else check["passed"], check
+
+
+def test_trainers_have_what_they_are_for(tmp_path: Path) -> None:
+    configs = {shape.name: run_config(shape, CPU, tmp_path) for shapes in TRAINERS.values() for shape in shapes}
+    whole = configs[ALONE[1]].trainer
+    assert (whole.world_size, whole.distributed_optimizer, whole.overlap_param_gather) == (4, True, True)
+    assert (whole.offload.optimizer, whole.recompute, configs[ALONE[1]].profile.steps) == (True, "full", 1)
+    assert (configs[ALONE[2]].trainer.context_parallel, configs[ALONE[2]].trainer.share_prompts) == (2, True)
+    assert all(config.grpo.kl_in_loss for config in configs.values())
+    samples = fixed_samples(CPU.vocabulary)
+    assert [samples[0].prompt == other.prompt for other in samples[1:3]] == [True, False]
+    assert {len(each.tokens) for each in samples} == {len(each.logprobs) for each in samples}

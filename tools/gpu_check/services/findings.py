@@ -6,9 +6,13 @@ from typing import Any
 
 @dataclass
 class Findings:
-    """Checks in the order in which they were made, and what was not checked, with why."""
+    """Checks in the order in which they were made, and what was not checked, with why.
+
+    kept: what later checks compare theirs with.
+    """
 
     checks: list[dict[str, Any]] = field(default_factory=list)
+    kept: dict[str, Any] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
 
     def add(self, name: str, wrong: list[str], **figures: Any) -> None:

@@ -19,7 +19,7 @@ from coordinator.clients.trainer import Trainer
 from coordinator.fleet.watched import WatchedFleet
 from coordinator.flow import ReplicaOutcome, SyncResult
 from coordinator.sync.weights import WeightSync
-from launcher.run.processes import Launch, is_trainer, plan_processes
+from launcher.run.processes import Launch, is_rollout, is_trainer, plan_processes
 from launcher.run.redis_server import server_spec, wait_ready
 from launcher.run.supervisor import ProcessSpec, Supervisor
 from servicekit.errors import TandemError, Unavailable
@@ -145,7 +145,7 @@ class ServiceFleet:
             token="",
         )
         for spec in plan_processes(self.config, launch, self.shape.devices(self.scale)):
-            if spec.name != COORDINATOR:
+            if spec.name != COORDINATOR and (self.replicas or not is_rollout(spec.name)):
                 scratch = self._folder / spec.name  # receivers' sockets are below it
                 scratch.mkdir(exist_ok=True)
                 device = "cuda" if self.scale.device == "cuda" else "auto"

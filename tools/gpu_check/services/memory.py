@@ -85,6 +85,9 @@ def check_memory(fleet: ServiceFleet, findings: Findings, samples: Path) -> None
     host = host_peaks(fleet)
     wrong = [f"nothing is known of {name}" for name, peaks in host.items() if not peaks or max(peaks) <= 0]
     figures: dict[str, object] = {"host_mib": {name: peaks[:4] for name, peaks in host.items()}}
+    # page-locked memory beside GPUs, of which the kernel may count none to the process
+    spec = ModelSpec.from_folder(fleet.model)
+    figures["budget_host_mib"] = max(use.host for use in trainer_memory(fleet.config, spec)) / MIB
     if fleet.scale.device == "cuda":
         growth = gpu_growth(samples.read_text(encoding="utf-8").splitlines())
         trainer, rollout = budgets(fleet)
@@ -107,7 +110,10 @@ def gpu_ranks(fleet: Placed) -> dict[str, list[str]]:
     """Which ranks are on each GPU."""
     plan = fleet.shape.devices(fleet.scale)
     found: dict[str, list[str]] = {}
-    for side, visible in (("trainer", plan.trainer), *zip(fleet.replicas, plan.rollouts, strict=True)):
+    for side, visible in (
+        ("trainer", plan.trainer),
+        *zip(fleet.replicas, plan.rollouts[: len(fleet.replicas)], strict=True),
+    ):
         for rank, gpu in enumerate(visible.split(",")):
             found.setdefault(gpu, []).append(f"{side}/{rank}")
     return found

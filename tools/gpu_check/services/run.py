@@ -17,6 +17,7 @@ from tools.gpu_check.services.memory import check_memory, gpu_samples
 from tools.gpu_check.services.resume import check_resume
 from tools.gpu_check.services.rounds import check_dense, check_round
 from tools.gpu_check.services.settings import Scale, Shape
+from tools.gpu_check.services.trainers import TRAINERS, check_trainer
 
 Ask = Callable[[ServiceFleet, Findings], Awaitable[None]]
 
@@ -55,6 +56,7 @@ WANTED: dict[str, tuple[Ask, tuple[Shape, ...]]] = {
             Shape(name="TP1 -> TP1", tensor=1, rollout_tensor=1, experts=8),
         ),
     ),
+    **{what: (check_trainer, shapes) for what, shapes in TRAINERS.items()},
 }
 
 

@@ -27,6 +27,7 @@ class Scale:
             experts for them.
         long_completion: tokens of a completion in the middle of which weights change.
         resume_limit: largest |difference| / |update| of two steps after a resume; 0: bitwise equal.
+        layout_limit: the same of two steps of other parallel sizes and options than one rank without any.
     """
 
     device: Literal["cuda", "cpu"]
@@ -40,6 +41,7 @@ class Scale:
     odd_experts: float
     long_completion: int
     resume_limit: float
+    layout_limit: float
 
 
 # The limits of bfloat16 are at least twice what these models showed on CPUs. On GPUs some sums are done in another
@@ -58,6 +60,7 @@ SCALES = {
         odd_experts=0.15,
         long_completion=1500,
         resume_limit=0.02,
+        layout_limit=0.5,
     ),
     "cpu": Scale(
         device="cpu",
@@ -71,6 +74,7 @@ SCALES = {
         odd_experts=0.0,
         long_completion=300,
         resume_limit=0.0,
+        layout_limit=1e-4,
     ),
 }
 
@@ -80,6 +84,9 @@ class Shape:
     """One fleet: a trainer and replicas of one size.
 
     experts: a mixture of so many experts a layer, spread over the ranks of either side; 0: a dense model.
+    replicas: 0: a trainer alone.
+    data, context: the trainer's other parallel sizes.
+    sections: changes of the configuration's sections.
     """
 
     name: str
@@ -87,23 +94,32 @@ class Shape:
     rollout_tensor: int = 2
     replicas: int = 1
     experts: int = 0
+    data: int = 1
+    context: int = 1
+    sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     gpus: Sequence[str] = field(default=())
+
+    @property
+    def trainer_ranks(self) -> int:
+        """GPUs of the trainer."""
+        return self.tensor * self.data * self.context
 
     @property
     def num_ranks(self) -> int:
         """GPUs that it needs, one per rank."""
-        return self.tensor + self.rollout_tensor * self.replicas
+        return self.trainer_ranks + self.rollout_tensor * self.replicas
 
     def devices(self, scale: Scale) -> DevicePlan:
         """Which process sees which GPUs; on CPUs none sees any. Fewer GPUs than ranks: all of them share the first."""
         gpus = list(self.gpus) if scale.device == "cuda" else [""] * self.num_ranks
         gpus = gpus if len(gpus) >= self.num_ranks else [gpus[0]] * self.num_ranks
-        at = [self.tensor + self.rollout_tensor * replica for replica in range(self.replicas)]
+        at = [self.trainer_ranks + self.rollout_tensor * replica for replica in range(self.replicas)]
         return DevicePlan(
             available=self.num_ranks,
             needed=self.num_ranks,
-            trainer=_listed(gpus[: self.tensor]),
-            rollouts=tuple(_listed(gpus[start : start + self.rollout_tensor]) for start in at),
+            trainer=_listed(gpus[: self.trainer_ranks]),
+            # one that is not started has none
+            rollouts=tuple(_listed(gpus[start : start + self.rollout_tensor]) for start in at) or ("",),
         )
 
 
@@ -116,6 +132,8 @@ def run_config(shape: Shape, scale: Scale, model: Path) -> RunConfig:
     spread = shape.experts > 0 and shape.tensor > 1
     trainer: dict[str, Any] = {
         "tensor_parallel": shape.tensor,
+        "data_parallel": shape.data,
+        "context_parallel": shape.context,
         "learning_rate": 5e-3,  # so that one step changes every log-prob by far more than the limit
         "collective_timeout_s": 60.0,
         "sequence_parallel": spread,
@@ -125,7 +143,7 @@ def run_config(shape: Shape, scale: Scale, model: Path) -> RunConfig:
     rollout: dict[str, Any] = {
         "tensor_parallel": shape.rollout_tensor,
         "expert_parallel": shape.rollout_tensor if shape.experts > 0 else 1,
-        "replicas": shape.replicas,
+        "replicas": max(1, shape.replicas),
         "max_total_tokens": 16384,
         "mem_fraction_static": 0.3,
         "max_running_requests": 64,
@@ -139,17 +157,17 @@ def run_config(shape: Shape, scale: Scale, model: Path) -> RunConfig:
         "probe_timeout_s": 5.0,
         "lease_ttl_s": LEASE_TTL_S,
     }
-    return RunConfig.model_validate(
-        {
-            "run": {"name": RUN_ID},
-            "model": {"path": model, "dtype": scale.dtype},
-            "data": {"train": model / "unused.jsonl", "max_prompt_tokens": 256},
-            "grpo": {"prompts_per_iteration": 8, "group_size": 2, "max_new_tokens": scale.long_completion},
-            "trainer": trainer,
-            "rollout": rollout,
-            "sync": sync,
-        }
-    )
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"name": RUN_ID},
+        "model": {"path": model, "dtype": scale.dtype},
+        "data": {"train": model / "unused.jsonl", "max_prompt_tokens": 256},
+        "grpo": {"prompts_per_iteration": 8, "group_size": 2, "max_new_tokens": scale.long_completion},
+        "trainer": trainer,
+        "rollout": rollout,
+        "sync": sync,
+    }
+    changed = {name: {**sections.get(name, {}), **changes} for name, changes in shape.sections.items()}
+    return RunConfig.model_validate(sections | changed)
 
 
 def model_config(scale: Scale, experts: int) -> dict[str, Any]:
