@@ -8,11 +8,13 @@ from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
+from coordinator.fleet.kubernetes.api.pods import RUN_LABEL
 from launcher.deploy.answers import Answers
 from launcher.deploy.check.nodes import NodeRoom, node_problems
 from launcher.deploy.check.overlay import ClaimUse, claims_of
+from launcher.deploy.check.quotas import quota_problems
 from launcher.deploy.live.api import Object, OperatorApi, names, of_run
-from launcher.deploy.live.kinds import BY_NAME, CLAIM, MAKES_PODS, component_of, templates
+from launcher.deploy.live.kinds import BY_NAME, CLAIM, MAKES_PODS, component_of, has_ended, templates
 from launcher.deploy.new.kustomize import Manifest
 from launcher.deploy.new.overlay import ONCE
 from servicekit.errors import InvalidRequest, PermissionDenied
@@ -35,7 +37,7 @@ def cluster_problems(
     """
     makes_namespace = any(entry["kind"] == "Namespace" for entry in built)
     namespace = api.read(f"/api/v1/namespaces/{api.namespace}", f"get namespace {api.namespace}")
-    found = list(_may(lambda: node_problems(built, _nodes(api)), "list nodes", "whether nodes have the GPUs"))
+    found = list(_may(lambda: _rooms(api, answers, built), "list nodes and pods", "whether nodes have the GPUs"))
     found += _may(
         lambda: _dns(api, built, folder), "get services", "whether pods may ask the cluster's DNS at its address"
     )
@@ -47,6 +49,7 @@ def cluster_problems(
         found += _may(lambda: _taken(api, answers.run), "list what makes pods", "whether the run's id is taken")
     found += _may(lambda: _claims(api, answers, built, folder), "get claims", "the claims")
     found += _may(lambda: _secrets(api, built), "get secrets", "the Secret of Redis")
+    found += _may(lambda: _quotas(api, answers, built), "list resourcequotas", "whether quotas suffice for all pods")
     found += _may(lambda: _admission(api, built), "create pods", "whether the namespace admits the pods")
     return found
 
@@ -78,8 +81,21 @@ def _dns(api: OperatorApi, built: Sequence[Manifest], folder: Path) -> Iterator[
         yield _to_do("NetworkPolicy", "dns", text, f"write {folder} again, online: tandem deploy new --force")
 
 
-def _nodes(api: OperatorApi) -> list[NodeRoom]:
-    return [NodeRoom.read(entry) for entry in api.read_all("/api/v1/nodes", "list nodes")]
+def _rooms(api: OperatorApi, answers: Answers, built: Sequence[Manifest]) -> Iterator[ConfigProblem]:
+    """Compare the run's pods with the nodes, and with what the pods of others leave of them."""
+    nodes = [NodeRoom.read(entry) for entry in api.read_all("/api/v1/nodes", "list nodes")]
+    try:
+        pods = api.read_all("/api/v1/pods", "list pods of all namespaces")
+    except PermissionDenied as error:
+        text = f"this account may not, so that nodes are taken to be empty: {error}"
+        yield _to_do("list pods of all namespaces", "", text, "")
+        pods = []
+    yield from node_problems(built, nodes, [pod for pod in pods if not _is_own(pod, answers, api)])
+
+
+def _is_own(pod: Object, answers: Answers, api: OperatorApi) -> bool:
+    labels, place = pod["metadata"].get("labels") or {}, pod["metadata"].get("namespace")
+    return labels.get(RUN_LABEL) == answers.run and place == api.namespace
 
 
 def _taken(api: OperatorApi, run: str) -> Iterator[ConfigProblem]:
@@ -151,6 +167,12 @@ def _secret_keys(built: Sequence[Manifest]) -> dict[str, set[str]]:
             for item in secret.get("items") or []:
                 found.setdefault(str(secret["secretName"]), set()).add(str(item["key"]))
     return found
+
+
+def _quotas(api: OperatorApi, answers: Answers, built: Sequence[Manifest]) -> Iterator[ConfigProblem]:
+    own = [pod for pod in api.find(_POD, of_run(answers.run)) if not has_ended(pod)]
+    quotas = api.read_all(f"/api/v1/namespaces/{api.namespace}/resourcequotas", "list resourcequotas")
+    return quota_problems(built, quotas, own)
 
 
 def _admission(api: OperatorApi, built: Sequence[Manifest]) -> Iterator[ConfigProblem]:

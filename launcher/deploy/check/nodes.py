@@ -1,13 +1,14 @@
-"""Whether nodes offer what the pods of a run ask for: labels, taints, GPUs, CPUs, memory. Pure."""
+"""Whether nodes offer what the pods of a run ask for, each and all: labels, taints, GPUs, CPUs, memory. Pure."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
 from kubernetes.utils.quantity import parse_quantity
 
-from launcher.deploy.live.kinds import templates
+from launcher.deploy.live.kinds import has_ended, templates
 from launcher.deploy.new.kustomize import Manifest
 from launcher.deploy.new.patches import GPU
 from tandem_config.problems import ConfigProblem
@@ -36,32 +37,113 @@ class NodeRoom:
             allocatable={name: parse_quantity(given.get(name, "0")) for name in _RESOURCES},
         )
 
+    def without(self, pods: Sequence[Mapping[str, Any]]) -> "NodeRoom":
+        """Return what is left beside those of these pods that are on this node and have not ended."""
+        asked = [_asked(pod) for pod in pods if pod["spec"].get("nodeName") == self.name and not has_ended(pod)]
+        left = {name: room - sum(one.get(name, 0) for one in asked) for name, room in self.allocatable.items()}
+        return replace(self, allocatable=left)
 
-def node_problems(built: Sequence[Manifest], nodes: Sequence[NodeRoom]) -> Iterator[ConfigProblem]:
-    """List the pods that no node can take, and warn of those for which there is too little room in all."""
-    for name, template, pods in templates(built):
+
+def node_problems(
+    built: Sequence[Manifest], nodes: Sequence[NodeRoom], others: Sequence[Mapping[str, Any]]
+) -> Iterator[ConfigProblem]:
+    """List the pods that no node can take, and warn of those for which there is no room in all.
+
+    Args:
+        others: pods of the cluster that are not the run's.
+    """
+    impossible = set()
+    for name, template, _ in templates(built):
         asked = _asked(template)
         why, fitting = _fitting(template, asked, nodes)
         if not fitting:
+            impossible.add(name)
             yield ConfigProblem(
                 key=name,
                 value=_written(asked),
                 message=f"no node of {len(nodes)} can take its pods: {why}",
                 suggestion="--node-selector, --toleration, sizes.yaml; --offline if an autoscaler adds such nodes",
             )
-            continue
-        resource = GPU if asked.get(GPU) else "cpu"
-        room = (
-            sum(int(node.allocatable[resource] // asked[resource]) for node in fitting) if asked.get(resource) else pods
-        )
-        if room < pods:
+    for when, room in (
+        ("if all nodes were empty", nodes),
+        ("now, beside the pods of others", [node.without(others) for node in nodes]),
+    ):
+        left_over = [(name, *entry) for name, entry in _left_over(built, room).items() if name not in impossible]
+        for name, template, missing, pods in left_over:
+            asked = _asked(template)
+            resource = GPU if asked.get(GPU) else "cpu"
+            free = [node.allocatable[resource] for node in _fitting(template, {}, room)[1]]
             yield ConfigProblem(
                 key=name,
                 value=_written(asked),
-                message=f"{pods} pods, but the {len(fitting)} nodes for them have room for {room}, were they empty",
-                suggestion="more nodes, or a smaller run",
+                message=f"{missing} of {pods} pods find no room {when}: nodes that they may use have "
+                f"{_amount(resource, sum(free, Decimal(0)))} {resource}, at most {_amount(resource, max(free))} on one",
+                suggestion="more nodes, a smaller run, or wait until others have ended",
                 severity="warning",
             )
+        if left_over:
+            return
+
+
+def _left_over(built: Sequence[Manifest], nodes: Sequence[NodeRoom]) -> dict[str, tuple[Manifest, int, int]]:
+    """Place a run's pods as the scheduler does. Returns: set -> its template, pods without a node, pods.
+
+    In order of creation, those that must be near others after these; near what they prefer, else where most is left.
+    """
+    room = {node.name: node for node in nodes}
+    waiting = [(name, template) for name, template, pods in templates(built) for _ in range(pods)]
+    placed: list[tuple[Manifest, NodeRoom]] = []
+    stuck = False
+    while waiting and not stuck:
+        later = []
+        for name, template in waiting:
+            asked = _asked(template)
+            fitting = [
+                node for node in _fitting(template, asked, list(room.values()))[1] if _near(template, node, placed)
+            ]
+            if not fitting:
+                later.append((name, template))
+                continue
+            best = max(fitting, key=lambda node: (_liked(template, node, placed), *_left(node)))
+            placed.append((template, best))
+            left = {name: amount - asked.get(name, 0) for name, amount in best.allocatable.items()}
+            room[best.name] = replace(best, allocatable=left)
+        stuck, waiting = len(later) == len(waiting), later
+    counts = Counter(name for name, _ in waiting)
+    return {name: (one, counts[name], pods) for name, one, pods in templates(built) if counts[name]}
+
+
+def _left(node: NodeRoom) -> tuple[Decimal, Decimal]:
+    return node.allocatable["cpu"], node.allocatable["memory"]
+
+
+def _near(template: Manifest, node: NodeRoom, placed: Sequence[tuple[Manifest, NodeRoom]]) -> bool:
+    """Whether a node is near the pods that a pod must be near; a pod that it would count itself may be the first."""
+    for term in _terms(template, "required"):
+        peers = [where for one, where in placed if _selects(term, one)]
+        domain = node.labels.get(term["topologyKey"])
+        if domain is None or (
+            not any(where.labels.get(term["topologyKey"]) == domain for where in peers)
+            and (peers or not _selects(term, template))
+        ):
+            return False
+    return True
+
+
+def _liked(template: Manifest, node: NodeRoom, placed: Sequence[tuple[Manifest, NodeRoom]]) -> int:
+    """Count the pods on a node that a pod prefers to be beside."""
+    terms = [entry["podAffinityTerm"] for entry in _terms(template, "preferred")]
+    return sum(where.name == node.name and any(_selects(term, one) for term in terms) for one, where in placed)
+
+
+def _terms(template: Manifest, how: str) -> list[Manifest]:
+    affinity = template["spec"].get("affinity", {}).get("podAffinity", {})
+    return list(affinity.get(f"{how}DuringSchedulingIgnoredDuringExecution", []))
+
+
+def _selects(term: Manifest, template: Manifest) -> bool:
+    labels = template["metadata"].get("labels", {})
+    return bool(term["labelSelector"].get("matchLabels", {}).items() <= labels.items())
 
 
 def _fitting(

@@ -68,6 +68,11 @@ def component_of(template: Mapping[str, Any]) -> str:
     return str(template["metadata"].get("labels", {}).get("app.kubernetes.io/component", ""))
 
 
+def has_ended(pod: Mapping[str, Any]) -> bool:
+    """Whether a pod holds nothing any more."""
+    return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+
+
 def templates(built: Iterable[Manifest]) -> Iterator[tuple[str, Manifest, int]]:
     """Find the pod templates: `Kind/name`, template, number of pods."""
     for manifest in built:

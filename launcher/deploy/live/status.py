@@ -9,11 +9,11 @@ from kubernetes import client
 
 from coordinator.fleet.kubernetes.api.pods import Pod, read_pod
 from launcher.deploy.live.api import Object, OperatorApi, of_run
-from launcher.deploy.live.kinds import MAKES_PODS, component_of, templates
+from launcher.deploy.live.kinds import MAKES_PODS, component_of, has_ended, templates
 from launcher.deploy.live.run import COORDINATOR, JOB, POD, LiveRun, component
 from launcher.deploy.live.streams import forwarded
 from launcher.view.status import ask_coordinator
-from servicekit.errors import TandemError
+from servicekit.errors import PermissionDenied, TandemError
 
 GRPC_PORT = 50051
 Lines = list[tuple[str, str]]
@@ -25,6 +25,7 @@ def describe_run(api: OperatorApi, run: LiveRun) -> Lines:
     lines = [("run", f"{run.run} in namespace {run.namespace} (context {api.context})"), ("job", _job(run.job))]
     lines += _sizes(run)
     lines += list(_troubles(run))
+    lines += list(_refused_pods(api, run))
     pod = run.coordinator_pod()
     if pod is not None and pod.get("status", {}).get("phase") == "Running":
         lines += _answer(api, str(pod["metadata"]["name"]))
@@ -75,6 +76,47 @@ def _troubles(run: LiveRun) -> Iterator[tuple[str, str]]:
         if pod.trouble:
             last = _last_line(raw)
             yield "trouble", f"pod {pod.name}: {pod.trouble}{f': {last}' if last and last not in pod.trouble else ''}"
+
+
+def _refused_pods(api: OperatorApi, run: LiveRun) -> Iterator[tuple[str, str]]:
+    """Say of each set that lacks pods why it could make none the last time, as of a quota that is used up."""
+    there = Counter(component(raw) for raw in run.pods if not has_ended(raw))
+    makers: dict[str, str] = {}
+    for kind in MAKES_PODS if POD not in run.unread else ():
+        for entry in run.objects.get(kind, []) if kind != POD else []:
+            wanted = list(templates([{**entry, "kind": kind.name}]))
+            if not _state(entry) and any(there[component_of(one)] < pods for _, one, pods in wanted):
+                makers |= dict.fromkeys(_makers_of(entry), f"{kind.name}/{entry['metadata']['name']}")
+    if not makers:
+        return
+    try:
+        events = api.read_all(f"/api/v1/namespaces/{run.namespace}/events", "list events")
+    except PermissionDenied as error:
+        yield "not read", f"events, which say why pods are missing: {error}"
+        return
+    newest: dict[str, Object] = {}
+    for event in sorted(events, key=_time_of):
+        about = event.get("involvedObject", {})
+        if event.get("reason") == "FailedCreate" and about.get("name") in makers and about.get("kind") != "Pod":
+            newest[makers[about["name"]]] = event
+    for owner, event in sorted(newest.items()):
+        yield "trouble", f"{owner} lacks pods: {event.get('message', '')} (FailedCreate, {_time_of(event)})"
+
+
+def _makers_of(entry: Object) -> list[str]:
+    """Name a set, and the sets and Jobs that its controller makes for it."""
+    name, spec = str(entry["metadata"]["name"]), entry.get("spec", {})
+    jobs = [(job["name"], int(job.get("replicas", 1))) for job in spec.get("replicatedJobs", [])]
+    children = [f"{name}-{job}-{index}" for job, count in jobs for index in range(count)]
+    if "leaderWorkerTemplate" in spec:
+        children += [f"{name}-{index}" for index in range(int(spec.get("replicas", 1)))]
+    return [name, *children]
+
+
+def _time_of(event: Object) -> str:
+    """Return when an event was last seen."""
+    series = (event.get("series") or {}).get("lastObservedTime")
+    return str(series or event.get("lastTimestamp") or event.get("eventTime") or event.get("firstTimestamp") or "")
 
 
 def _answer(api: OperatorApi, pod: str) -> Lines:

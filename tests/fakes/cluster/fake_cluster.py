@@ -127,8 +127,9 @@ class FakeCluster(Gate):
         self.store.delete((kind, namespace, name))
 
     def node(self, name: str, gpus: int, *taints: str, **labels: str) -> None:
-        """A node with 96 CPUs, 900 GiB and so many GPUs; taints as key:effect."""
-        allocatable = {"cpu": "96", "memory": "943718400Ki"} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
+        """A node with 192 CPUs, 2000 GiB, so many GPUs and a kubelet's labels; taints as key:effect."""
+        labels |= {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux"}
+        allocatable = {"cpu": "192", "memory": "2000Gi"} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
         spec = {"taints": [dict(zip(("key", "effect"), each.split(":"), strict=True)) for each in taints]}
         head = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}}
         self.put({**head, "spec": spec, "status": {"allocatable": allocatable}})

@@ -3,7 +3,11 @@
 from launcher.deploy.live.kinds import KINDS, Kind
 from tests.fakes.cluster.store import Object
 
-NAMESPACED = (*KINDS, Kind(name="Event", api_version="v1", plural="events"))
+NAMESPACED = (
+    *KINDS,
+    Kind(name="Event", api_version="v1", plural="events"),
+    Kind(name="ResourceQuota", api_version="v1", plural="resourcequotas"),
+)
 OF_THE_CLUSTER = (
     Kind(name="Namespace", api_version="v1", plural="namespaces"),
     Kind(name="Node", api_version="v1", plural="nodes"),

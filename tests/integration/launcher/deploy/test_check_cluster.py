@@ -118,7 +118,102 @@ def test_too_few_nodes_for_all_pods_is_a_warning(deploy: Deploy, cluster: FakeCl
     del cluster.objects["Node", "", "gpu-b"], cluster.objects["Node", "", "gpu-c"]
     done = new(deploy, tmp_path)
     assert done.code == 0
-    assert "2 pods, but the 1 nodes for them have room for 1" in done.text
+    assert (
+        "1 of 2 pods find no room if all nodes were empty: nodes that they may use have 8 nvidia.com/gpu" in done.text
+    )
+
+
+def other(cluster: FakeCluster, node: str, gpus: int, namespace: str = "default", run: str = "", **status: str) -> None:
+    """A pod that holds GPUs of a node."""
+    limits = {"nvidia.com/gpu": str(gpus)}
+    labels = {"tandem.run/id": run} if run else {}
+    spec = {"nodeName": node, "containers": [{"name": "c", "image": "i", "resources": {"limits": limits}}]}
+    cluster.pod_of(f"other-{node}-{run}", namespace, {"metadata": {"labels": labels}, "spec": spec}, **status)
+
+
+def test_a_run_fits_beside_the_pods_of_others_or_is_said_not_to(
+    deploy: Deploy, cluster: FakeCluster, tmp_path: Path
+) -> None:
+    # Two trainer pods of 8 GPUs, three rollouts of 2: the trainer takes whole nodes, though it is made last.
+    other(cluster, "gpu-a", 2)
+    done = new(deploy, tmp_path)
+    assert (done.code, "warning" in done.text) == (0, False), done.text
+    other(cluster, "gpu-b", 1)
+    done = deploy("check", "math")
+    assert done.code == 0
+    text = "1 of 2 pods find no room now, beside the pods of others: nodes that they may use have 21 nvidia.com/gpu, at"
+    assert text in done.text
+    assert "StatefulSet/math-trainer" in done.text
+    # What has ended holds nothing, and what is the run's own is not in its way.
+    other(cluster, "gpu-b", 1, phase="Succeeded")
+    other(cluster, "gpu-b", 8, namespace="team", run="math")
+    assert "find no room" not in deploy("check", "math").text
+    other(cluster, "gpu-c", 8, run="math")  # of the same id, in another namespace
+    assert "find no room" in deploy("check", "math").text
+    cluster.refuse("list pods")
+    assert "nodes are taken to be empty" in deploy("check", "math").text
+
+
+def test_nodes_without_the_label_of_every_kubelet_take_no_rollouts(
+    deploy: Deploy, cluster: FakeCluster, tmp_path: Path
+) -> None:
+    for name in ("gpu-a", "gpu-b", "gpu-c"):
+        node = cluster.get("Node", name, "")
+        node["metadata"]["labels"].pop("kubernetes.io/os")
+        cluster.put(node)
+    assert "3 of 3 pods find no room" in new(deploy, tmp_path).text
+
+
+def quota(cluster: FakeCluster, hard: dict[str, str], used: dict[str, str], **spec: object) -> None:
+    head = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "lab", "namespace": "team"}}
+    cluster.put({**head, "spec": {"hard": hard, **spec}, "status": {"hard": hard, "used": used}})
+
+
+def test_quotas_are_summed_over_all_pods(deploy: Deploy, cluster: FakeCluster, tmp_path: Path) -> None:
+    gpus = "requests.nvidia.com/gpu"
+    quota(cluster, {gpus: "22", "pods": "7", "count/pods": "7", "services": "1"}, {gpus: "0", "services": "1"})
+    done = new(deploy, tmp_path)
+    assert (done.code, "warning" in done.text) == (0, False), done.text
+    quota(cluster, {gpus: "21"}, {gpus: "0"})
+    done = deploy("check", "math")
+    assert done.code == 2, done.text
+    assert f"ResourceQuota/lab = {gpus}: 21" in done.text
+    asked = "the run's pods ask for 22 in all (StatefulSet/math-rollout 6, StatefulSet/math-trainer 16)"
+    assert asked in done.text
+    # Others have a part of it now, and may end; the run's own pods are counted once.
+    quota(cluster, {gpus: "30"}, {gpus: "10"})
+    done = deploy("check", "math")
+    assert done.code == 0
+    assert f"{asked}, and others use 10" in done.text
+    other(cluster, "gpu-a", 8, namespace="team", run="math")
+    assert "and others use" not in deploy("check", "math").text
+
+
+@pytest.mark.parametrize(
+    ("hard", "said"),
+    [
+        ({"pods": "6"}, "ask for 7 in all"),
+        ({"limits.cpu": "100"}, "StatefulSet/math-trainer 128"),
+        ({"memory": "1Ti"}, "StatefulSet/math-trainer 1024Gi"),
+    ],
+)
+def test_a_quota_of_any_resource_is_compared(
+    deploy: Deploy, cluster: FakeCluster, tmp_path: Path, hard: dict[str, str], said: str
+) -> None:
+    quota(cluster, hard, {})
+    done = new(deploy, tmp_path)
+    assert done.code == 2, done.text
+    assert said in done.text
+
+
+def test_a_quota_counts_only_the_pods_in_its_scope(deploy: Deploy, cluster: FakeCluster, tmp_path: Path) -> None:
+    none = {"pods": "0"}
+    quota(cluster, none, {}, scopes=["BestEffort"])
+    assert new(deploy, tmp_path).code == 0
+    for operator, values, code in (("In", ["high"], 0), ("NotIn", ["high"], 2), ("Exists", None, 0)):
+        term = {"scopeName": "PriorityClass", "operator": operator} | ({"values": values} if values else {})
+        quota(cluster, none, {}, scopeSelector={"matchExpressions": [term]})
+        assert deploy("check", "math").code == code, operator
 
 
 @pytest.mark.parametrize("mode", ["ReadWriteOnce", "ReadWriteOncePod"])

@@ -335,6 +335,41 @@ def test_status_lists_groups_with_their_sizes_and_troubles(deploy: Deploy, clust
     assert "pod math-rollout-1-1: container rollout: CrashLoopBackOff" in done.text
 
 
+def failed_create(cluster: FakeCluster, kind: str, name: str, message: str, last: str, reason: str = "") -> None:
+    head = {"apiVersion": "v1", "kind": "Event", "metadata": {"name": f"{name}.{last}", "namespace": "team"}}
+    about = {"kind": kind, "name": name, "namespace": "team"}
+    event = {"reason": reason or "FailedCreate", "message": message, "lastTimestamp": f"2026-11-26T{last}Z"}
+    cluster.put({**head, "involvedObject": about, **event})
+
+
+def test_status_says_why_a_set_lacks_pods(deploy: Deploy, cluster: FakeCluster, applied: Path) -> None:
+    pods_of(cluster, applied)
+    lacking = "StatefulSet/math-trainer lacks pods: "
+    assert lacking not in deploy("status", "math").text
+    failed_create(cluster, "StatefulSet", "math-trainer", "exceeded quota: old", "09:00:00")
+    failed_create(cluster, "StatefulSet", "math-trainer", "exceeded quota: gpus, limited: 8", "10:00:00")
+    failed_create(cluster, "StatefulSet", "math-trainer", "create Pod math-trainer-0", "11:00:00", "SuccessfulCreate")
+    failed_create(cluster, "StatefulSet", "other-trainer", "exceeded quota: theirs", "12:00:00")
+    text = deploy("status", "math").text
+    assert f"{lacking}exceeded quota: gpus, limited: 8 (FailedCreate, 2026-11-26T10:00:00Z)" in text
+    assert "old" not in text
+    assert "theirs" not in text
+    cluster.refuse("list events")
+    assert "events, which say why pods are missing" in deploy("status", "math").text
+
+
+def test_status_says_why_what_a_group_makes_lacks_pods(deploy: Deploy, cluster: FakeCluster, groups: Path) -> None:
+    for name in [name for name in cluster.names("Pod") if "rollout" in name or "trainer" in name]:
+        cluster.delete("Pod", name, "team")
+    failed_create(cluster, "StatefulSet", "math-rollout-1", "exceeded quota: workers", "10:00:00")
+    failed_create(cluster, "Job", "math-trainer-hosts-0", "exceeded quota: hosts", "10:00:00")
+    failed_create(cluster, "Job", "math-trainer-7-trainer-hosts-0", "exceeded quota: theirs", "10:00:00")
+    text = deploy("status", "math").text
+    assert "LeaderWorkerSet/math-rollout lacks pods: exceeded quota: workers" in text
+    assert "JobSet/math-trainer lacks pods: exceeded quota: hosts" in text
+    assert "theirs" not in text
+
+
 def test_delete_takes_groups_their_policies_and_waits_for_their_pods(
     deploy: Deploy, cluster: FakeCluster, groups: Path
 ) -> None:
