@@ -119,7 +119,7 @@ class MegatronEngine:
     @property
     def on_gpus(self) -> bool:
         """Whether it computes on GPUs."""
-        return self._device.type == "cuda"
+        return bool(self._device.type == "cuda")
 
     @property
     def spec(self) -> ModelSpec:
