@@ -51,6 +51,7 @@ class TrainerMemory:
         optimizer: temporary memory of an optimizer's step: a float32 copy of the largest parameter.
         reference: the reference policy's weights, which are on the GPU only while it is measured.
         buffers: message buffers of a weight sync.
+        indices: of a step's micro-batches and of its tokens, all of which are there during the step.
         idle: what is left of `resident` while the trainer does nothing (trainer.offload).
         host: page-locked host memory: what is offloaded, the reference policy, and a copy to undo a step.
         saved: host memory of a checkpoint's copy, on a rank that writes one: of experts, and of the rest.
@@ -66,6 +67,7 @@ class TrainerMemory:
     optimizer: int
     reference: int
     buffers: int
+    indices: int
     idle: int
     host: int
     saved: tuple[int, int]
@@ -88,15 +90,15 @@ class TrainerMemory:
     @property
     def _moments(self) -> dict[str, int]:
         """Bytes beside `resident`."""
-        return {
+        in_step = {
             "at the forward's peak": self.activations + self.logits,
             "in the output layer's backward pass": self.activations + self.head_backward,
             "where a layer is computed again": self.activations + self.recomputed if self.recomputed > 0 else 0,
             "where a layer attends to copies": self.activations + self.recomputed + self.copies if self.copies else 0,
             "in the optimizer": self.optimizer,
             "while the reference policy is measured": self.reference + self.logits if self.reference > 0 else 0,
-            "in a weight sync": self.buffers,
         }
+        return {name: size + self.indices for name, size in in_step.items()} | {"in a weight sync": self.buffers}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,16 +141,16 @@ def trainer_memory(config: RunConfig, spec: ModelSpec, *, completion_share: floa
     cut = replace(parallel, data=1, context=1) if spec.num_experts == 0 else parallel
     chunks = chunks_of(spec.num_layers, parallel)
     width = DTYPE_BYTES[config.model.dtype]
-    buffers = _BUCKETS * _bucket_bytes(config)
     found = []
     for stage in range(parallel.pipeline):
         elements, largest = _elements(spec, cut, stage)
         stepped = _stepped(config, parallel, elements)
-        last = stage == parallel.pipeline - 1
-        logits, head_backward = _head(config, spec, parallel, completion_share) if last else (0, 0)
+        with_head = _head(config, spec, parallel, completion_share)
+        logits, head_backward = with_head if stage == parallel.pipeline - 1 else (0, 0)
         activations, recomputed = _activations(config, spec, parallel, chunks, stage)
         masters = _FLOAT if width < _FLOAT else 0
         reference = width if config.grpo.kl_coefficient != 0 else 0
+        undone = 3 * _FLOAT if config.grpo.updates_per_iteration * config.grpo.epochs > 1 else 0
         resident = sum(elements) * (width + _FLOAT) + stepped * (masters + 2 * _FLOAT)
         offload = config.trainer.offload
         kept = sum(elements) * width if offload.parameters else 0
@@ -165,13 +167,29 @@ def trainer_memory(config: RunConfig, spec: ModelSpec, *, completion_share: floa
                 head_backward=head_backward,
                 optimizer=largest * _FLOAT,
                 reference=sum(elements) * reference,
-                buffers=buffers,
+                buffers=_BUCKETS * _bucket_bytes(config),
+                indices=_indices(config, parallel),
                 idle=resident - kept - dropped,
-                host=kept + sum(elements) * reference + stepped * _undone(config),
+                host=kept + sum(elements) * reference + stepped * undone,
                 saved=(elements[1] * _saved(config), elements[0] * _saved(config)),
             )
         )
     return found
+
+
+def _indices(config: RunConfig, parallel: Parallel) -> int:
+    """Return the bytes of what a step keeps of its samples, which are all the longest (packed.py, token_state.py).
+
+    int64: ids and places of tokens, keys where a row has others than its own, three indices of completions' tokens; of
+    the updates, and of what is measured before. Of all completions' tokens: five float32, three bool, an int64.
+    """
+    grpo, context = config.grpo, parallel.context
+    samples = grpo.prompts_per_iteration * grpo.group_size
+    completions, prompts = samples * grpo.max_new_tokens, samples * config.data.max_prompt_tokens
+    keys = context + 1 / 2 if context > 1 else int(config.trainer.share_prompts)
+    passes = 2 - 1 / grpo.updates_per_iteration if grpo.old_logprobs == "recompute" else 1
+    rows = 8 * ((2 + keys) * (completions + prompts) + 3 * completions) / (parallel.data * context)
+    return int(rows * passes) + 31 * completions
 
 
 def _saved(config: RunConfig) -> int:
@@ -179,12 +197,6 @@ def _saved(config: RunConfig) -> int:
     width, refreshes = _width(config), config.grpo.kl_coefficient != 0 and config.grpo.reference_refresh_every
     optimizer = 2 * _FLOAT + (_FLOAT if width < _FLOAT else 0)
     return width * (2 if refreshes else 1) + (optimizer if config.trainer.checkpoint_optimizer else 0)
-
-
-def _undone(config: RunConfig) -> int:
-    """Return the bytes of a parameter that a step of several updates remembers: a master and two moments."""
-    updates = config.grpo.updates_per_iteration * config.grpo.epochs
-    return 3 * _FLOAT if updates > 1 else 0
 
 
 @lru_cache(maxsize=64)
@@ -303,7 +315,8 @@ def _scores(config: RunConfig, parallel: Parallel, tokens: int, q: int, heads: i
     attends to those up to its own, on average to CP + 1/2 of them.
     """
     chunks = 2 * parallel.context
-    columns = _longest(config, tokens * parallel.context) * (chunks + 1) // (2 * chunks)
+    longest = min(tokens * parallel.context, config.data.max_prompt_tokens + config.grpo.max_new_tokens)
+    columns = longest * (chunks + 1) // (2 * chunks)
     return tokens * ((chunks + 2) * q + heads * columns) * _FLOAT
 
 
@@ -381,10 +394,6 @@ def _split_tokens(config: RunConfig, parallel: Parallel) -> int:
     """Return the tokens that a rank holds between the layers: a part of them under sequence parallelism."""
     sequence_parallel = config.trainer.sequence_parallel and parallel.tensor > 1
     return -(-_tokens(config, parallel) // parallel.tensor) if sequence_parallel else _tokens(config, parallel)
-
-
-def _longest(config: RunConfig, tokens: int) -> int:
-    return min(tokens, config.data.max_prompt_tokens + config.grpo.max_new_tokens)
 
 
 def _bucket_bytes(config: RunConfig) -> int:

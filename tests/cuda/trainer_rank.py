@@ -36,6 +36,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tandem_config.schema import RunConfig
 from tests.cuda.fake_tensors import Recorded, fake_cuda
 from trainer_service.batch.samples import Samples, span_indices, starts
+from trainer_service.saved.parts import values_of
 from weightsync.transfer.spare import SpareShard
 
 DEVICE = torch.device("cuda", 3)  # not 0: what names no device would be there
@@ -282,8 +283,8 @@ def work(config: RunConfig, folder: Path, answer: dict[str, Any]) -> None:
     logprobs, entropies = engine.logprobs(rows)
     answer["shapes"] = [list(logprobs.shape), list(entropies.shape), [rows.num_completion_tokens]]
     groups = engine._runner.optimizer.param_groups
-    counts = {name: held for name, held in engine._adam.tensors().items() if name.startswith("step/")}
-    answer["adamw"] = [all(group["fused"] for group in groups), sorted({str(each.device) for each in counts.values()})]
+    counts = [values_of(held) for name, held in engine._adam.tensors().items() if name.startswith("step/")]
+    answer["adamw"] = [all(group["fused"] for group in groups), sorted({str(each.device) for each in counts})]
     answer["gradients"] = sorted(
         name for name, each in engine._parameters.items() if str(each.main_grad.device) == str(DEVICE)
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from launcher.check import memory as preflight_memory
@@ -20,6 +21,9 @@ from tests.kit.folders import write_config
 from tests.unit.trainer.test_shared_prompts import grouped
 from trainer_service.batch.chunks import CHUNK_BYTES
 from trainer_service.batch.packed import context_share, pack
+from trainer_service.batch.plan import RankShare, plan_step
+from trainer_service.megatron_engine.token_state import TokenState
+from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import padded_vocabulary
 from weightsync.model.presets import preset
 from weightsync.model.spec import ModelSpec
@@ -127,7 +131,7 @@ def test_the_output_layer_holds_two_chunks_and_then_the_gradient_of_its_weight()
     assert alone.head_backward - 4 * hidden == pytest.approx(152064 * 3584 * 4 + CHUNK_BYTES, rel=0.01)
 
 
-@pytest.mark.parametrize(("name", "trainer", "rollout"), [("single-node-gpu", 38.1, 11.8), ("cluster", 59.2, 43.6)])
+@pytest.mark.parametrize(("name", "trainer", "rollout"), [("single-node-gpu", 38.3, 11.8), ("cluster", 59.7, 43.6)])
 def test_each_overlay_fits_gpus_of_80_gib(name: str, trainer: float, rollout: float) -> None:
     report = check_memory(overlay(name), preset(OVERLAYS[name]), 80)
     assert report.problems == ()
@@ -373,3 +377,50 @@ def test_the_check_compares_with_the_host_that_has_the_gpus(tmp_path: Path, monk
     code, output = invoke(file)
     assert code == 2
     assert "of host memory, this machine has 1" in " ".join(output.split())
+
+
+@pytest.mark.parametrize(
+    ("data", "context", "share", "tolerance"),
+    [(1, 1, False, 0.01), (2, 1, False, 0.01), (1, 2, False, 0.05), (1, 1, True, 0.15), (1, 2, True, 0.15)],
+)
+def test_indices_are_those_of_all_micro_batches(data: int, context: int, share: bool, tolerance: float) -> None:
+    """Of real plans; prompts that are shared are fewer tokens, which is not counted."""
+    prompts, group, prompt, completion = 8, 4, 40, 400
+    samples = grouped(prompts, [completion] * group, prompt)
+    samples = replace(samples, update_index=np.arange(len(samples)) % 4, advantages=np.ones(len(samples), np.float32))
+    config = overlay(
+        "cluster", f"trainer.data_parallel={data}", f"trainer.context_parallel={context}",
+        f"trainer.share_prompts={str(share).lower()}", f"data.max_prompt_tokens={prompt}",
+        f"grpo.max_new_tokens={completion}", f"grpo.prompts_per_iteration={prompts}", f"grpo.group_size={group}",
+        "grpo.old_logprobs=recompute", "grpo.updates_per_iteration=4",
+    )  # fmt: skip
+    spec = preset("qwen2.5-7b")
+    ranks = RankShare.of(
+        Parallel(**config.trainer.parallel_sizes), spec, sequence_parallel=False, max_tokens=8 * (prompt + completion),
+        data_rank=0, context_rank=0, share_prompts=share,
+    )  # fmt: skip
+    plan = plan_step(samples, 4, config.grpo, ranks)
+    rows = sum(
+        array.nbytes
+        for batch in [*plan.measured, *(batch for update in plan.updates for batch in update)]
+        for array in (
+            batch.input_ids, batch.position_ids, batch.positions, batch.targets, batch.token_index, batch.keys
+        )
+        if array is not None
+    )  # fmt: skip
+    state = TokenState.of(samples, config.grpo, torch.device("cpu"))
+    of_tokens = [
+        each for each in vars(state).values() if isinstance(each, torch.Tensor) and each.numel() > len(samples)
+    ]
+    (memory,) = trainer_memory(config, spec)
+    assert memory.indices == pytest.approx(rows + sum(each.nbytes for each in of_tokens), rel=tolerance)
+    assert memory.peak == memory.resident + memory.indices + max(
+        memory.optimizer, memory.activations + memory.head_backward, memory.activations + memory.copies
+    )
+
+
+def test_long_completions_fill_gigabytes_with_indices() -> None:
+    """1,024 samples of 512 and 32,768 tokens on one copy of the model."""
+    sizes = ("grpo.prompts_per_iteration=64", "data.max_prompt_tokens=512", "grpo.max_new_tokens=32768")
+    (memory,) = trainer_memory(overlay("cluster", "trainer.data_parallel=1", *sizes), preset("qwen2.5-7b"))
+    assert memory.indices / 2**30 == pytest.approx(2.25 + 31 / 32, abs=0.05)

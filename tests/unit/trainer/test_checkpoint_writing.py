@@ -1,5 +1,7 @@
 """Ranks write their files of a checkpoint, and rank 0 publishes what all of them have written."""
 
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -71,3 +73,26 @@ def test_copies_are_of_their_moment_and_use_the_same_memory_again() -> None:
     assert second["weights/a"].data_ptr() == first["weights/a"].data_ptr()
     assert second["weights/a"].all()
     assert set(copies.take([SavedFile(name="shard", tensors={"weights/a": torch.ones(4)})])[0].tensors) == {"weights/a"}
+
+
+def test_parts_are_gathered_into_the_kept_copies_one_at_a_time() -> None:
+    """Of AdamW's state under ZeRO-1: no rank holds two whole tensors of it beside the copy."""
+    copies, alive = HostCopies(), list[weakref.ref[torch.Tensor]]()
+    shape = torch.empty(8, device="meta")
+    files = [SavedFile(name="shard", tensors={"weights/a": torch.ones(2), "exp_avg/a": shape, "exp_avg/b": shape})]
+
+    def parts(value: float) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in ("exp_avg/a", "exp_avg/b", "exp_avg/of another rank"):
+            assert not any(gone() is not None for gone in alive[:-1])
+            tensor = torch.full((8,), value)
+            alive.append(weakref.ref(tensor))
+            yield name, tensor
+
+    addresses = set()
+    for value in (1.0, 2.0):
+        alive.clear()
+        taken = copies.take(files, parts(value))[0].tensors
+        assert sorted(taken) == ["exp_avg/a", "exp_avg/b", "weights/a"]
+        assert all((taken[name] == value).all() for name in ("exp_avg/a", "exp_avg/b"))
+        addresses.add(taken["exp_avg/a"].data_ptr())
+    assert len(addresses) == 1

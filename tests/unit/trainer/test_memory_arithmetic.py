@@ -110,6 +110,8 @@ def test_the_arithmetic_is_what_a_real_step_holds(size: str, dtype: str, tmp_pat
     spec = ModelSpec.from_config(SIZES[size])
     (memory,) = trainer_memory(config, spec, completion_share=NUM * COMPLETION / TOKENS)
     assert memory.resident == pytest.approx(resident, rel=0.001)
-    assert memory.peak == pytest.approx(peak, rel=0.15)
+    # of a whole iteration's samples; and on a CPU arrays of the host
+    counted = memory.peak - memory.indices
+    assert counted == pytest.approx(peak, rel=0.15)
     further = norms_on_a_cpu(spec) if dtype == "bfloat16" else 0
-    assert memory.peak + further == pytest.approx(peak, rel=WITHIN)
+    assert counted + further == pytest.approx(peak, rel=WITHIN)

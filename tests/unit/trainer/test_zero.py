@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from servicekit.errors import NotFinite
 from tests.integration.trainer.reference import NUM_UPDATES, make_samples
@@ -64,6 +65,11 @@ def test_checkpoints_pass_between_both(
     written = make_engine(dtype, trainer=writer)
     trained(written, 1)
     written.save(tmp_path / "checkpoint")
+    written.begin_save(tmp_path / "beside")
+    assert written.saving is not None
+    assert written.saving.done.result(60) > 0
+    now, beside = (load_file(tmp_path / name / "shard-tp00-pp00.safetensors") for name in ("checkpoint", "beside"))
+    assert different(now, beside) == []
     state, expected = state_of(written), trained(written)
     read = make_engine(dtype, trainer=reader)
     trained(read, 1)
