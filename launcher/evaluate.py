@@ -108,7 +108,7 @@ def evaluate_command(asked: Asked) -> int:
     complaints = make_console(stderr=True)
     draft, problems = draft_evaluation(asked)
     indices: list[RowIndex] = []
-    problems = problems or preflight(draft, redis_url=redis_url(), indices=indices)
+    problems = problems or preflight(draft, redis_url=redis_url(), indices=indices, trainer_ranks=0)
     if asked.data:
         problems = of_files(problems)
     if draft.config is not None and not draft.config.evaluation_sets():

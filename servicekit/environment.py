@@ -171,10 +171,12 @@ class ServiceEnvironment(ServerEnvironment):
         alias="TANDEM_WEB_PORT",
         description="Port of the coordinator's web page, which needs no login. Unset: no page.",
     )
-    device: Literal["auto", "cuda"] = Field(
+    device: Literal["auto", "cuda", "cpu"] = Field(
         "auto",
         alias="TANDEM_DEVICE",
-        description="cuda: a trainer or rollout without a GPU refuses to start, instead of training on the CPU.",
+        description="cuda: a trainer or rollout without a GPU refuses to start, instead of training on the CPU, and so "
+        "does `tandem run`; cpu: one that sees a GPU refuses, and `tandem run` hides the GPUs. It sets this for "
+        "each of its processes.",
     )
 
     @field_validator("web_port", mode="before")

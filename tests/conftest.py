@@ -14,6 +14,9 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.kit.certificates import Authority
 from tests.kit.redis import RedisProcess
 
+# Every process of the tests computes on the CPU, also on a machine with GPUs, which `make gpu-check` is for.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ.pop("TANDEM_DEVICE", None)
 # Their tests share no engine: each runs wherever a worker is free.
 SPREAD = ("tests/chaos/",)
 # Their tests share what takes minutes to make: a Docker engine with images, services with real engines.

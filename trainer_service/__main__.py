@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+from servicekit.cuda import newest_generation
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError
 from servicekit.life.exit_codes import EXIT_BAD_CONFIG
@@ -14,7 +15,7 @@ from tandem_config.loading import load_config
 from tandem_files.run_folder import claim_run_dir
 from trainer_service import app
 from trainer_service.ranks.liveness import failure_name
-from trainer_service.ranks.world import Place
+from trainer_service.ranks.world import Place, overlap_collectives
 from trainer_service.worker import WorkerSettings
 from weightsync.group.nccl_settings import settle_nccl_settings
 from weightsync.transfer.devices import gpu_name
@@ -32,6 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
         environment = ServiceEnvironment.from_env()
         config = load_config(options.config)
         owner = claim_run_dir(environment.run_dir, environment.run_id)
+        if config.trainer.tensor_parallel > 1:
+            overlap_collectives(os.environ, newest_generation())
         # With every transport: ranks on GPUs compare these settings, and test an NCCL group, before they agree on one.
         settle_nccl_settings(gpu_name=gpu_name(), engine_hosts=config.rollout.nodes)
     except ConfigError as error:

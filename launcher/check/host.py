@@ -6,8 +6,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from launcher.run.devices import plan_devices, trainer_world_size, visible_gpus
+from launcher.run.devices import DevicePlan, plan_devices, trainer_world_size
 from launcher.run.redis_server import find_server
+from servicekit.cuda import WITHOUT_COMPILERS, Compilers, Gpus, compilers_here, find_gpus
 from servicekit.errors import ConfigError, Unavailable
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
@@ -16,11 +17,14 @@ from weightsync.group.nccl_settings import STAGED_ADVICE, STAGED_MAY_HANG
 _ENGINES = (("megatron", "trainer"), ("sglang", "rollout"), ("torch", "trainer"))
 
 
-def check_host(config: RunConfig, redis_url: str | None) -> Iterator[ConfigProblem]:
+def check_host(
+    config: RunConfig, redis_url: str | None, *, trainer_ranks: int | None = None
+) -> Iterator[ConfigProblem]:
     """Check this machine: engines, Redis, cache folder, GPUs or cores; what only makes a run slow is a warning.
 
     Args:
         redis_url: REDIS_URL if the user gave one.
+        trainer_ranks: None: those of the configuration.
     """
     for package, extra in _ENGINES:
         if importlib.util.find_spec(package) is None:
@@ -33,9 +37,11 @@ def check_host(config: RunConfig, redis_url: str | None) -> Iterator[ConfigProbl
     yield from _check_layer_spec(config)
     yield from check_redis(redis_url)
     yield from _check_home()
-    gpus = visible_gpus()
-    yield from _check_gpus(config, gpus) if gpus else _check_cores(config)
-    yield from _check_staged(config, gpus)
+    gpus = find_gpus()
+    plan = plan_devices(config, gpus.usable, trainer_ranks=trainer_ranks)
+    yield from check_devices(gpus, plan, os.environ.get("TANDEM_DEVICE") or "auto")
+    yield from check_compilers(compilers_here()) if plan.on_gpus else _check_cores(config)
+    yield from _check_staged(config, plan)
 
 
 def _check_layer_spec(config: RunConfig) -> Iterator[ConfigProblem]:
@@ -52,13 +58,12 @@ def _check_layer_spec(config: RunConfig) -> Iterator[ConfigProblem]:
         )
 
 
-def _check_staged(config: RunConfig, gpus: list[str]) -> Iterator[ConfigProblem]:
+def _check_staged(config: RunConfig, plan: DevicePlan) -> Iterator[ConfigProblem]:
     """Report what PREPARE refuses on GPUs (weightsync/transfer/transports/links.py): an error if the run uses GPUs.
 
     A warning for a run in pods, which may have GPUs where this machine has none. On CPUs it cannot hang.
     """
-    plan = plan_devices(config, gpus)
-    on_gpus, in_pods = plan.available >= plan.needed, config.fleet.kind == "kubernetes"
+    on_gpus, in_pods = plan.on_gpus, config.fleet.kind == "kubernetes"
     sync, over_nccl = config.sync, config.sync.transport in ("auto", "collective")
     if sync.install != "staged" or sync.allow_staged_nccl or not over_nccl or config.rollout.tensor_parallel == 1:
         return
@@ -109,14 +114,52 @@ def check_redis(redis_url: str | None) -> Iterator[ConfigProblem]:
         yield ConfigProblem(key="REDIS_URL", value="", message=str(error), suggestion=hint)
 
 
-def _check_gpus(config: RunConfig, gpus: list[str]) -> Iterator[ConfigProblem]:
-    plan = plan_devices(config, gpus)
-    if plan.available < plan.needed:
+def check_devices(gpus: Gpus, plan: DevicePlan, wanted: str) -> Iterator[ConfigProblem]:
+    """Say that a run computes on the CPU beside GPUs, and why; an error if TANDEM_DEVICE asks for them.
+
+    Args:
+        wanted: TANDEM_DEVICE.
+    """
+    if wanted not in ("auto", "cuda", "cpu"):
+        yield ConfigProblem(key="TANDEM_DEVICE", value=wanted, message="is none of auto, cuda and cpu")
+    if plan.on_gpus or not (gpus.present or wanted == "cuda"):
+        return
+    if gpus.why_not:
+        why, advice = (
+            f"the run cannot use them: {gpus.why_not}",
+            "make the environment that requirements/gpu.md describes",
+        )
+    elif gpus.present:
+        why = f"the run needs {plan.needed}, one per trainer rank and rollout rank"
+        advice = "lower trainer.* and rollout.* parallel sizes, or use a machine with more GPUs"
+    else:
+        why, advice = "the driver shows none here", "see requirements/gpu.md; CUDA_VISIBLE_DEVICES must not hide them"
+    asked = wanted == "cuda"
+    yield ConfigProblem(
+        key="environment",
+        value=f"{gpus.present} GPUs",
+        message=why + (", and TANDEM_DEVICE=cuda asks for them" if asked else ", so it will run on the CPU"),
+        suggestion=advice + ("" if asked else ", or set TANDEM_DEVICE=cpu"),
+        severity="error" if asked else "warning",
+    )
+
+
+def check_compilers(found: Compilers) -> Iterator[ConfigProblem]:
+    """Say what of a toolkit is missing, by name, and which toolkits were found and do not fit."""
+    if found.missing:
         yield ConfigProblem(
             key="environment",
-            value=f"{plan.available} GPUs",
-            message=f"the run needs {plan.needed}, one per trainer rank and rollout rank, so it will run on the CPU",
-            suggestion="lower trainer.* and rollout.* parallel sizes, or use a machine with more GPUs",
+            value=", ".join(found.missing),
+            message=f"not found: {WITHOUT_COMPILERS}",
+            suggestion="install what requirements/gpu.md names",
+        )
+    if found.ignored:
+        used = "the rest is searched" if found.toolkit is None else f"{found.toolkit} is used"
+        yield ConfigProblem(
+            key="environment",
+            value="nvcc",
+            message=f"{'; '.join(found.ignored)}: {used}",
+            suggestion="set CUDA_HOME to a toolkit of torch's CUDA, or leave it out",
             severity="warning",
         )
 

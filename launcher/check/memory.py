@@ -14,7 +14,8 @@ from launcher.check.memory_budget import (
     rollout_memory,
     trainer_memory,
 )
-from launcher.run.devices import plan_devices, visible_gpus
+from launcher.run.devices import plan_devices
+from servicekit.cuda import find_gpus
 from servicekit.errors import ConfigError
 from tandem_config.loading import Draft
 from tandem_config.problems import ConfigProblem
@@ -63,9 +64,7 @@ def memory_report(draft: Draft, gib: float | None) -> MemoryReport:
 
 def gpu_memory_gib(config: RunConfig) -> float | None:
     """Ask nvidia-smi for the memory of the smallest visible GPU, in GiB; None if the run uses no GPU or it fails."""
-    gpus = visible_gpus()
-    plan = plan_devices(config, gpus)
-    return None if plan.available < plan.needed else smallest_gpu_gib()
+    return smallest_gpu_gib() if plan_devices(config, find_gpus().usable).on_gpus else None
 
 
 def smallest_gpu_gib() -> float | None:

@@ -25,6 +25,7 @@ def preflight(
     resume: Path | None = None,
     indices: list[RowIndex] | None = None,
     notes: list[str] | None = None,
+    trainer_ranks: int | None = None,
 ) -> list[ConfigProblem]:
     """Return the errors and warnings of a drafted configuration, those of its text first.
 
@@ -34,6 +35,7 @@ def preflight(
         resume: folder of the run to resume.
         indices: gets where the rows of the data lie, for the coordinator.
         notes: gets lines about the data that are no problems.
+        trainer_ranks: None: those of the configuration.
     """
     if draft.config is None:
         return list(draft.problems)
@@ -56,7 +58,7 @@ def preflight(
     problems += check_rewards(draft.config, draft.usable, data)
     if notes is not None:
         notes += data.notes
-    problems += check_host(draft.config, redis_url)
+    problems += check_host(draft.config, redis_url, trainer_ranks=trainer_ranks)
     problems += check_trackers(draft.config) if draft.usable("trackers") else ()
     problems += check_output(draft.config) if resume is None else check_resume(resume, draft.config, spec, data)
     return [*draft.problems, *draft.placed(problems)]

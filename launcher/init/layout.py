@@ -9,7 +9,7 @@ from launcher.check.memory import GIB, NEAR, fitting_tokens, host_gib, smallest_
 from launcher.check.memory_budget import rollout_memory, trainer_memory
 from launcher.check.model.trainer import check_tensor_size, check_trainer_sizes
 from launcher.init.choices import Choices
-from launcher.run.devices import visible_gpus
+from servicekit.cuda import find_gpus
 from tandem_config.schema import RunConfig
 from weightsync.model.spec import ModelSpec
 
@@ -43,7 +43,7 @@ class HostMachine:
 
 def this_machine() -> HostMachine:
     """Look at this machine."""
-    gpus = len(visible_gpus())
+    gpus = len(find_gpus().usable)
     return HostMachine(
         gpus=gpus,
         gpu_gib=smallest_gpu_gib() if gpus else None,
@@ -56,7 +56,7 @@ def suggest_layout(choices: Choices, spec: ModelSpec, machine: HostMachine) -> N
     config = choices.config
     longest = config.data.max_prompt_tokens + config.grpo.max_new_tokens
     if not machine.has_gpus:
-        what = "no GPU" if machine.gpus == 0 else "one GPU, and trainer and replica need one each"
+        what = "no GPU that can be used" if machine.gpus == 0 else "one GPU, and trainer and replica need one each"
         choices.suggest("trainer.tensor_parallel", 1, f"{what}: the run is on the CPU, with one trainer rank")
         choices.suggest("rollout.replicas", 1, "one replica beside it")
         _suggest_tokens(choices, spec, _HOST_SHARE * machine.host_gib * GIB, "half of this machine's memory")

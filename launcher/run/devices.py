@@ -1,13 +1,9 @@
-"""Lists this machine's GPUs and assigns them to processes, without importing torch."""
+"""Assigns this machine's GPUs to processes."""
 
-import os
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from tandem_config.schema import RunConfig
-
-_DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,23 +18,19 @@ class DevicePlan:
     trainer: str
     rollouts: tuple[str, ...]
 
-
-def visible_gpus(environment: Mapping[str, str] | None = None, driver: Path = _DRIVER) -> list[str]:
-    """Return the GPU ids, as CUDA_VISIBLE_DEVICES takes them: the driver's, limited by that variable."""
-    chosen = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
-    present = [str(index) for index, _ in enumerate(driver.iterdir())] if driver.is_dir() else []
-    if chosen is None or not present:
-        return present
-    return [part.strip() for part in chosen.split(",") if part.strip() and part.strip() != "-1"]
+    @property
+    def on_gpus(self) -> bool:
+        """Whether there are enough GPUs."""
+        return self.available >= self.needed
 
 
-def plan_devices(config: RunConfig, gpus: list[str], *, trainer_ranks: int | None = None) -> DevicePlan:
+def plan_devices(config: RunConfig, gpus: Sequence[str], *, trainer_ranks: int | None = None) -> DevicePlan:
     """Assign a GPU to every trainer rank, then `tensor_parallel` to every replica, in order.
 
     Two ranks never share a GPU: NCCL refuses that.
 
     Args:
-        gpus: ids as from `visible_gpus`.
+        gpus: ids of those that can be used, as from `find_gpus`.
         trainer_ranks: None: those of the configuration.
     """
     ranks = trainer_world_size(config) if trainer_ranks is None else trainer_ranks

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
 
-from launcher.run.devices import plan_devices, visible_gpus
+from launcher.run.devices import plan_devices
 from launcher.run.outcome import LaunchOutcome
 from launcher.run.processes import EVALUATOR, plan_evaluation
 from launcher.run.starting import launch_of, start_redis, start_services, stop_services
 from launcher.run.stop_signals import StopSignals
 from launcher.run.supervisor import Supervisor
 from launcher.view.run_view import RunView
+from servicekit.cuda import find_gpus
 from servicekit.errors import TandemError
 from servicekit.life.exit_codes import EXIT_FAILED, EXIT_OK
 from servicekit.life.tasks import cancel, end_of, first_of
@@ -73,5 +74,5 @@ async def _start(request: EvaluationRequest, supervisor: Supervisor, view: RunVi
     make_token(request.run_dir)
     redis_url = await start_redis(request.redis_url, request.run_dir, supervisor, view)
     launch = launch_of(request.run_dir, launch_id, redis_url, resume=False)
-    devices = plan_devices(request.config, visible_gpus(), trainer_ranks=0)
+    devices = plan_devices(request.config, find_gpus().usable, trainer_ranks=0)
     await start_services(plan_evaluation(request.config, launch, devices), request.run_dir, supervisor, view)

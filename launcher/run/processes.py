@@ -80,7 +80,7 @@ def plan_evaluation(config: RunConfig, launch: Launch, devices: DevicePlan) -> l
         command=_module(launch, "coordinator.standalone", resume=False),
         log=launch.run_dir / "logs" / f"{EVALUATOR}.log",
         stage=_COORDINATOR_STAGE,
-        env={**launch.environment(), "CUDA_VISIBLE_DEVICES": ""},
+        env={**launch.environment(), **_device("")},
         grace_s=_SERVICE_GRACE_S,
     )
     return [*rollouts, evaluator]
@@ -95,7 +95,7 @@ def _trainer_rank(launch: Launch, rank: int, world_size: int, devices: DevicePla
         stage=_SERVICE_STAGE,
         # Without these the ranks rendezvous through the registry; those of a torchrun would lead elsewhere.
         unset=("MASTER_ADDR", "MASTER_PORT"),
-        env={**launch.environment(), **env, **_visible(devices, devices.trainer)},
+        env={**launch.environment(), **env, **_device(devices.trainer)},
         grace_s=_SERVICE_GRACE_S,
     )
 
@@ -109,7 +109,7 @@ def _rollout(config: RunConfig, launch: Launch, index: int, devices: DevicePlan)
         command=[*_module(launch, module, resume=False), "--name", name],
         log=launch.run_dir / "logs" / f"{name}.log",
         stage=_SERVICE_STAGE,
-        env={**launch.environment(), **_visible(devices, devices.rollouts[index])},
+        env={**launch.environment(), **_device(devices.rollouts[index])},
         grace_s=_SERVICE_GRACE_S,
     )
 
@@ -122,7 +122,7 @@ def _coordinator(config: RunConfig, launch: Launch) -> ProcessSpec:
         stage=_COORDINATOR_STAGE,
         env={
             **launch.environment(),
-            "CUDA_VISIBLE_DEVICES": "",
+            **_device(""),
             "TANDEM_WEB_PORT": os.environ.get("TANDEM_WEB_PORT", "0"),
         },
         grace_s=config.run.stop_timeout_s + _COORDINATOR_GRACE_S,
@@ -135,5 +135,6 @@ def _module(launch: Launch, module: str, *, resume: bool) -> list[str]:
     return [*command, "--resume"] if resume and launch.resume else command
 
 
-def _visible(devices: DevicePlan, chosen: str) -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": chosen} if devices.available else {}
+def _device(gpus: str) -> dict[str, str]:
+    """Return what makes a process compute on these GPUs, or on the CPU, and refuse to start on the other."""
+    return {"CUDA_VISIBLE_DEVICES": gpus, "TANDEM_DEVICE": "cuda" if gpus else "cpu"}

@@ -8,7 +8,7 @@ from pathlib import Path
 from signal import Signals
 
 from launcher.run import outcome
-from launcher.run.devices import DevicePlan, plan_devices, visible_gpus
+from launcher.run.devices import DevicePlan, plan_devices
 from launcher.run.outcome import LaunchOutcome
 from launcher.run.processes import Launch, plan_processes
 from launcher.run.restarts import Restarts
@@ -17,6 +17,7 @@ from launcher.run.stop_signals import StopSignals
 from launcher.run.supervisor import ProcessExit, ProcessSpec, Supervisor
 from launcher.view.run_view import RunView
 from launcher.view.view_task import ViewTask
+from servicekit.cuda import find_gpus
 from servicekit.errors import TandemError
 from servicekit.life.tasks import cancel, end_of, first_of
 from servicekit.redis.records import COORDINATOR
@@ -117,7 +118,7 @@ async def _restart_until_end(
 
 def _planned(request: RunRequest, launch_id: str, redis_url: str, *, resume: bool) -> list[ProcessSpec]:
     described = launch_of(request.run_dir, launch_id, redis_url, resume=resume)
-    return request.plan(request.config, described, plan_devices(request.config, visible_gpus()))
+    return request.plan(request.config, described, plan_devices(request.config, find_gpus().usable))
 
 
 async def _next_death(supervisor: Supervisor, ignore: Sequence[str]) -> ProcessExit:

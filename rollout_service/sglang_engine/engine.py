@@ -8,14 +8,15 @@ from typing import Any
 from rollout_service.engine import EngineLimits, EngineLoad, FinishedGroup, GroupRequest, SamplingSettings
 from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.sglang_engine.host import SglangProcesses
-from rollout_service.sglang_engine.options import tokenizer_folder
+from rollout_service.sglang_engine.options import tokenizer_folder, warm_up_sampling
 from rollout_service.sglang_engine.scheduler.flips import cache_key
 from rollout_service.sglang_engine.scheduler.stops import TOKENIZER_FILE
 from tandem_config.schema import RunConfig
 
 # A control call takes milliseconds; an engine that is silent for longer is lost.
 CONTROL_S = 30.0
-WARM_UP_S = 120.0
+# Kernels compile in it, those of sampling with top-p for a minute or two on a slow machine.
+WARM_UP_S = 600.0
 
 
 class SglangEngine:
@@ -48,6 +49,7 @@ class SglangEngine:
         self._name = name
         self._on_terminate = on_terminate
         self._tokenizer = tokenizer_folder(config) / TOKENIZER_FILE
+        self._sampling = warm_up_sampling(config)
         self._manager: Any = None
         self._policy_version = 0
         self._cache_prefixes = True
@@ -77,13 +79,12 @@ class SglangEngine:
         await self._warm_up()
 
     async def _warm_up(self) -> None:
-        """Generate once, with any weights, so that SGLang loads now what it loads late, and fails now if it cannot."""
-        sampling = SamplingSettings(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=2, stop_token_ids=())
+        """Generate, with any weights, so that SGLang loads and compiles now what it would late, or fails now."""
+        group = GroupRequest(group_id="warm-up", prompt_ids=[0, 0], num_completions=2)
         async with asyncio.timeout(WARM_UP_S):
-            async for _ in self.generate(
-                [GroupRequest(group_id="warm-up", prompt_ids=[0, 0], num_completions=2)], sampling
-            ):
-                pass
+            for sampling in self._sampling:
+                async for _ in self.generate([group], sampling):
+                    pass
 
     def _read_limits(self) -> EngineLimits:
         engine = self._processes.engine

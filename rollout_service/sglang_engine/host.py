@@ -27,6 +27,8 @@ from rollout_service.sglang_engine.options import (
 from rollout_service.sglang_engine.processes import ChildWatch
 from rollout_service.sglang_engine.rank_errors import explain
 from rollout_service.sglang_engine.receiver import ReceiverSettings
+from servicekit.cuda import WITHOUT_COMPILERS, Compilers, compilers_here
+from servicekit.errors import ConfigError
 from servicekit.life.temporary import OwnedFolder, remove_orphans, shared_memory_of
 from servicekit.logs import get_logger
 from tandem_config.schema import RunConfig
@@ -105,6 +107,8 @@ class SglangProcesses:
         spec = _read_model(self._config)
         refuse_environment(os.environ)
         cuda = torch.cuda.is_available()
+        if cuda:
+            _require_compilers(compilers_here())
         os.environ.update(engine_environment(self._config, self._share, self._host, self._folder, cuda))
         os.environ.update(self._receiver.to_env())
         # SGLang does not remove the files of its message queues; in this folder they are removed with it.
@@ -162,6 +166,14 @@ class SglangProcesses:
         if self.engine is not None:
             engine, self.engine = self.engine, None
             engine.shutdown()
+
+
+def _require_compilers(found: Compilers) -> None:
+    """Check that SGLang can compile kernels, as RoPE's at every start. Raises: ConfigError: names what is missing."""
+    for toolkit in found.ignored:
+        log.warning("cuda toolkit: not used", toolkit=toolkit)
+    if found.missing:
+        raise ConfigError(f"{WITHOUT_COMPILERS}: {', '.join(found.missing)} not found; see requirements/gpu.md")
 
 
 def _read_model(config: RunConfig) -> ModelSpec:

@@ -4,13 +4,16 @@ import json
 import os
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rollout_service.engine import SamplingSettings
 from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.sglang_engine.kernels import FLOAT32_ATTENTION, MOE_RUNNER
 from rollout_service.sglang_engine.processes import SERVICE_PID, ignore_launch_failure
 from servicekit.addresses import split_address
+from servicekit.cuda import compile_environment, compilers_here
 from tandem_config.schema import RunConfig
 from weightsync.model.spec import ModelSpec
 from weightsync.transfer.communicators.interfaces import GLOO_INTERFACE, address_of, interface_of
@@ -86,6 +89,28 @@ def _cpu_arguments() -> dict[str, Any]:
     }
 
 
+def warm_up_sampling(config: RunConfig) -> list[SamplingSettings]:
+    """List the ways in which the run samples, each once: SGLang compiles the sampler of top-p when it is first used.
+
+    That takes a minute or two within the scheduler, which answers no control call meanwhile.
+    """
+    first = SamplingSettings(
+        temperature=config.grpo.temperature, top_p=1.0, top_k=-1, max_new_tokens=2, stop_token_ids=()
+    )
+    sets = [
+        replace(
+            first,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=asked.top_k,
+            min_p=asked.min_p,
+            repetition_penalty=asked.repetition_penalty,
+        )
+        for asked in config.evaluation_sets()
+    ]
+    return list(dict.fromkeys([first, *sets]))
+
+
 def longest_prompt(config: RunConfig) -> int:
     """Return the length of the longest possible prompt, in tokens."""
     context = config.rollout.context_length
@@ -105,7 +130,7 @@ def engine_environment(
     Args:
         share: ranks of this host.
         host: address at which they are reached.
-        socket_folder: for the file of their rendezvous.
+        socket_folder: for the file of their rendezvous, and for links to libraries.
         cuda: whether the ranks run on GPUs.
     """
     variables = {SERVICE_PID: str(os.getpid()), "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
@@ -114,7 +139,9 @@ def engine_environment(
     else:
         # A rendezvous through a file needs no port, which another replica could take in between.
         variables["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{socket_folder}/ranks"
-    if not cuda:
+    if cuda:
+        variables |= compile_environment(compilers_here(), socket_folder / "lib")
+    else:
         # SGLang compiles its vocabulary mask and its experts' gate with a C++ compiler: seconds, for microseconds here.
         variables["TORCHDYNAMO_DISABLE"] = "1"
     if not cuda and config.rollout.tensor_parallel > 1:

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,12 @@ SMALL = {
 class Tandem:
     """One `tandem` process; its lines are collected while it runs."""
 
-    def __init__(self, arguments: list[str], folder: Path, redis_url: str = "") -> None:
+    def __init__(
+        self, arguments: list[str], folder: Path, redis_url: str = "", environ: Mapping[str, str] = os.environ
+    ) -> None:
         self.folder = folder
         command = [sys.executable, "-m", "launcher", *arguments]
-        environment = {key: value for key, value in os.environ.items() if key != "REDIS_URL"}
+        environment = {key: value for key, value in environ.items() if key != "REDIS_URL"}
         environment |= {"REDIS_URL": redis_url} if redis_url else {}
         # Everything that the command starts carries this mark, however far it moves from its parents.
         self._mark = f"{folder}-{os.urandom(8).hex()}"
@@ -134,8 +136,8 @@ def tandem(tmp_path: Path) -> Iterator[Callable[..., Tandem]]:
     """Starts `tandem` in the test's folder; whatever a failed test leaves is ended."""
     started: list[Tandem] = []
 
-    def start(*arguments: str, redis_url: str = "") -> Tandem:
-        started.append(Tandem(list(arguments), tmp_path, redis_url))
+    def start(*arguments: str, redis_url: str = "", environ: Mapping[str, str] = os.environ) -> Tandem:
+        started.append(Tandem(list(arguments), tmp_path, redis_url, environ))
         return started[-1]
 
     yield start

@@ -20,7 +20,7 @@ ldconfig -p 2>/dev/null | grep -q 'libcuda\.so\.1 ' || export LD_LIBRARY_PATH="$
 export PYTHONPATH=$PWD OMP_NUM_THREADS=1 TANDEM_CUDA_CHECK=1
 mkdir -p "$reports" && rm -f "$reports"/cuda-*.xml
 
-"$folder/bin/python" -m pytest --junit-xml="$reports/cuda-own.xml" -m "not gpu" "${@:-tests/cuda}" || status=1
+"$folder/bin/python" -m pytest --junit-xml="$reports/cuda-own.xml" "${@:-tests/cuda}" || status=1
 if [ $# -eq 0 ]; then
     "$folder/bin/python" -m pytest --junit-xml="$reports/cuda-unit.xml" -n 2 -m "not slow" tests/unit || status=1
 fi

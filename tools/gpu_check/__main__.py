@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tools.gpu_check
-from launcher.run.devices import visible_gpus
+from servicekit.cuda import compilers_here, find_gpus
 from servicekit.logs import configure_logging
 from tools.gpu_check.cases import MULTI_RANK, MULTI_RANK_NCCL, cases
 from tools.gpu_check.environment import environment
@@ -40,7 +40,8 @@ def main() -> int:
     import torch
 
     if options.device == "cuda" and not torch.cuda.is_available():
-        print("gpu-check: skipped everything: torch finds no CUDA device here")
+        why = find_gpus().why_not
+        print(f"gpu-check: skipped everything: torch finds no CUDA device here{why and f': {why}'}")
         print(
             "  not run: attention's kernel, real services, collective over NCCL, colocated over CUDA IPC, device copies"
         )
@@ -108,7 +109,7 @@ def gpus_of(device: str) -> tuple[list[str], tuple[int, ...], bool]:
     if device == "cpu":
         return [str(index) for index in range(DRY_GPUS)], (0,), False
     nccl = tuple(torch.cuda.nccl.version())
-    gpus = visible_gpus() or [str(index) for index in range(torch.cuda.device_count())]
+    gpus = list(find_gpus().usable) or [str(index) for index in range(torch.cuda.device_count())]
     return gpus, nccl, nccl >= MULTI_RANK_NCCL and os.environ.get(MULTI_RANK) == "1"
 
 
@@ -118,10 +119,15 @@ def check_services(device: str, skipped: list[str]) -> list[dict[str, Any]]:
     from tools.gpu_check.services.run import choose, run_fleets
     from tools.gpu_check.services.settings import SCALES
 
+    findings = Findings()
+    if device == "cuda":
+        missing = [f"{name} not found" for name in compilers_here().missing]
+        findings.add("environment", [*filter(None, [find_gpus().why_not]), *missing])
+        if findings.failed:
+            return findings.checks
     gpus, _, multi_rank = gpus_of(device)
     chosen, why_not = choose(gpus, multi_rank=multi_rank)
     skipped += why_not
-    findings = Findings()
     asyncio.run(run_fleets(chosen, SCALES[device], findings))
     return findings.checks
 

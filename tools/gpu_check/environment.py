@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from typing import Any
 
+from servicekit.cuda import compilers_here
 from servicekit.versions import software_versions
 
 PACKAGES = ("torch", "sglang", "sglang-kernel", "megatron-core", "transformer-engine", "triton", "flashinfer-python")
@@ -17,6 +18,7 @@ def environment() -> dict[str, Any]:
 
     if not torch.cuda.is_available():
         return {"packages": dict(software_versions(PACKAGES)), "devices": []}
+    found = compilers_here()
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return {
         "packages": dict(software_versions(PACKAGES)),
@@ -31,6 +33,7 @@ def environment() -> dict[str, Any]:
             for device in devices
         ],
         "driver_and_links": _ask_driver(),
+        "compilers": {"toolkit": str(found.toolkit), "missing": found.missing, "ignored": found.ignored},
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "CUDA_"))},
     }
 

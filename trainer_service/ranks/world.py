@@ -22,6 +22,7 @@ from weightsync.transfer.communicators.tcp_store import bound_store
 STORE_KEY = "trainer/store"
 CONNECT_TIMEOUT_S = 3.0
 RETRY_S = 0.2
+_HOPPER = 9
 
 log = get_logger(__name__)
 
@@ -161,6 +162,19 @@ def choose_interface(host: str, environ: MutableMapping[str, str]) -> None:
     """
     if not environ.get(GLOO_INTERFACE):
         environ[GLOO_INTERFACE] = interface_of(address_of(host))
+
+
+def overlap_collectives(environ: MutableMapping[str, str], generation: int) -> None:
+    """Have GPUs start kernels in the order of their launch, before CUDA is initialised; a value that is set stays.
+
+    Megatron launches a tensor-parallel collective before the product that it overlaps with, and relies on that order
+    (megatron/core/tensor_parallel/layers.py); on Blackwell and newer the variable is not needed and costs overlap.
+
+    Args:
+        generation: of the newest GPU, 9 for Hopper; 0: unknown, and nothing is set.
+    """
+    if 0 < generation <= _HOPPER:
+        environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def connect(place: Place, store: dist.TCPStore, device: torch.device, host: str, timeout_s: float) -> dist.ProcessGroup:

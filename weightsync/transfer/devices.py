@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from servicekit.cuda import driver_cuda, driver_problem, driver_text
 from servicekit.errors import ConfigError
 
 
@@ -17,12 +18,15 @@ def check_device(wanted: str) -> None:
     """Check that the requested device is present.
 
     Args:
-        wanted: TANDEM_DEVICE: "cuda" requires a GPU, "auto" takes what there is.
-    Raises: ConfigError: there is no GPU, or one of CUDA_VISIBLE_DEVICES is missing, and why.
+        wanted: TANDEM_DEVICE: "cuda" requires a GPU, "cpu" that none is seen, "auto" takes what there is.
+    Raises: ConfigError: there is no GPU, or one of CUDA_VISIBLE_DEVICES is missing, and why; there is one.
     """
+    available = torch.cuda.is_available()
+    if wanted == "cpu" and available:
+        raise ConfigError("TANDEM_DEVICE=cpu, but torch sees a GPU and would use it: set CUDA_VISIBLE_DEVICES= (empty)")
     if wanted != "cuda":
         return
-    if torch.cuda.is_available():
+    if available:
         chosen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
         if torch.cuda.device_count() < len(chosen):
             raise ConfigError(
@@ -35,9 +39,9 @@ def check_device(wanted: str) -> None:
         why = f"torch {torch.__version__} is built without CUDA: is this the CPU variant of the image?"
     else:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("NVIDIA_VISIBLE_DEVICES", "unset"))
-        why = (
-            f"torch sees none of them (visible devices: {visible or 'none'}): are they on this machine, does the pod "
-            "request nvidia.com/gpu?"
+        problem = driver_problem(torch.version.cuda, driver_text(), driver_cuda())
+        why = f"torch sees none of them (visible devices: {visible or 'none'}): " + (
+            problem or "are they on this machine, does the pod request nvidia.com/gpu?"
         )
     raise ConfigError(f"TANDEM_DEVICE=cuda asks for a GPU, but {why}")
 

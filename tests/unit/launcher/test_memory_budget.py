@@ -14,6 +14,7 @@ from launcher.check import memory as preflight_memory
 from launcher.check.memory import check_memory, gpu_memory_gib, host_memory, host_problems
 from launcher.check.memory_budget import DTYPE_BYTES, rollout_memory, trainer_memory
 from launcher.cli import app
+from servicekit.cuda import Gpus
 from tandem_config.loading import load_config
 from tandem_config.schema import RunConfig
 from tests.house.repository import REPO
@@ -281,14 +282,15 @@ def test_absurd_sizes_are_usage_errors(tmp_path: Path, value: str) -> None:
 
 @pytest.mark.parametrize(("answer", "found"), [("81559\n81559\n40960\n", 40.0), ("[N/A]\n", None), ("", None)])
 def test_the_smallest_gpu_counts(monkeypatch: pytest.MonkeyPatch, answer: str, found: float | None) -> None:
-    monkeypatch.setattr(preflight_memory, "visible_gpus", lambda: [str(index) for index in range(32)])
+    gpus = Gpus(usable=tuple(str(index) for index in range(32)), present=32)
+    monkeypatch.setattr(preflight_memory, "find_gpus", lambda: gpus)
     done = subprocess.CompletedProcess(["nvidia-smi"], 0, stdout=answer, stderr="")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
     assert gpu_memory_gib(overlay("cluster")) == found
 
 
 def test_no_gpus_no_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight_memory, "visible_gpus", lambda: ["0"])
+    monkeypatch.setattr(preflight_memory, "find_gpus", lambda: Gpus(usable=("0",), present=1))
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("asked nvidia-smi"))
     assert gpu_memory_gib(overlay("cluster")) is None
 

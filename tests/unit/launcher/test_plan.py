@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from launcher.run.devices import plan_devices, visible_gpus
+from launcher.check.host import check_devices
+from launcher.run.devices import plan_devices
 from launcher.run.processes import Launch, plan_processes
 from launcher.run.redis_server import find_server, server_spec, wait_ready
 from launcher.run.supervisor import Supervisor
+from servicekit.cuda import Gpus
 from servicekit.errors import Unavailable
 from tandem_config.loading import load_config
 from tandem_config.schema import RunConfig
@@ -38,7 +40,7 @@ def test_every_rank_replica_and_the_coordinator_is_a_process(tmp_path: Path) -> 
     assert (second.env["RANK"], second.env["WORLD_SIZE"], second.env["TANDEM_RUN_ID"]) == ("1", "2", "a-1")
     assert second.log == tmp_path / "logs" / "trainer-1.log"
     assert list(specs[2].command[-2:]) == ["--name", "rollout-0"]
-    assert "CUDA_VISIBLE_DEVICES" not in second.env
+    assert {(spec.env["CUDA_VISIBLE_DEVICES"], spec.env["TANDEM_DEVICE"]) for spec in specs} == {("", "cpu")}
     assert specs[-1].stage > second.stage
 
 
@@ -60,20 +62,12 @@ def test_each_rank_has_a_gpu_of_its_own(tmp_path: Path) -> None:
     assert (plan.needed, plan.trainer, plan.rollouts) == (6, "0,1", ("2,3", "4,5"))
     specs = plan_processes(config(*TOPOLOGY), launch(tmp_path), plan)
     assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs] == ["0,1", "0,1", "2,3", "4,5", ""]
+    assert [spec.env["TANDEM_DEVICE"] for spec in specs] == [*["cuda"] * 4, "cpu"]
 
 
 def test_too_few_gpus_mean_the_cpu(tmp_path: Path) -> None:
     specs = plan_processes(config(*TOPOLOGY), launch(tmp_path), plan_devices(config(*TOPOLOGY), list("012")))
-    assert {spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs} == {""}
-
-
-def test_visible_gpus_are_the_driver_s_limited_by_the_variable(tmp_path: Path) -> None:
-    for name in ("0000:01", "0000:02"):
-        (tmp_path / name).mkdir()
-    assert visible_gpus({}, tmp_path) == ["0", "1"]
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path) == ["1"]
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path / "none") == []
+    assert {(spec.env["CUDA_VISIBLE_DEVICES"], spec.env["TANDEM_DEVICE"]) for spec in specs} == {("", "cpu")}
 
 
 def test_a_server_on_path_comes_before_the_bundled_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,3 +97,40 @@ async def test_a_server_that_cannot_start_is_named_with_its_reason(tmp_path: Pat
     with pytest.raises(Unavailable, match="redis exited with code 1"):
         await wait_ready(url, supervisor)
     await supervisor.stop()
+
+
+UNUSABLE = Gpus(present=4, why_not="torch is a build without CUDA")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "wanted", "severity", "message"),
+    [
+        (Gpus(), "auto", None, ""),
+        (Gpus(), "cpu", None, ""),
+        (Gpus(), "cuda", "error", "the driver shows none here, and TANDEM_DEVICE=cuda asks for them"),
+        (
+            UNUSABLE,
+            "auto",
+            "warning",
+            "the run cannot use them: torch is a build without CUDA, so it will run on the CPU",
+        ),
+        (UNUSABLE, "cuda", "error", "torch is a build without CUDA, and TANDEM_DEVICE=cuda asks for them"),
+        (
+            Gpus(usable=("0", "1", "2"), present=3),
+            "auto",
+            "warning",
+            "needs 6, one per trainer rank and rollout rank, so",
+        ),
+        (Gpus(usable=("0", "1", "2"), present=3), "cuda", "error", "the run needs 6"),
+        (Gpus(usable=tuple("012345"), present=6), "auto", None, ""),
+        (Gpus(usable=tuple("012345"), present=6), "cuda", None, ""),
+        (Gpus(), "gpu", "error", "is none of auto, cuda and cpu"),
+    ],
+)
+def test_a_run_beside_gpus_says_why_it_does_not_use_them(
+    gpus: Gpus, wanted: str, severity: str | None, message: str
+) -> None:
+    found = list(check_devices(gpus, plan_devices(config(*TOPOLOGY), gpus.usable), wanted))
+    assert [each.severity for each in found] == ([] if severity is None else [severity])
+    assert all(message in each.message for each in found)
+    assert all("requirements/gpu.md" in each.suggestion for each in found if gpus.why_not)

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.normalizers import Strip
 
 from launcher.check.preflight import preflight
+from servicekit.cuda import Gpus
 from tandem_config.loading import draft_config
 from tandem_config.problems import ConfigProblem
 from tests.kit.folders import (
@@ -61,7 +62,8 @@ STAGED = ("sync.install=staged", "rollout.tensor_parallel=2")
 def test_staged_beside_an_engines_collectives_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, settings: tuple[str, ...], severity: str | None
 ) -> None:
-    monkeypatch.setattr("launcher.check.host.visible_gpus", lambda: [str(gpu) for gpu in range(gpus)])
+    ids = tuple(str(gpu) for gpu in range(gpus))
+    monkeypatch.setattr("launcher.check.host.find_gpus", lambda: Gpus(usable=ids, present=gpus))
     found = [each for each in check(write_config(tmp_path), *settings) if each.key == "sync.install"]
     assert [each.severity for each in found] == ([] if severity is None else [severity])
     for each in found:

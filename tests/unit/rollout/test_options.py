@@ -1,3 +1,4 @@
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from rollout_service.sglang_engine.options import (
     engine_arguments,
     engine_environment,
     model_arguments,
+    warm_up_sampling,
 )
 from rollout_service.sglang_engine.receiver import ReceiverSettings
 from tandem_config.schema import RunConfig
@@ -95,6 +97,33 @@ def test_the_users_interface_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "rdma0")
     share = HostRanks(nodes=2, tensor_parallel=2, store="127.0.0.1:4711")
     assert engine_environment(config(), share, "127.0.0.1", tmp_path, True)["GLOO_SOCKET_IFNAME"] == "rdma0"
+
+
+def test_a_warm_up_samples_in_each_way_of_the_run() -> None:
+    sets = [
+        {"name": "a", "data": "t", "temperature": 0.6, "top_p": 0.95, "top_k": 20},
+        {"name": "b", "data": "t", "temperature": 0.6, "top_p": 0.95, "top_k": 20},
+        {"name": "c", "data": "t", "temperature": 1.0, "min_p": 0.05},
+    ]
+    given = {"model": {"path": "/m"}, "data": {"train": "t", "heldout": "h"}, "evaluation": {"sets": sets}}
+    found = warm_up_sampling(RunConfig.model_validate(given))
+    ways = [(each.temperature, each.top_p, each.top_k, each.min_p) for each in found]
+    assert ways == [(1.0, 1.0, -1, 0.0), (0.0, 1.0, -1, 0.0), (0.6, 0.95, 20, 0.0), (1.0, 1.0, -1, 0.05)]
+    assert {each.max_new_tokens for each in found} == {2}
+
+
+async def test_an_engine_is_warm_when_it_has_sampled_in_each() -> None:
+    engine: Any = SglangEngine.__new__(SglangEngine)
+    asked: list[object] = []
+
+    async def generate(groups: object, sampling: object) -> AsyncIterator[object]:
+        asked.append(sampling)
+        yield groups
+
+    engine.generate = generate
+    engine._sampling = ["plain", "top-p"]
+    await engine._warm_up()
+    assert asked == ["plain", "top-p"]
 
 
 def test_only_engines_on_gpus_compile(tmp_path: Path) -> None:

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from servicekit.cuda import Compilers, Gpus
 from tests.kit.stores import tiny_spec
 from tools.gpu_check import attention
-from tools.gpu_check.__main__ import main, summary, with_copy_share
+from tools.gpu_check.__main__ import check_services, main, summary, with_copy_share
 from tools.gpu_check.cases import cases
 from tools.gpu_check.weights import numbered
 from trainer_service.megatron_engine.attention import core
@@ -84,3 +85,15 @@ def test_without_a_gpu_nothing_ran_and_that_is_no_success(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main() == status
     assert "skipped everything" in capsys.readouterr().out
+
+
+def test_real_services_fail_by_the_reason_for_which_no_run_uses_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Compilers(toolkit=None, missing=("nvcc", "ninja"))
+    monkeypatch.setattr("tools.gpu_check.__main__.compilers_here", lambda: found)
+    monkeypatch.setattr("tools.gpu_check.__main__.find_gpus", lambda: Gpus(present=4, why_not="no kernels"))
+    (check,) = check_services("cuda", [])
+    assert (check["name"], check["passed"], check["wrong"]) == (
+        "environment",
+        False,
+        ["no kernels", "nvcc not found", "ninja not found"],
+    )

@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from servicekit.errors import ConfigError
-from trainer_service.ranks.world import Place, choose_interface
+from trainer_service.ranks.world import Place, choose_interface, overlap_collectives
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
@@ -34,3 +34,13 @@ def test_a_master_address_may_have_brackets(given: str) -> None:
     place = Place.from_env({"MASTER_ADDR": given, "MASTER_PORT": "29500"})
     assert place.master == ("fd00::5", 29500)
     assert socket.inet_pton(socket.AF_INET6, place.master[0])
+
+
+@pytest.mark.parametrize(
+    ("generation", "given", "found"),
+    [(9, None, "1"), (8, None, "1"), (9, "8", "8"), (10, None, None), (12, None, None), (0, None, None)],
+)
+def test_kernels_start_in_order_on_hopper_and_older(generation: int, given: str | None, found: str | None) -> None:
+    environ = {} if given is None else {"CUDA_DEVICE_MAX_CONNECTIONS": given}
+    overlap_collectives(environ, generation)
+    assert environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == found

@@ -206,3 +206,29 @@ def test_every_gpu_that_is_chosen_is_there(
         return
     with pytest.raises(ConfigError, match=why):
         devices.check_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "there", "built_for", "refusal"),
+    [
+        ("auto", True, "13.0", None),
+        ("auto", False, None, None),
+        ("cuda", True, "13.0", None),
+        ("cpu", False, "13.0", None),
+        ("cpu", True, "13.0", "set CUDA_VISIBLE_DEVICES= "),
+        ("cuda", False, None, "is built without CUDA"),
+        ("cuda", False, "13.0", "driver 535.104.05 serves CUDA 12, and torch is built for CUDA 13.0"),
+    ],
+)
+def test_a_device_that_is_asked_for_is_there_or_why_not(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, there: bool, built_for: str | None, refusal: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    monkeypatch.setattr(devices, "driver_text", lambda: "NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\n")
+    monkeypatch.setattr(devices, "driver_cuda", lambda: 12020)
+    if refusal is None:
+        devices.check_device(wanted)
+    else:
+        with pytest.raises(ConfigError, match=refusal):
+            devices.check_device(wanted)

@@ -148,8 +148,7 @@ class ServiceFleet:
             if spec.name != COORDINATOR and (self.replicas or not is_rollout(spec.name)):
                 scratch = self._folder / spec.name  # receivers' sockets are below it
                 scratch.mkdir(exist_ok=True)
-                device = "cuda" if self.scale.device == "cuda" else "auto"
-                own = {"TMPDIR": str(scratch), "TANDEM_TEST_HOOKS": "1", "TANDEM_DEVICE": device}
+                own = {"TMPDIR": str(scratch), "TANDEM_TEST_HOOKS": "1"}
                 # numbered as nvidia-smi does
                 yield replace(spec, env={**spec.env, **own, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
 
