@@ -27,16 +27,20 @@ def pod(
     run_id: str = "t",
     ready: bool = True,
     phase: str = "Running",
+    node: str = "",
     **status: Any,
 ) -> dict[str, Any]:
     """A pod, with the labels by which the coordinator finds it."""
     labels = {"app.kubernetes.io/name": "tandem", "app.kubernetes.io/component": component, "tandem.run/id": run_id}
     conditions = [{"type": "Ready", "status": "True" if ready else "False"}]
+    spec = {"containers": [{"name": component, "image": f"tandem-{component}:test"}]} | (
+        {"nodeName": node} if node else {}
+    )
     return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {"name": name, "namespace": NAMESPACE, "labels": labels},
-        "spec": {"containers": [{"name": component, "image": f"tandem-{component}:test"}]},
+        "spec": spec,
         "status": {"phase": phase, "conditions": conditions, **status},
     }
 

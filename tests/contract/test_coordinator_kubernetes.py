@@ -33,6 +33,7 @@ from tests.contract.kube_objects import (
 from tests.fakes.cluster.fake_cluster import FakeCluster
 from tests.fakes.cluster.kinds import CONTROLLERS
 from tests.fakes.cluster.requests import COORDINATOR
+from tests.fakes.cluster.verbs import told_to_end
 from tests.fakes.fake_fleet import announced, fake_fleet
 from tests.fakes.fake_rollout_set import FakeRolloutSet, fake_rollout_set
 from tests.fakes.fake_trainer import FakeTrainer
@@ -193,9 +194,7 @@ async def test_a_run_on_pods_that_appear_end_hang_and_become_more(
 
         api.throttle("list pods", times=1)
         api.store.expire()  # the run goes on, and what happens next is seen all the same
-        ended = api.get("Pod", "rollout-1", NAMESPACE)
-        ended["metadata"]["deletionTimestamp"] = "2026-11-20T14:00:00Z"
-        api.put(ended)  # as `kubectl delete pod` does
+        api.put(told_to_end(api.get("Pod", "rollout-1", NAMESPACE)))  # as `kubectl delete pod` does
         await got_work(rollouts, "rollout-1", starts=2)
         assert "create pods/eviction" not in api.seen
 
@@ -236,9 +235,7 @@ async def test_a_run_on_groups_of_pods_that_end_as_a_whole(
             await got_work(rollouts, name, starts=1)
         assert api.get("LeaderWorkerSet", "rollout", NAMESPACE)["spec"]["replicas"] == 2
 
-        ended = api.get("Pod", "rollout-1-1", NAMESPACE)
-        ended["metadata"]["deletionTimestamp"] = "2026-11-20T14:00:00Z"
-        api.put(ended)  # a node is drained
+        api.put(told_to_end(api.get("Pod", "rollout-1-1", NAMESPACE)))  # a node is drained
         await got_work(rollouts, "rollout-1", starts=2)
         assert "create pods/eviction" not in api.seen
 
@@ -340,9 +337,7 @@ async def test_a_trainer_that_is_drained_loses_no_iteration(
         await iterated(environment, 4)
         assert trainer.service.saved == []
 
-        leaving = api.get("Pod", "trainer-0", NAMESPACE)
-        leaving["metadata"] |= {"deletionTimestamp": "2026-11-20T14:00:00Z", "deletionGracePeriodSeconds": 160}
-        api.put(leaving)
+        api.put(told_to_end(api.get("Pod", "trainer-0", NAMESPACE), 160))
         trainer.service.leaves = True
         await soon(lambda: trainer.service.saved != [])
         await soon(lambda: any("asked to end, and has saved" in text for _, text in coordinator.status()))

@@ -7,6 +7,7 @@ Kubernetes.
 import copy
 import shutil
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,52 @@ def test_the_successor_of_a_pod_is_not_evicted_in_its_place(api: FakeCluster, ap
     core = client.CoreV1Api(api_client)
     assert status_of(core.create_namespaced_pod_eviction, "rollout-0", NAMESPACE, eviction) == 409
     assert "deletionTimestamp" not in api.get("Pod", "rollout-0", NAMESPACE)["metadata"]
+
+
+NODE = "gpu-0"
+OUT_OF_SERVICE = {"key": "node.kubernetes.io/out-of-service", "value": "nodeshutdown", "effect": "NoExecute"}
+ANSWERS = {"conditions": [{"type": "Ready", "status": "True"}]}
+
+
+@pytest.mark.parametrize("cure", ["taint", "delete the node", "force", "node answers"])
+def test_pods_of_a_lost_node_stay_until_somebody_acts(cure: str, api: FakeCluster, tmp_path: Path) -> None:
+    """As controllers of Kubernetes 1.36 did: deletion waits for the kubelet."""
+    core = client.CoreV1Api(config.new_client_from_config(str(api.write_kubeconfig(tmp_path / "operator", NAMESPACE))))
+    api.node(NODE, 8)
+    for name in ("rollout-0", "rollout-1"):
+        api.put(pod(name, node=NODE))
+    api.put(pod("rollout-2", node="another"))
+    api.lose_node(NODE)
+    core.delete_namespaced_pod("rollout-2", NAMESPACE)
+    before = api.get("Pod", "rollout-0", NAMESPACE)["metadata"]["deletionTimestamp"]
+    core.delete_namespaced_pod("rollout-0", NAMESPACE)
+    assert api.names("Pod") == ["rollout-0", "rollout-1"]
+    assert api.get("Pod", "rollout-0", NAMESPACE)["metadata"]["deletionTimestamp"] == before
+    if cure == "taint":
+        core.patch_node(NODE, {"spec": {"taints": [OUT_OF_SERVICE]}})
+    elif cure == "delete the node":
+        core.delete_node(NODE)
+    elif cure == "node answers":
+        api.put({**api.get("Node", NODE, ""), "status": ANSWERS})
+        core.patch_node(NODE, {"metadata": {"labels": {"a": "b"}}})
+    else:
+        core.delete_namespaced_pod("rollout-0", NAMESPACE, grace_period_seconds=0)
+        assert api.names("Pod") == ["rollout-1"]
+        return
+    assert api.names("Pod") == []
+
+
+def test_the_time_of_a_deletion_is_the_end_of_the_grace_period(api: FakeCluster, api_client: client.ApiClient) -> None:
+    slow = pod("rollout-0")
+    slow["spec"]["terminationGracePeriodSeconds"] = 3600
+    api.put(slow)
+    begun = datetime.now(UTC)
+    eviction = client.V1Eviction(metadata=client.V1ObjectMeta(name="rollout-0", namespace=NAMESPACE))
+    client.CoreV1Api(api_client).create_namespaced_pod_eviction("rollout-0", NAMESPACE, eviction)
+    metadata = api.get("Pod", "rollout-0", NAMESPACE)["metadata"]
+    left_s = (datetime.fromisoformat(metadata["deletionTimestamp"]) - begun).total_seconds()
+    assert metadata["deletionGracePeriodSeconds"] == 3600
+    assert 3500 < left_s < 3700
 
 
 def test_what_the_coordinator_does_not_call_is_refused(api: FakeCluster, api_client: client.ApiClient) -> None:

@@ -50,6 +50,7 @@ from tests.contract.kube_objects import (
 from tests.fakes.cluster.fake_cluster import FakeCluster
 from tests.fakes.cluster.kinds import CONTROLLERS
 from tests.fakes.cluster.requests import COORDINATOR
+from tests.fakes.cluster.verbs import told_to_end
 from tests.fakes.fake_fleet import FakeFleet, announced_fleet, fake_fleet
 from tests.fakes.fake_fleet import announced as announced_service
 from tests.kit.waiting import until
@@ -480,8 +481,7 @@ async def test_a_process_that_is_not_announced_any_more_costs_its_pod_nothing(
 
 
 def leaving(obj: dict[str, Any]) -> dict[str, Any]:
-    obj["metadata"] |= {"deletionTimestamp": "2026-11-20T14:00:00Z"}
-    return obj
+    return told_to_end(obj)
 
 
 async def test_without_the_api_the_registry_alone_decides(
@@ -631,6 +631,42 @@ async def test_troubles_of_pods_are_told_while_they_last(api: FakeCluster, start
     api.put(pod("rollout-0"))
     await soon(lambda: cluster.troubles() == [])
     assert len(events._newer(0)) == 1
+
+
+@pytest.mark.parametrize("kind", ["pods", "engines of two pods"])
+async def test_pods_of_a_lost_node_are_told_and_expected_until_it_answers(
+    kind: str, api: FakeCluster, start: Start
+) -> None:
+    api.node("gpu-0", 8)
+    api.node("gpu-1", 8)
+    lost = ["rollout-1", "trainer-0"]
+    api.put(pod("rollout-0", node="gpu-1"))
+    api.put(pod("trainer-0", component="trainer", node="gpu-0"))
+    if kind == "pods":
+        api.put(pod("rollout-1", node="gpu-0"))
+    else:
+        api.put(pod("rollout-1", node="gpu-1"))
+        api.put(worker("rollout-1-1", node="gpu-0"))
+        lost[0] = "rollout-1-1"
+    events = EventLog()
+    cluster = await start(events)
+    assert (cluster.troubles(), cluster.num_replicas()) == ([], 2)
+    api.lose_node("gpu-0")
+    await soon(lambda: sum(each.leaving for each in cluster.pods.pods) == 2)
+    assert (cluster.troubles(), cluster.num_replicas()) == ([], 1)  # in their grace period
+    api.lose_node("gpu-0", ago_s=300.0)
+    await soon(lambda: len(cluster.troubles()) == 2)
+    for name, told in zip(lost, cluster.troubles(), strict=True):
+        assert told.startswith(f"pod {name}: should have left by ")
+        assert "its node gpu-0 does not answer" in told
+    assert cluster.num_replicas() == 2
+    assert "gpu-0 does not answer" in cluster.trainer_outlook()[1]
+    warnings = [event.message for event in events._newer(0) if event.kind is EventKind.WARNING]
+    cluster.look()
+    assert len(warnings) == len([event for event in events._newer(0) if event.kind is EventKind.WARNING]) == 2
+    for name in lost:
+        api.delete("Pod", name, NAMESPACE)
+    await soon(lambda: cluster.troubles() == [])
 
 
 # ---- waiting for the trainer ----

@@ -79,8 +79,13 @@ class Cluster:
         return self.noted.all()
 
     def num_replicas(self) -> int | None:
-        """Return how many replicas have pods that do not leave, pending ones included; None: the API is unreachable."""
-        return sum(not pod.leaving for pod in engines(self.pods.pods)) if self.pods.is_current else None
+        """Return how many replicas have pods, pending ones included; None: the API is unreachable.
+
+        Without those that leave, but with those of them that are in trouble: no successor comes.
+        """
+        if not self.pods.is_current:
+            return None
+        return sum(not pod.leaving or bool(pod.trouble) for pod in engines(self.pods.pods))
 
     def look(self) -> None:
         """Update the troubles from the watch and the pods."""

@@ -2,12 +2,13 @@
 
 import asyncio
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator
 
 from kubernetes import client
 
-from coordinator.fleet.kubernetes.api.pods import Pod, read_pod
+from coordinator.fleet.kubernetes.api.pods import Pod, read_pod, seen_at
 from launcher.deploy.live.api import Object, OperatorApi, of_run
 from launcher.deploy.live.kinds import MAKES_PODS, component_of, has_ended, templates
 from launcher.deploy.live.run import COORDINATOR, JOB, POD, LiveRun, component
@@ -149,7 +150,7 @@ def _last_line(pod: Object) -> str:
 
 def _typed(raw: Object) -> Pod:
     """Read a pod as the coordinator does."""
-    return read_pod(client.V1Pod.from_dict(raw))
+    return seen_at(read_pod(client.V1Pod.from_dict(raw)), time.time())
 
 
 def is_over(api: OperatorApi, run: str) -> bool:

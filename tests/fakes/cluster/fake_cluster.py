@@ -7,6 +7,7 @@ What the coordinator, an operator's machine and a real kubectl call, for the use
     pods           created ones run immediately, if their claims exist; deleted ones are gone immediately, and with
                    them what they own is not: there are no controllers, a test makes the pods of sets itself, as
                    controllers.py says
+    lost nodes     their pods leave until the node answers, is deleted or `out-of-service`, or they are without grace
     eviction       with the uid precondition, and PodDisruptionBudgets' `disruptionsAllowed`
     scale          of StatefulSets and LeaderWorkerSets
     log, exec      lines of the test; a command on this machine, with the paths of the pod's claims replaced by their
@@ -36,9 +37,9 @@ from tests.fakes.cluster.admission import check_pod
 from tests.fakes.cluster.http import Handler
 from tests.fakes.cluster.kinds import BUILT_IN, kind_of
 from tests.fakes.cluster.requests import OPERATOR, TOKENS, Gate, Request
-from tests.fakes.cluster.store import Key, Object, Store, key_of, refusal
+from tests.fakes.cluster.store import Key, Object, Store, key_of, now, refusal
 from tests.fakes.cluster.streams import connect, run_command
-from tests.fakes.cluster.verbs import Verbs
+from tests.fakes.cluster.verbs import Verbs, told_to_end
 from tests.fakes.cluster.websocket_frames import ServerSocket
 
 
@@ -133,6 +134,21 @@ class FakeCluster(Gate):
         spec = {"taints": [dict(zip(("key", "effect"), each.split(":"), strict=True)) for each in taints]}
         head = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}}
         self.put({**head, "spec": spec, "status": {"allocatable": allocatable}})
+
+    def lose_node(self, name: str, ago_s: float = 0.0) -> None:
+        """A node that does not answer, from which the pods were evicted so long ago."""
+        node = self.get("Node", name, "")
+        condition = {"type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown"}
+        self.put({**node, "status": {**node["status"], "conditions": [condition]}})
+        for pod in self.list_of("Pod"):
+            if pod["spec"].get("nodeName") == name:
+                grace_s = pod["spec"].get("terminationGracePeriodSeconds", 30)
+                gone = told_to_end(pod)
+                gone["metadata"]["deletionTimestamp"] = now(grace_s - ago_s)
+                # The node's controller says that they are not ready; their containers stay as they were last seen.
+                ready = {"type": "Ready", "status": "False", "reason": "NodeNotReady"}
+                others = [each for each in pod["status"].get("conditions", []) if each["type"] != "Ready"]
+                self.put({**gone, "status": {**gone["status"], "conditions": [*others, ready]}})
 
     def claim(self, name: str, namespace: str, *modes: str, folder: Path | None = None, **labels: str) -> None:
         """A bound claim, with a folder of this machine behind it."""

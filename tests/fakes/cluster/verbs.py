@@ -48,7 +48,10 @@ class Verbs:
         if found is None or request.kind.name not in on:
             raise refusal(404, "NotFound", "the server could not find the requested resource")
         with self._store.changed:
-            return found(request)
+            answer = found(request)
+            if request.kind.name == "Node":
+                self._let_go()
+            return answer
 
     def watch(self, request: Request) -> Iterator[Object]:
         """The lines of a watch."""
@@ -153,18 +156,40 @@ class Verbs:
         return answer
 
     def _delete(self, request: Request) -> Answer:
-        self.existing(request)
-        if not _is_trial(request):
-            self._store.delete(request.key)
-            self._collect(request.key)
-        return 200, _SUCCESS
+        before = self.existing(request)
+        if _is_trial(request):
+            return 200, _SUCCESS
+        grace = (request.body or {}).get("gracePeriodSeconds", request.query.get("gracePeriodSeconds"))
+        self.end(request.key, None if grace is None else int(grace))
+        self._collect(request.key)
+        return 200, copy.deepcopy(
+            self._store.objects.get(request.key, before)
+        ) if request.kind.name == "Pod" else _SUCCESS
+
+    def end(self, key: Key, grace_s: int | None = None) -> None:
+        """Delete an object. A pod is gone when its kubelet says so: at once, but where its node does not answer.
+
+        Args:
+            grace_s: 0: without the kubelet (kubectl delete --grace-period=0 --force).
+        """
+        pod = self._store.objects[key]
+        if key[0] != "Pod" or grace_s == 0 or not is_lost(self._store, pod):
+            self._store.delete(key)
+        elif "deletionTimestamp" not in pod["metadata"]:
+            self._store.put(told_to_end(pod, grace_s))
+
+    def _let_go(self) -> None:
+        """Pods that leave are gone once their node answers again, is deleted, or is declared out of service."""
+        for key, each in list(self._store.objects.items()):
+            if key[0] == "Pod" and "deletionTimestamp" in each["metadata"] and each["spec"].get("nodeName"):
+                self.end(key)
 
     def _collect(self, key: Key) -> None:
         """The garbage collector, of pods of a set or a Job of the test."""
         if key[0] in ("Job", "JobSet", "LeaderWorkerSet", "StatefulSet"):
             for each in [one for one in self._store.objects if one[:2] == ("Pod", key[1])]:
                 if each[2].startswith(f"{key[2]}-"):
-                    self._store.delete(each)
+                    self.end(each)
 
     def _evict(self, request: Request) -> Answer:
         """A pod that is evicted is told to end; somebody else (a test) lets it end."""
@@ -178,8 +203,7 @@ class Verbs:
                 cause = {"reason": "DisruptionBudget", "message": "The disruption budget needs more healthy pods"}
                 text = "Cannot evict pod as it would violate the pod's disruption budget."
                 raise refusal(429, "TooManyRequests", text, causes=[cause])
-        pod["metadata"] |= {"deletionTimestamp": now(), "deletionGracePeriodSeconds": 30}
-        self._store.put(pod)
+        self._store.put(told_to_end(pod))
         return 201, {**_SUCCESS, "code": 201}
 
     def _scale(self, request: Request) -> Answer:
@@ -196,6 +220,22 @@ class Verbs:
         metadata = {key: owner["metadata"][key] for key in ("name", "namespace", "uid", "resourceVersion")}
         head = {"kind": "Scale", "apiVersion": "autoscaling/v1", "metadata": metadata}
         return 200, {**head, "spec": {"replicas": owner["spec"]["replicas"]}, "status": {"replicas": 0}}
+
+
+def told_to_end(pod: Object, grace_s: int | None = None) -> Object:
+    """A pod as deletion leaves it: its deletionTimestamp is the end of its grace period, not the begin."""
+    grace_s = pod["spec"].get("terminationGracePeriodSeconds", 30) if grace_s is None else grace_s
+    leaves = {"deletionTimestamp": now(grace_s), "deletionGracePeriodSeconds": grace_s}
+    return {**copy.deepcopy(pod), "metadata": {**pod["metadata"], **leaves}}
+
+
+def is_lost(store: Store, pod: Object) -> bool:
+    """Whether the node of a pod does not answer, and nobody has said that it is out of service."""
+    node = store.objects.get(("Node", "", pod["spec"].get("nodeName", "")), {})
+    conditions = node.get("status", {}).get("conditions", [])
+    taints = [each["key"] for each in node.get("spec", {}).get("taints", [])]
+    is_silent = any((each["type"], each["status"]) == ("Ready", "Unknown") for each in conditions)
+    return is_silent and "node.kubernetes.io/out-of-service" not in taints
 
 
 def review(gate: Gate, user: str, asked: Object) -> Answer:

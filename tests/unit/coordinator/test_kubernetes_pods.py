@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from kubernetes.client.exceptions import ApiException
 from coordinator.fleet.kubernetes.api.client import KubeApi
 from coordinator.fleet.kubernetes.api.crashes import Crashes
 from coordinator.fleet.kubernetes.api.errors import Expired, Throttled, translate
-from coordinator.fleet.kubernetes.api.pods import Pod, PodOutlook, read_pod, selector
+from coordinator.fleet.kubernetes.api.pods import Pod, PodOutlook, read_pod, seen_at, selector
 from coordinator.fleet.kubernetes.cluster import Cluster
 from coordinator.fleet.kubernetes.engines import engines
 from coordinator.fleet.kubernetes.outlook import trainer_outlook
@@ -217,6 +218,26 @@ def test_a_container_that_can_never_start_is_told_before_one_that_may() -> None:
     pod = pod_of({"phase": "Pending", "initContainerStatuses": init, "containerStatuses": main})
     assert pod.outlook is PodOutlook.DEAD
     assert "InvalidImageName" in pod.trouble
+
+
+LEFT = datetime(2026, 11, 20, 14, 0, 0, tzinfo=UTC).timestamp()
+
+
+@pytest.mark.parametrize("kind", ["StatefulSet", "Job"])
+@pytest.mark.parametrize(("after_s", "is_lost"), [(-30.0, False), (59.0, False), (60.0, True), (86400.0, True)])
+def test_a_pod_that_leaves_for_too_long_is_on_a_node_that_does_not_answer(
+    kind: str, after_s: float, is_lost: bool
+) -> None:
+    """Its deletionTimestamp is the end of its grace period."""
+    spec = {"containers": [], "nodeName": "gpu-3"}
+    gone = pod_of(READY, spec=spec, deletionTimestamp="2026-11-20T14:00:00Z", ownerReferences=[owner(kind, "t")])
+    pod = seen_at(gone, LEFT + after_s)
+    assert (pod.leaving, pod.ready, pod.outlook) == (True, False, PodOutlook.COMING)
+    told = "should have left by 2026-11-20T14:00:00Z and is still there: its node gpu-3 does not answer"
+    assert pod.trouble.startswith(told) == is_lost
+    assert bool(pod.trouble) == is_lost
+    assert told in trainer_outlook([pod])[1] or not is_lost
+    assert seen_at(pod_of(READY), LEFT + after_s).trouble == ""
 
 
 REFUSED = ["UnexpectedAdmissionError", "OutOfpods", "OutOfnvidia.com/gpu", "NodeAffinity", "TopologyAffinityError"]
@@ -490,6 +511,9 @@ def test_replicas_that_should_be_there_are_those_with_pods_even_pending_ones(tmp
     api = KubeApi(client.ApiClient(), "ml", timeout_s=1.0)
     view = FleetView(Cluster(config, api, pods, Troubles(EventLog()), tmp_path), replicas=4)
     assert view.expected() == 2
+    stuck = dataclasses.replace(leaving, trouble="its node does not answer")
+    pods.pods = (*pods.pods, dataclasses.replace(stuck, name="rollout-3"))
+    assert view.expected() == 3
     pods.is_current = False  # the API is unreachable
     assert view.expected() == 4
     assert FleetView(None, replicas=4).expected() == 4

@@ -10,11 +10,16 @@ started                                                           driver is not 
 only another pod can cure it: there is no such image;    DEAD     a person must act: waiting does not help
 crashes again and again (crashes.py counts); ended, and
 of no set
+
+A pod that leaves for longer than it has been given is one whose node does not answer: a set of its kind makes no other
+one of that name until the node returns, or a person acts.
 """
 
+import dataclasses
 import math
 import re
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import Enum
 from typing import Any
 
@@ -44,6 +49,9 @@ _CRASH_LOOP = "CrashLoopBackOff"
 # How a container ends that its runtime could not start, by containerd and Docker. That is no crash.
 _NEVER_BEGAN = frozenset({"ContainerCannotRun", "StartError"})
 _ENDED = frozenset({"Failed", "Succeeded"})
+# Seconds after the end of its grace period for a pod to be gone: a killed process gives hundreds of GB of pinned memory
+# back first, then volumes are unmounted, and clocks differ.
+GONE_AFTER_S = 60.0
 # Annotation of a pod of an indexed Job with its index.
 INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 
@@ -65,6 +73,8 @@ class Pod:
         component: "rollout" or "trainer"; "rollout-worker" for the further pods of an engine that has several.
         leader: leader pod of such a worker, which is the replica; "" for all others.
         leaving: its deletion has been requested.
+        leaves_by_s: end of the grace period of its deletion, in Unix time; inf: it does not leave.
+        node: its node; "": it has none yet.
         restarts: of all its containers.
         trouble: why it is not up; "" if there is no trouble.
         place: what a successor of this pod fills instead of it: a name in its owner; "" without an owner.
@@ -87,6 +97,7 @@ class Pod:
     ended: bool = False
     crashes: int = 0
     ran_s: float | None = None
+    leaves_by_s: float = math.inf
     node: str = ""
 
     @property
@@ -113,6 +124,16 @@ def selector(run_id: str) -> str:
     return f"{NAME_LABEL}={NAME},{COMPONENT_LABEL} in ({ROLLOUT},{WORKER},{TRAINER}),{RUN_LABEL}={run_id}"
 
 
+def seen_at(pod: Pod, now_s: float) -> Pod:
+    """Return a pod with the trouble that it is in at a time, in Unix time, if it should be gone and is not."""
+    if now_s < pod.leaves_by_s + GONE_AFTER_S:
+        return pod
+    # Without the seconds since then: a trouble is reported once per text.
+    since = datetime.fromtimestamp(pod.leaves_by_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    trouble = f"should have left by {since} and is still there: its node {pod.node} does not answer, or cannot end it"
+    return dataclasses.replace(pod, trouble=f"{trouble} (docs/kubernetes.md, A lost node)")
+
+
 def read_pod(pod: Any) -> Pod:
     """Read a pod from the client's V1Pod."""
     containers = _containers(pod)
@@ -136,6 +157,7 @@ def read_pod(pod: Any) -> Pod:
         ended=pod.status.phase in _ENDED,
         crashes=0 if crashing is None else crashing.restart_count,
         ran_s=None if crashing is None else _ran_s(crashing),
+        leaves_by_s=pod.metadata.deletion_timestamp.timestamp() if leaving else math.inf,
         node=(pod.spec.node_name or "") if pod.spec is not None else "",
     )
 

@@ -8,13 +8,14 @@ refused (RBAC)          reports it, tries again once a minute: roles may be corr
 """
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from coordinator.fleet.kubernetes.api.client import KubeApi, PodChange
 from coordinator.fleet.kubernetes.api.crashes import Crashes
 from coordinator.fleet.kubernetes.api.errors import Expired
-from coordinator.fleet.kubernetes.api.pods import Pod
+from coordinator.fleet.kubernetes.api.pods import Pod, seen_at
 from servicekit.errors import PermissionDenied, TandemError
 from servicekit.logs import get_logger
 
@@ -26,8 +27,8 @@ log = get_logger(__name__)
 class PodWatch:
     """The run's pods, as the API server last reported them; `pods` can be read from any thread."""
 
-    def __init__(self, api: KubeApi, selector: str) -> None:
-        self._api, self._selector = api, selector
+    def __init__(self, api: KubeApi, selector: str, *, unix_clock: Callable[[], float] = time.time) -> None:
+        self._api, self._selector, self._unix_clock = api, selector, unix_clock
         self._lock = threading.Lock()
         self._pods: dict[str, Pod] = {}  # by name
         self._crashes = Crashes()
@@ -54,8 +55,9 @@ class PodWatch:
     @property
     def pods(self) -> Sequence[Pod]:
         """The pods, sorted by name; the last known ones if the API server is unreachable."""
+        now_s = self._unix_clock()
         with self._lock:
-            return [self._pods[name] for name in sorted(self._pods)]
+            return [seen_at(self._pods[name], now_s) for name in sorted(self._pods)]
 
     @property
     def is_current(self) -> bool:

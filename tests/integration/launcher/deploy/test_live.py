@@ -148,6 +148,27 @@ def test_pods_in_trouble_are_named_with_their_reason(deploy: Deploy, cluster: Fa
     assert f"pod {names['trainer']}: container trainer: ImagePullBackOff: Back-off pulling image" in done.text
 
 
+def test_pods_of_a_node_that_does_not_answer_are_not_ready(deploy: Deploy, cluster: FakeCluster, applied: Path) -> None:
+    """A set counts them still, and makes no others; the coordinator's Job neither."""
+    ready = [{"type": "Ready", "status": "True"}]
+    names = pods_of(cluster, applied, conditions=ready)
+    for kind, namespace, name in [key for key in cluster.objects if key[0] == "StatefulSet"]:
+        cluster.put({**cluster.get(kind, name, namespace), "status": {"readyReplicas": 1}})
+    lines = deploy("status", "math").text.splitlines()
+    assert [line.split() for line in lines if line.startswith("trainer")] == [["trainer", "1", "of", "2", "ready"]]
+    cluster.node("gpu-0", 8)
+    for name in names.values():
+        pod = cluster.get("Pod", name, "team")
+        cluster.put({**pod, "spec": {**pod["spec"], "nodeName": "gpu-0"}})
+    cluster.lose_node("gpu-0", ago_s=600.0)
+    done = deploy("status", "math")
+    sizes = {line.split()[0]: line.split()[1] for line in done.text.splitlines() if line.endswith(" ready")}
+    assert {sizes[name] for name in ("trainer", "rollout", "redis")} == {"0"}
+    for name in names.values():
+        assert f"pod {name}: should have left by " in done.text
+    assert "its node gpu-0 does not answer" in done.text
+
+
 def test_logs_of_all_pods_by_time(deploy: Deploy, cluster: FakeCluster, applied: Path) -> None:
     names = pods_of(cluster, applied)
     record = {"time": "2026-01-01T00:00:00.5Z", "level": "warning", "message": "lease lost", "slot": 3}
