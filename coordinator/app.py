@@ -13,6 +13,7 @@ from coordinator.fleet.view import FleetView
 from coordinator.inputs import Inputs, read_inputs
 from coordinator.learn.rewards.registry import Part, build_rewards, close_rewards, start_rewards
 from coordinator.leaving import Exits, Leaving
+from coordinator.record.health import logprob_limits
 from coordinator.record.report import numeric
 from coordinator.record.resuming import reward_facts
 from coordinator.servicer import FULL_NAME, CoordinatorServicer
@@ -236,7 +237,7 @@ async def _overview(app: App, stack: AsyncExitStack) -> Source:
         total_iterations=app.config.run.iterations,
         evaluate_every=app.config.run.evaluate_every,
         checkpoint_every=app.config.run.checkpoint_every,
-        logprob_diff_limit=app.config.grpo.logprob_diff_limit,
+        limits=logprob_limits((app.config.model.dtype, app.config.sync.dtype), app.config.grpo.logprob_diff_limit),
         run_dir=environment.run_dir,
         control=app.control,
         state=state,

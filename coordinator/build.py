@@ -25,6 +25,7 @@ from coordinator.record.checkpoints.missed import Missed
 from coordinator.record.checkpoints.writing import Checkpointer
 from coordinator.record.evaluations import Evaluations
 from coordinator.record.exporting import Exporter
+from coordinator.record.health import logprob_limits
 from coordinator.record.progress import Progress
 from coordinator.record.samples.sink import SampleSink
 from coordinator.record.sinks import Sink
@@ -95,7 +96,8 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
     weights = _weights(app, services, group, lead)
     rollouts = _rollouts(app, services, weights.seed_late_joiners)
     scorer = build_scorer(config, inputs.codec, app.rewards)
-    progress = Progress(state=inputs.state, events=app.events, logprob_diff_limit=config.grpo.logprob_diff_limit)
+    limits = logprob_limits((config.model.dtype, config.sync.dtype), config.grpo.logprob_diff_limit)
+    progress = Progress(state=inputs.state, events=app.events, limits=limits)
     loop = GrpoLoop(
         grpo=config.grpo,
         sampling=_sampling(config, inputs.codec, config.grpo.temperature),

@@ -107,6 +107,7 @@ def observe_step(metrics: Mapping[str, float], seconds: Mapping[str, float], pol
     CLIP_FRACTION.labels(bound="low").set(metrics["clip_fraction_low"])
     CLIP_FRACTION.labels(bound="high").set(metrics["clip_fraction_high"])
     LOGPROB_DIFF.labels(statistic="mean").set(metrics["logprob_abs_diff_mean"])
+    LOGPROB_DIFF.labels(statistic="p999").set(metrics["logprob_abs_diff_p999"])
     LOGPROB_DIFF.labels(statistic="max").set(metrics["logprob_abs_diff_max"])
     PACKING_EFFICIENCY.set(metrics["packing_efficiency"])
     PROMPT_SHARING.set(metrics["prompt_sharing"])

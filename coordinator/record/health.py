@@ -10,12 +10,24 @@ since that of a solved task or a destroyed policy is near 0. Where it has been 0
 learn from: the policy has not changed, so it has neither risen nor collapsed (TandemNothingToLearn).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from tandem_files.metrics_file import Heldout
 
+# Of |log pi_trainer - log pi_engine|, in nats. In bfloat16 healthy means are 0.01 to 0.04 with long tails, so that the
+# largest of millions of tokens says nothing; in float32 the largest is 1e-5.
+_LIMIT_FLOAT32 = 1e-4
+_LIMITS_BFLOAT16 = {"logprob_abs_diff_mean": 0.05, "logprob_abs_diff_p999": 0.5}
+_IN_WORDS = {
+    "logprob_abs_diff_max": "for some token",
+    "logprob_abs_diff_p999": "for one token in a thousand",
+    "logprob_abs_diff_mean": "on average",
+}
+# Times the mean difference of the first iterations. Below 1e-3 it is rounding, whatever its trend.
+MISMATCH_RISEN = 3.0
+_MISMATCH_FLOOR = 1e-3
 KL_HIGH = 0.1
 ENTROPY_COLLAPSED = 0.05
 NOTHING_TO_LEARN = 0.9
@@ -55,30 +67,65 @@ class Trouble:
     text: str
 
 
-def troubles(rows: Sequence[Row], heldout: Heldout | None, logprob_diff_limit: float) -> list[Trouble]:
+def logprob_limits(dtypes: Collection[str | None], limit: float | None) -> dict[str, float]:
+    """Return which fields of a row say how far trainer and engine differ, each with the most that is no warning.
+
+    Args:
+        dtypes: of the model and of the weights as they are synced.
+        limit: grpo.logprob_diff_limit.
+
+    >>> logprob_limits(["float32", "same"], None), logprob_limits(["bfloat16", "same"], 0.2)
+    ({'logprob_abs_diff_max': 0.0001}, {'logprob_abs_diff_mean': 0.05, 'logprob_abs_diff_p999': 0.2})
+    """
+    if "bfloat16" in dtypes:
+        return _LIMITS_BFLOAT16 | ({} if limit is None else {"logprob_abs_diff_p999": limit})
+    return {"logprob_abs_diff_max": _LIMIT_FLOAT32 if limit is None else limit}
+
+
+def mismatches(row: Mapping[str, float | int | None], limits: Mapping[str, float]) -> list[str]:
+    """Say by which figures of an iteration's row, or a step's metrics, trainer and engine differ too much."""
+    found = {field: (row.get(field) or 0.0, limit) for field, limit in limits.items()}
+    return [
+        f"Trainer and engine log-probs differ by {value:.3g} {_IN_WORDS[field]} (limit {limit:g})"
+        for field, (value, limit) in found.items()
+        if value > limit
+    ]
+
+
+def troubles(rows: Sequence[Row], heldout: Heldout | None, limits: Mapping[str, float]) -> list[Trouble]:
     """List the troubles of the training now, the worst first.
 
     Args:
         rows: iterations, the newest last; a row lacks what was not measured.
         heldout: None: there are no evaluations.
-        logprob_diff_limit: grpo.logprob_diff_limit.
+        limits: logprob_limits.
     """
-    now = _Curves(rows, heldout or Heldout(), logprob_diff_limit)
+    now = _Curves(rows, heldout or Heldout(), limits)
     return [trouble for find in _FINDERS for trouble in find(now)]
 
 
-def falls(rows: Sequence[Row], heldout: Heldout) -> dict[str, float]:
-    """Return how far `reward` is below its best and `heldout` below its start, in standard deviations, where known."""
-    now = _Curves(rows, heldout, 0.0)
-    found = {"reward": now.reward_fall, "heldout": now.heldout_fall}
-    return {name: fall for name, fall in found.items() if fall is not None}
+def figures(rows: Sequence[Row], heldout: Heldout, limits: Mapping[str, float]) -> dict[str, float]:
+    """Return what troubles and Prometheus's rules are judged by, where it is known.
+
+    `reward`: how far it is below its best, `heldout`: below its start, in standard deviations; `mismatch`: the share
+    of its limit that the log-probs' difference has; `mismatch_rise`: how many times the first one its mean is.
+    """
+    now = _Curves(rows, heldout, limits)
+    shares = [rows[-1][field] / limit for field, limit in limits.items() if rows and field in rows[-1]]
+    found = {
+        "reward": now.reward_fall,
+        "heldout": now.heldout_fall,
+        "mismatch": max(shares, default=None),
+        "mismatch_rise": now.mismatch_rise,
+    }
+    return {name: figure for name, figure in found.items() if figure is not None}
 
 
 @dataclass(frozen=True)
 class _Curves:
     rows: Sequence[Row]
     heldout: Heldout
-    logprob_diff_limit: float
+    limits: Mapping[str, float]
 
     @property
     def window(self) -> int:
@@ -132,6 +179,15 @@ class _Curves:
         return (start - last) / spread if spread else 0.0
 
     @property
+    def mismatch_rise(self) -> float | None:
+        """The mean difference of log-probs lately / that of the first iterations; None: too few iterations."""
+        field = "logprob_abs_diff_mean"
+        first, recent = _mean(self.rows[:_SHORTEST], field), self.recent(field)
+        if first is None or recent is None or len(self.rows) < 2 * self.window:
+            return None
+        return recent / max(first, _MISMATCH_FLOOR)
+
+    @property
     def solved(self) -> bool:
         """Whether the reward has risen and is near its best, so that little is left to learn."""
         recent, first = self.recent("reward_mean"), self.rows[0].get("reward_mean")
@@ -159,13 +215,16 @@ def _not_finite(now: _Curves) -> Iterator[Trouble]:
 
 
 def _mismatch(now: _Curves) -> Iterator[Trouble]:
-    difference = now.rows[-1].get("logprob_abs_diff_max", 0.0) if now.rows else 0.0
-    if difference > now.logprob_diff_limit:
-        yield Trouble(
-            kind="mismatch",
-            name="TandemLogprobMismatch",
-            text=f"Trainer and engine log-probs differ by {difference:.3g} (limit {now.logprob_diff_limit:g}).",
+    found = mismatches(now.rows[-1], now.limits) if now.rows else []
+    if found:
+        yield Trouble(kind="mismatch", name="TandemLogprobMismatch", text=f"{'; '.join(found)}.")
+    rise = now.mismatch_rise or 0.0
+    if rise > MISMATCH_RISEN:
+        text = (
+            f"Trainer and engine log-probs differ by {now.recent('logprob_abs_diff_mean'):.3g} on average over "
+            f"{now.lately}, {rise:.1f} times as much as in the first ones."
         )
+        yield Trouble(kind="mismatch_rising", name="TandemLogprobMismatchRising", text=text)
 
 
 def _engine_logprobs(now: _Curves) -> Iterator[Trouble]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from coordinator.flow import DataKey, Scored, SyncResult
-from coordinator.record.health import Watch, falls, troubles
+from coordinator.record.health import Watch, figures, troubles
 from coordinator.record.remarks import remarks, score_remarks
 from coordinator.record.report import IterationRecord, numeric
 from coordinator.record.state import RunState
@@ -31,12 +31,12 @@ class Progress:
     """The progress of a run.
 
     Attributes:
-        logprob_diff_limit: grpo.logprob_diff_limit.
+        limits: health.logprob_limits.
     """
 
     state: RunState
     events: EventLog
-    logprob_diff_limit: float
+    limits: Mapping[str, float]
     # By data file or set, rows with an unreadable answer that were warned about.
     _remarked_rows: dict[str, set[str]] = field(default_factory=dict, init=False)
     _curves: list[dict[str, float]] = field(default_factory=list, init=False)
@@ -52,10 +52,9 @@ class Progress:
         """Set the metrics to the state with which the first iteration begins."""
         self._set_position()
         self.state.not_removed = []  # of the process before: tried again
-        metrics.LOGPROB_DIFF_LIMIT.set(self.logprob_diff_limit)
         if self.state.initial_accuracy is not None:
             metrics.INITIAL_ACCURACY.set(self.state.initial_accuracy)
-        metrics.observe_falls(falls(self._curves, Heldout.of_state(vars(self.state))))
+        metrics.observe_figures(figures(self._curves, Heldout.of_state(vars(self.state)), self.limits))
 
     def announce(self, part: str) -> None:
         """Announce that a part of an iteration begins."""
@@ -125,7 +124,7 @@ class Progress:
         if record.sync is not None:
             self.note_sync(record.sync)
         self._set_position()
-        for kind, message in remarks(record, self.logprob_diff_limit):
+        for kind, message in remarks(record, self.limits):
             self.warn(kind, message)
         self.note_scores("train", record.scored)
         self._check_training(row)
@@ -173,8 +172,8 @@ class Progress:
         """Record the troubles of the training, and warn of new ones."""
         self._curves.append(numeric(row))
         heldout = Heldout.of_state(vars(self.state))
-        metrics.observe_falls(falls(self._curves, heldout))
-        now = troubles(self._curves, heldout, self.logprob_diff_limit)
+        metrics.observe_figures(figures(self._curves, heldout, self.limits))
+        now = troubles(self._curves, heldout, self.limits)
         of_disk = [*self.state.missed_checkpoints[-1:], *self.state.not_removed]
         self.state.troubles = [*of_disk, *(trouble.text for trouble in now)]
         for trouble in self._watch.begun(now):

@@ -1,8 +1,9 @@
 """Warnings about a single iteration."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from coordinator.flow import Scored
+from coordinator.record.health import mismatches
 from coordinator.record.report import IterationRecord
 from servicekit.errors import Internal
 
@@ -44,15 +45,10 @@ def check_same_model(record: IterationRecord, stop_at: float | None) -> None:
     )
 
 
-def remarks(record: IterationRecord, logprob_diff_limit: float) -> Iterator[tuple[str, str]]:
-    """Yield (kind, message) of each warning, except those about scores."""
-    difference = None if record.step is None else record.step.metrics.get("logprob_abs_diff_max")
-    if difference is not None and difference > logprob_diff_limit:
-        yield (
-            "logprob_difference",
-            f"iteration {record.iteration}: trainer and engine log-probs differ by {difference:.3g}, more than "
-            f"grpo.logprob_diff_limit = {logprob_diff_limit:g}",
-        )
+def remarks(record: IterationRecord, limits: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """Yield (kind, message) of each warning, except those about scores. limits: health.logprob_limits."""
+    for message in [] if record.step is None else mismatches(record.step.metrics, limits):
+        yield "logprob_difference", f"iteration {record.iteration}: {message}; see grpo.logprob_diff_limit"
     skipped = 0 if record.step is None else int(record.step.metrics.get("skipped_updates", 0))
     if skipped:
         yield (

@@ -22,6 +22,7 @@ from tandem_files.metrics_file import STEP_PARTS, Row
 _TRAINER_FIELDS = (
     "entropy",
     "logprob_abs_diff_max",
+    "logprob_abs_diff_p999",
     "logprob_abs_diff_mean",
     "loss",
     "grad_norm",

@@ -103,9 +103,6 @@ SYNC_PREDICTED_GOODPUT = LateGauge(
     "tandem_weight_sync_predicted_goodput_bytes_per_second",
     "Bytes that all rollout ranks need / tandem_weight_sync_predicted_seconds.",
 )
-LOGPROB_DIFF_LIMIT = LateGauge(
-    "tandem_logprob_diff_limit", "grpo.logprob_diff_limit: the largest difference without a warning."
-)
 INITIAL_ACCURACY = LateGauge(
     "tandem_heldout_initial_accuracy_ratio", "Mean held-out greedy score before the first iteration."
 )
@@ -179,7 +176,7 @@ MISSED_CHECKPOINTS = Gauge(
 WARNINGS = Counter("tandem_warnings_total", "Warnings by kind.", ["kind"])
 
 # By the name of coordinator/record/health.py.
-_FALLS = {
+_FIGURES = {
     "reward": LateGauge(
         "tandem_reward_fall_stds",
         "How far the mean reward of the last iterations is below its best, in standard deviations of the rewards.",
@@ -187,6 +184,14 @@ _FALLS = {
     "heldout": LateGauge(
         "tandem_heldout_fall_stds",
         "How far the last held-out accuracy is below that before the training, in standard deviations of its scores.",
+    ),
+    "mismatch": LateGauge(
+        "tandem_logprob_diff_of_limit_ratio",
+        "Difference of the last iteration's log-probs in trainer and engine / its limit (grpo.logprob_diff_limit).",
+    ),
+    "mismatch_rise": LateGauge(
+        "tandem_logprob_diff_rise_ratio",
+        "Mean difference of log-probs over the last iterations / over the first ones, at least 1e-3.",
     ),
 }
 
@@ -202,6 +207,9 @@ _ROW_GAUGES = {
     "entropy": LateGauge("tandem_entropy", "Mean token entropy over the full vocabulary, in nats."),
     "logprob_abs_diff_max": LateGauge(
         "tandem_logprob_abs_diff_max", "Largest |log pi_trainer - log pi_engine| of a token."
+    ),
+    "logprob_abs_diff_p999": LateGauge(
+        "tandem_logprob_abs_diff_p999", "|log pi_trainer - log pi_engine| that one token in a thousand exceeds."
     ),
     "logprob_abs_diff_mean": LateGauge("tandem_logprob_abs_diff_mean", "Mean |log pi_trainer - log pi_engine|."),
     "zero_variance_ratio": LateGauge("tandem_zero_variance_ratio", "Share of groups whose rewards are all equal."),
@@ -258,10 +266,10 @@ def observe_state(current: str, states: Iterable[str]) -> None:
         RUN_STATE.labels(state=state).set(1.0 if state == current else 0.0)
 
 
-def observe_falls(falls: Mapping[str, float]) -> None:
-    """Set how far reward and held-out accuracy have fallen, in standard deviations."""
-    for name, fall in falls.items():
-        _FALLS[name].set(fall)
+def observe_figures(figures: Mapping[str, float]) -> None:
+    """Set what rules judge by (health.figures)."""
+    for name, figure in figures.items():
+        _FIGURES[name].set(figure)
 
 
 def progress() -> None:

@@ -46,7 +46,7 @@ class Conditions:
     error: str
     standstill_s: float
     rows: Sequence[Mapping[str, float]]
-    logprob_diff_limit: float
+    limits: Mapping[str, float]
     announced: Sequence[str]
     serving: Sequence[str]
     poisoned: Sequence[str]
@@ -87,7 +87,7 @@ def _of_the_fleet(now: Conditions) -> Iterator[Alert]:
 
 
 def _of_the_training(now: Conditions) -> Iterator[Alert]:
-    for trouble in troubles(now.rows, now.heldout, now.logprob_diff_limit):
+    for trouble in troubles(now.rows, now.heldout, now.limits):
         yield Alert(name=trouble.name, text=trouble.text)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from coordinator.record.health import logprob_limits
 from coordinator.record.report import numeric
 from coordinator.web.conditions import Alert, Conditions, alerts
 from coordinator.web.history import History
@@ -46,7 +47,10 @@ class FolderSource:
             error=error,
             standstill_s=now_s - state.get("last_progress_s", now_s),
             rows=list(history.rows),
-            logprob_diff_limit=settings.get("grpo", {}).get("logprob_diff_limit", float("inf")),
+            limits=logprob_limits(
+                [settings.get(section, {}).get("dtype") for section in ("model", "sync")],
+                settings.get("grpo", {}).get("logprob_diff_limit"),
+            ),
             announced=(),
             serving=(),
             poisoned=(),

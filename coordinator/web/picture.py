@@ -23,6 +23,8 @@ CURVES = (
     ("learning_rate", "Learning rate", ""),
     ("clip_fraction_high", "Clipped above", "share"),
     ("clip_fraction_low", "Clipped below", "share"),
+    ("logprob_abs_diff_mean", "Log-prob mismatch, mean", "nats"),
+    ("logprob_abs_diff_p999", "Log-prob mismatch, 99.9 %", "nats"),
     ("logprob_abs_diff_max", "Log-prob mismatch, max", "nats"),
     ("tokens_per_s", "Tokens per second", ""),
     ("train_tokens_per_s", "Trainer, tokens per second", ""),

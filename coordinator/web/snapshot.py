@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ class Source:
     total_iterations: int
     evaluate_every: int
     checkpoint_every: int
-    logprob_diff_limit: float
+    limits: Mapping[str, float]
     run_dir: Path
     control: RunControl
     state: RunState
@@ -74,7 +74,7 @@ class Source:
             error=self.control.error,
             standstill_s=now_s - self.state.last_progress_s,
             rows=list(self.history.rows),
-            logprob_diff_limit=self.logprob_diff_limit,
+            limits=self.limits,
             announced=[row.name for row in rows if row.there],
             serving=[row.name for row in rows if row.serving],
             poisoned=[row.name for row in rows if row.there and row.outcome == "poisoned"],

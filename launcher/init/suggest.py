@@ -75,8 +75,6 @@ def _suggest_dtype(choices: Choices, machine: HostMachine) -> None:
     dtype = "bfloat16" if machine.has_gpus or stored in ("bfloat16", "float16") else "float32"
     also = "" if dtype == stored or not machine.has_gpus else "; GPUs compute bfloat16"
     choices.suggest("model.dtype", dtype, f"config.json says {stored}{also}")
-    if choices.config.model.dtype == "bfloat16":
-        choices.suggest("grpo.logprob_diff_limit", 0.2, "bfloat16 rounds differently in trainer and engine")
 
 
 def _suggest_columns(choices: Choices, codec: TextCodec) -> None:

@@ -174,6 +174,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
 
     def _reply(self) -> pb.TrainStepResponse:
         metrics = {"loss": 0.5, "grad_norm": 1.0, "entropy": 0.25, "logprob_abs_diff_max": self.logprob_diff}
+        metrics |= {"logprob_abs_diff_p999": self.logprob_diff}
         metrics |= {"logprob_abs_diff_mean": self.logprob_diff / 2, "clip_fraction_low": 0.0, "clip_fraction_high": 0.0}
         metrics["kl_old"] = 1e-3
         seconds = dict.fromkeys(("old_logprobs", "forward_backward"), self.compute_s / 2)

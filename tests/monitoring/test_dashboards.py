@@ -17,7 +17,9 @@ from tools.metrics_reference import JOBS, metrics_of, series_of
 UNSHOWN = {
     "tandem_run_start_timestamp_seconds": "the rules tell runs of one name apart by it",
     "tandem_clip_fraction": "the trainer's own; the coordinator's tandem_clip_fraction_*_ratio are shown",
-    "tandem_logprob_abs_diff": "the trainer's own; the coordinator's tandem_logprob_abs_diff_max and _mean are shown",
+    "tandem_logprob_abs_diff": "the trainer's own; the coordinator's tandem_logprob_abs_diff_* are shown",
+    "tandem_logprob_diff_of_limit_ratio": "what the rule judges by; the differences themselves are shown",
+    "tandem_logprob_diff_rise_ratio": "what the rule judges by; the mean itself is shown",
     "tandem_train_samples_total": "what the coordinator's tandem_trained_samples_total, which is shown, counts as sent",
     "tandem_weight_sync_received_bytes_total": "by replica; shown are all ranks' bytes and each replica's bandwidth",
 }

@@ -32,6 +32,7 @@ from trainer_service.megatron_engine.agree import RankAgreement
 from trainer_service.megatron_engine.reference import ReferencePolicy
 from trainer_service.megatron_engine.schedule import MicroBatchTensors, Schedule, to_device
 from trainer_service.megatron_engine.token_state import MEASURED_SUMS, SUMS, TokenState
+from trainer_service.objectives.quantile import quantile_of
 from trainer_service.objectives.step_metrics import step_metrics
 
 MAX_NAMED_SAMPLES = 16
@@ -115,11 +116,15 @@ class StepRunner:
         return StepResult(metrics=metrics, performance=performance, seconds=watch.parts)
 
     def _metrics(self, done: "_Done", state: TokenState, learning_rate: float, samples: Samples) -> dict[str, float]:
+        largest = self._reduced_max(state.abs_diff_max)
+        if not self._counts:
+            state.abs_diff_counts.zero_()
+        dist.all_reduce(state.abs_diff_counts)
         return step_metrics(
             torch.stack(done.sums).cpu().numpy(),
             SUMS,
             done.norms,
-            self._reduced_max(state.abs_diff_max),
+            (quantile_of(state.abs_diff_counts.cpu().numpy(), largest), largest),
             learning_rate,
             samples,
             skipped_updates=done.skipped,

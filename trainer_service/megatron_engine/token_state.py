@@ -14,6 +14,7 @@ from trainer_service.objectives.aggregation import update_weights
 from trainer_service.objectives.corrections import correct
 from trainer_service.objectives.kl import kl_estimate, kl_k3
 from trainer_service.objectives.policy import OBJECTIVES
+from trainer_service.objectives.quantile import count_by_size, empty_counts
 from trainer_service.objectives.tokens import Sequences, Tokens
 
 # What is summed over tokens that were measured, whether or not they are trained on.
@@ -52,6 +53,7 @@ class TokenState:
     share_group: dist.ProcessGroup | None = None
     sums: dict[str, Tensor] = field(default_factory=dict)
     abs_diff_max: Tensor = field(default_factory=lambda: torch.zeros(()))
+    abs_diff_counts: Tensor = field(default_factory=lambda: empty_counts(None))  # of the same differences, by size
     measures_old: bool = True  # the policy is still the one that the step started from
 
     @classmethod
@@ -82,6 +84,7 @@ class TokenState:
             context_group=context_group,
             share_group=share_group,
             abs_diff_max=torch.zeros((), device=device),
+            abs_diff_counts=empty_counts(device),
         )
 
     def measure(self, batch: MicroBatchTensors, logprobs: Tensor, entropies: Tensor) -> None:
@@ -97,6 +100,7 @@ class TokenState:
         compared = finite & torch.isfinite(rollout)
         difference = torch.where(compared, logprobs - rollout, 0.0).abs()
         self.abs_diff_max = torch.maximum(self.abs_diff_max, difference.amax())
+        count_by_size(difference, compared, self.abs_diff_counts)
         self._add("measured_tokens", finite)
         self._add("compared_tokens", compared)
         self._add("logprob_abs_diff", difference)

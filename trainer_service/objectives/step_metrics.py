@@ -13,7 +13,7 @@ def step_metrics(
     sums: NDArray[np.float64],
     names: Sequence[str],
     grad_norms: Sequence[float],
-    abs_diff_max: float,
+    abs_diff: tuple[float, float],
     learning_rate: float,
     samples: Samples,
     *,
@@ -25,6 +25,7 @@ def step_metrics(
     Args:
         sums: [updates, len(names)] summed over all ranks.
         grad_norms: of the updates that were done.
+        abs_diff: 99.9 % quantile and largest of the differences from the engine's log-probs.
         skipped_updates: those that were left out, since something in them was not finite.
     Returns: loss and grad_norm: mean over updates that were done, NaN if none was (grad_norm before clipping).
         ratio_mean, kl_old, kl_reference, clip_fraction_*, correction_*: mean over the completion tokens that were
@@ -45,7 +46,8 @@ def step_metrics(
         "ratio_mean": total["ratio"] / trained,
         "kl_old": total["kl_old"] / trained,
         "logprob_abs_diff_mean": total["logprob_abs_diff"] / max(total["compared_tokens"], 1.0),
-        "logprob_abs_diff_max": abs_diff_max,
+        "logprob_abs_diff_p999": abs_diff[0],
+        "logprob_abs_diff_max": abs_diff[1],
         "tokens": float(samples.counted_lengths.sum()),
         "trained_tokens": total["trained_tokens"],
         "measured_tokens": total["measured_tokens"],

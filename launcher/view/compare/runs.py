@@ -18,7 +18,8 @@ from tandem_files.run_folder import metrics_rows, read_state
 # Figures of which less is better; of all others more is.
 _LESS_IS_BETTER = (
     *("_s", "_share", "_errors", "_timeouts", "_answers", "_groups", "_calls", "truncated_ratio"),
-    *("zero_variance_ratio", "loss", "kl_old", "kl_reference", "logprob_abs_diff_max", "logprob_abs_diff_mean"),
+    *("zero_variance_ratio", "loss", "kl_old", "kl_reference"),
+    *("logprob_abs_diff_max", "logprob_abs_diff_p999", "logprob_abs_diff_mean"),
 )
 # Of what a run records of its rewards (coordinator/record/resuming.py), that which its configuration does not say.
 _CODE = re.compile(r"(?P<reward>.*): code of (?P<place>.*)", re.DOTALL)

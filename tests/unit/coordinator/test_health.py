@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.record.health import REWARD_COLLAPSED, Watch, falls, troubles
+from coordinator.record.health import REWARD_COLLAPSED, Watch, figures, logprob_limits, troubles
 from tandem_files.metrics_file import Heldout
 
 STEADY = {
@@ -19,6 +19,9 @@ STEADY = {
     "logprob_abs_diff_max": 1e-6,
 }
 
+FLOAT32 = logprob_limits(["float32", "same"], None)
+BFLOAT16 = logprob_limits(["bfloat16", "same"], None)
+
 
 def rows(reward: list[float], **curves: Any) -> list[dict[str, float]]:
     """One row per reward; other curves as numbers or as lists as long."""
@@ -30,7 +33,7 @@ def rows(reward: list[float], **curves: Any) -> list[dict[str, float]]:
 
 
 def kinds(table: list[dict[str, float]], start: float | None = None) -> list[str]:
-    return [trouble.kind for trouble in troubles(table, Heldout(initial=start, std=0.458), 1e-4)]
+    return [trouble.kind for trouble in troubles(table, Heldout(initial=start, std=0.458), FLOAT32)]
 
 
 RISING = [0.27 + 0.7 * i / 39 for i in range(40)]
@@ -75,9 +78,9 @@ def test_neither_sign_nor_scale_of_a_reward_matters(
     shares: list[float], told: list[str], factor: float, offset: float
 ) -> None:
     assert kinds(of_right_answers(shares, factor, offset)) == told
-    fall = falls(of_right_answers(shares, factor, offset), Heldout())["reward"]
+    fall = figures(of_right_answers(shares, factor, offset), Heldout(), {})["reward"]
     assert (fall > REWARD_COLLAPSED) == (told == ["reward"])
-    assert fall == pytest.approx(falls(of_right_answers(shares), Heldout())["reward"], rel=1e-3, abs=1e-9)
+    assert fall == pytest.approx(figures(of_right_answers(shares), Heldout(), {})["reward"], rel=1e-3, abs=1e-9)
 
 
 @pytest.mark.parametrize(("factor", "offset"), SCALES.values(), ids=SCALES)
@@ -92,9 +95,9 @@ def test_a_task_is_solved_at_every_scale(factor: float, offset: float) -> None:
 def test_a_constant_reward_teaches_nothing_and_has_not_collapsed(reward: float) -> None:
     """The mean of 128 times 0.1, and their deviation from it, are rounded."""
     table = rows([reward, reward * (1 - 1e-16)] * 10, zero_variance_ratio=1.0, reward_std=abs(reward) * 1e-17)
-    (told,) = troubles(table, Heldout(), 1e-4)
+    (told,) = troubles(table, Heldout(), FLOAT32)
     assert f"got the reward {reward:g}, so the policy does not learn" in told.text
-    assert falls(table, Heldout()) == {"reward": 0.0}
+    assert figures(table, Heldout(), {}) == {"reward": 0.0}
 
 
 @pytest.mark.parametrize(("factor", "offset"), SCALES.values(), ids=SCALES)
@@ -105,7 +108,7 @@ def test_held_out_scores_below_their_start_at_every_scale(
     table = of_right_answers([0.4, 0.5, 0.6], factor, offset)
     table[1]["heldout_accuracy"] = offset + factor * share
     heldout = Heldout(initial=offset + factor * 0.7, std=factor * 0.458, title="held-out reward")
-    found = troubles(table, heldout, 1e-4)
+    found = troubles(table, heldout, FLOAT32)
     assert [trouble.kind for trouble in found] == told
     assert [trouble.text.startswith("Held-out reward is") for trouble in found] == [True for _ in told]
 
@@ -113,11 +116,11 @@ def test_held_out_scores_below_their_start_at_every_scale(
 def test_a_pattern_that_never_matches() -> None:
     table = rows([0.0] * 3, zero_variance_ratio=1.0, reward_std=0.0)
     assert [kinds(table[:n]) for n in (0, 1, 2, 3)] == [[], [], ["equal_rewards"], ["equal_rewards"]]
-    assert "got the reward 0, so the policy does not learn" in troubles(table, Heldout(), 1e-4)[0].text
+    assert "got the reward 0, so the policy does not learn" in troubles(table, Heldout(), FLOAT32)[0].text
 
 
 def test_what_is_said_of_truncated_completions_holds_for_every_reward() -> None:
-    (told,) = troubles(rows([0.3] * 3, truncated_ratio=0.92), Heldout(), 1e-4)
+    (told,) = troubles(rows([0.3] * 3, truncated_ratio=0.92), Heldout(), FLOAT32)
     assert told.text.startswith("92% of the completions of the last 2 iterations are cut off by grpo.max_new_tokens")
     assert told.text.endswith("A reward with require_stop gives them 0.")
     assert "raise it, or find out why" in told.text
@@ -134,7 +137,7 @@ def test_a_learning_rate_of_ten() -> None:
     table[-1]["heldout_accuracy"] = 0.0
     assert kinds(table, 0.717) == ["accuracy", "reward", "truncated", "kl", "entropy", "equal_rewards"]
     assert (
-        troubles(table, Heldout(initial=0.717, std=0.45), 1e-4)[0].text
+        troubles(table, Heldout(initial=0.717, std=0.45), FLOAT32)[0].text
         == "Held-out accuracy is 0; it was 0.717 before the training."
     )
 
@@ -154,7 +157,7 @@ def test_completions_that_are_not_scored(prefix: str, field: str, most: float) -
     assert kinds(rows([0.4] * 3, **scored, **{prefix + field: most})) == []
     table = rows([0.4] * 3, **scored, **{prefix + field: most + 1})
     assert kinds(table) == [prefix + field]
-    told = troubles(table, Heldout(), 1e-4)[0].text
+    told = troubles(table, Heldout(), FLOAT32)[0].text
     over = "held-out evaluation" if prefix else "2 iterations"
     assert told.startswith(f"{most + 1:.1f}% of the completions of the last {over} ")
 
@@ -165,7 +168,7 @@ def test_every_mean_over_several_iterations_says_over_how_many(num_rows: int, wi
     bad = {"kl_old": 0.5, "entropy": 0.0, "zero_variance_ratio": 0.95, "truncated_ratio": 1.0}
     scored = {"scored_completions": 128.0, "reward_errors": [0.0] * (num_rows - 1) + [128.0]}
     table = rows([0.9] * (num_rows - window) + [0.1] * window, **bad, **scored)
-    found = {trouble.kind: trouble.text for trouble in troubles(table, Heldout(), 1e-4)}
+    found = {trouble.kind: trouble.text for trouble in troubles(table, Heldout(), FLOAT32)}
     assert sorted(found) == ["entropy", "equal_rewards", "kl", "reward", "reward_errors", "truncated"]
     assert [kind for kind, text in found.items() if f"the last {window} iterations" not in text] == []
     assert found["reward_errors"].startswith(f"{1 / window:.1%} of the completions")
@@ -193,12 +196,57 @@ def test_one_bad_iteration_of_a_long_run_is_no_alarm() -> None:
 
 def test_a_trouble_is_told_when_it_begins_and_when_it_comes_back() -> None:
     watch = Watch()
-    bad = troubles(rows([0.0] * 3, zero_variance_ratio=1.0), Heldout(), 1e-4)
+    bad = troubles(rows([0.0] * 3, zero_variance_ratio=1.0), Heldout(), FLOAT32)
     assert [bool(watch.begun(now)) for now in (bad, bad, [], bad)] == [True, False, False, True]
 
 
 def test_tokens_without_a_log_prob_of_the_engine_are_told_while_they_come() -> None:
-    (trouble,) = troubles(rows(RISING[:9], engine_logprobs_not_finite=[0] * 8 + [3]), Heldout(), 1e-4)
+    (trouble,) = troubles(rows(RISING[:9], engine_logprobs_not_finite=[0] * 8 + [3]), Heldout(), FLOAT32)
     assert (trouble.kind, trouble.name) == ("engine_logprobs", "TandemLogprobMismatch")
     assert "no finite log-prob for 3 tokens" in trouble.text
     assert kinds(rows(RISING[:9], engine_logprobs_not_finite=[3] * 8 + [0])) == []
+
+
+def differing(mean: float | list[float], p999: float, largest: float, steps: int = 30) -> list[dict[str, float]]:
+    differences = {"logprob_abs_diff_mean": mean, "logprob_abs_diff_p999": p999, "logprob_abs_diff_max": largest}
+    return rows(RISING[:steps], **differences)
+
+
+def test_a_healthy_run_in_bfloat16_is_left_alone() -> None:
+    """Means of 0.01 to 0.04, and a largest difference of millions of tokens of some nats."""
+    assert troubles(differing(0.03, 0.3, 6.0), Heldout(), BFLOAT16) == []
+    assert figures(differing(0.025, 0.3, 6.0), Heldout(), BFLOAT16)["mismatch"] == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(
+    ("mean", "p999", "limits", "told"),
+    [
+        (0.06, 0.3, BFLOAT16, "0.06 on average (limit 0.05)"),
+        (0.02, 0.7, BFLOAT16, "0.7 for one token in a thousand (limit 0.5)"),
+        (0.02, 0.3, logprob_limits(["bfloat16"], 0.25), "0.3 for one token in a thousand (limit 0.25)"),
+        (0.02, 0.7, logprob_limits(["float32", "bfloat16"], None), "0.7 for one token in a thousand (limit 0.5)"),
+        (1e-6, 1e-5, FLOAT32, "2 for some token (limit 0.0001)"),
+        (1e-6, 1e-5, logprob_limits(["float32", "same"], 1.5), "2 for some token (limit 1.5)"),
+    ],
+)
+def test_a_mismatch_is_told_by_the_figures_of_the_type(
+    mean: float, p999: float, limits: dict[str, float], told: str
+) -> None:
+    (found,) = troubles(differing(mean, p999, 2.0), Heldout(), limits)
+    assert (found.name, told in found.text) == ("TandemLogprobMismatch", True)
+    assert figures(differing(mean, p999, 2.0), Heldout(), limits)["mismatch"] > 1
+
+
+def test_a_mismatch_that_rises_from_the_first_iterations_on_is_told() -> None:
+    """slime with SGLang: a mean of 0.011 to 0.036 in 30 steps, which is within the limit (vime, issue 64)."""
+    slow = [0.011 + 0.026 * i / 29 for i in range(30)]
+    assert troubles(differing(slow[:20], 0.3, 1.0, 20), Heldout(), BFLOAT16) == []
+    table = differing([*slow, *[0.037] * 10], 0.3, 1.0, 40)
+    (found,) = troubles(table, Heldout(), BFLOAT16)
+    assert (found.kind, found.name) == ("mismatch_rising", "TandemLogprobMismatchRising")
+    assert "times as much as in the first ones" in found.text
+    assert figures(table, Heldout(), BFLOAT16)["mismatch_rise"] > 3
+
+
+def test_a_rise_of_rounding_is_none() -> None:
+    assert troubles(differing([1e-7] * 10 + [8e-4] * 20, 9e-4, 1e-3), Heldout(), {}) == []

@@ -104,7 +104,7 @@ async def test_no_room_for_the_coordinators_own_files_is_a_miss_too(tmp_path: Pa
 async def test_old_ones_that_cannot_be_removed_are_told_once_and_do_not_keep_the_others(tmp_path: Path) -> None:
     client: Any = FakeTrainerClient()
     state, events = state_at(2), EventLog()
-    progress = Progress(state=state, events=events, logprob_diff_limit=1.0)
+    progress = Progress(state=state, events=events, limits={})
     left = partial(progress.note_left, "checkpoints")
     checkpointer = Checkpointer(
         run_dir=tmp_path, model="m", trainer=client, keep=2, background=False, mark={"run_id": "r"}, left=left
@@ -168,7 +168,7 @@ async def test_one_that_fails_beside_the_training_is_a_miss_and_the_one_before_s
 
 def test_misses_are_warned_of_until_there_are_too_many(tmp_path: Path) -> None:
     state, events = state_at(6), EventLog()
-    missed = Missed(state=state, progress=Progress(state=state, events=events, logprob_diff_limit=1.0), budget=2)
+    missed = Missed(state=state, progress=Progress(state=state, events=events, limits={}), budget=2)
     full = NotWritten("the disk is full")
 
     def alarm() -> float | None:

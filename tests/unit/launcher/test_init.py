@@ -137,10 +137,10 @@ def test_columns_as_verl_has_them(tmp_path: Path) -> None:
     assert (config.data.prompt_key, config.data.answer_key) == ("prompt", "reward_model.ground_truth")
 
 
-def test_a_bfloat16_model_gets_its_limit(tmp_path: Path) -> None:
+def test_a_bfloat16_model_gets_its_limits_from_its_type(tmp_path: Path) -> None:
     rows = [SUM] * 4
     config = written(asked(tmp_path, rows, model=write_model(tmp_path / "model", torch_dtype="bfloat16")))
-    assert (config.model.dtype, config.grpo.logprob_diff_limit) == ("bfloat16", 0.2)
+    assert (config.model.dtype, config.grpo.logprob_diff_limit) == ("bfloat16", None)
 
 
 def test_eight_gpus_are_shared_by_trainer_and_replicas(tmp_path: Path) -> None:

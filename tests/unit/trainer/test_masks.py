@@ -18,6 +18,7 @@ from trainer_service.batch.packed import context_share, pack
 from trainer_service.batch.plan import plan_step
 from trainer_service.measure.flops import FlopCosts
 from trainer_service.megatron_engine.token_state import SUMS
+from trainer_service.objectives.quantile import quantile_of
 from trainer_service.objectives.step_metrics import step_metrics
 
 Array = NDArray[np.float64]
@@ -137,7 +138,7 @@ def test_metrics_are_means_over_the_policy_s_tokens() -> None:
         batch.state.take_sums()[None].numpy(),
         SUMS,
         [1.0],
-        float(batch.state.abs_diff_max),
+        (0.5, float(batch.state.abs_diff_max)),
         0.1,
         batch.samples,
         kl_in_loss=True,
@@ -148,6 +149,10 @@ def test_metrics_are_means_over_the_policy_s_tokens() -> None:
     difference = (logprobs - rollout).abs().numpy()[counts]
     assert found["logprob_abs_diff_mean"] == pytest.approx(difference.mean())
     assert found["logprob_abs_diff_max"] == pytest.approx(difference.max())
+    assert found["logprob_abs_diff_p999"] == 0.5
+    counted = batch.state.abs_diff_counts.numpy()
+    assert counted.sum() == counts.sum()
+    assert quantile_of(counted, 1e9) == pytest.approx(difference.max(), rel=0.022)  # of a few tokens
     assert found["ratio_mean"] == pytest.approx(1.0)
     assert found["kl_reference"] == pytest.approx(divergence(logprobs.numpy(), near, "k3")[counts].mean())
 

@@ -34,6 +34,7 @@ SHOWN = {
     "clip_fraction_low": 'tandem_clip_fraction{bound="low"}',
     "clip_fraction_high": 'tandem_clip_fraction{bound="high"}',
     "logprob_abs_diff_mean": 'tandem_logprob_abs_diff{statistic="mean"}',
+    "logprob_abs_diff_p999": 'tandem_logprob_abs_diff{statistic="p999"}',
     "logprob_abs_diff_max": 'tandem_logprob_abs_diff{statistic="max"}',
 }
 COUNTED = {

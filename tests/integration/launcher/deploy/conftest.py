@@ -18,7 +18,6 @@ RUN: dict[str, dict[str, Any]] = {
     "model": {"path": "/models/Qwen2.5-7B", "dtype": "bfloat16"},
     "data": {"train": "/models/data/train.jsonl", "heldout": "/models/data/heldout.jsonl"},
     "reward": {"kind": "math_verify"},
-    "grpo": {"logprob_diff_limit": 0.2},
     "trainer": {"tensor_parallel": 4, "data_parallel": 4},
     "rollout": {"replicas": 3, "tensor_parallel": 2},
     "fleet": {"kind": "kubernetes"},
