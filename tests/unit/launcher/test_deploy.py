@@ -80,7 +80,9 @@ LARGE = {"cpu": "127500m", "memory": "1056000000Ki", "gpu": "8"}
     ],
 )
 def test_a_pod_that_no_node_can_take(limits: dict[str, str], reason: str) -> None:
-    found = list(node_problems([workload(1, **limits)], [node("small", cpu="4", memory="8Gi"), node("large", **LARGE)]))
+    found = list(
+        node_problems([workload(1, **limits)], [node("small", cpu="4", memory="8Gi"), node("large", **LARGE)], [])
+    )
     assert [problem.severity for problem in found] == (["error"] if reason else [])
     assert all(reason in problem.message for problem in found)
 
@@ -100,13 +102,13 @@ TAINT = {"key": "gpu", "value": "yes", "effect": "NoSchedule"}
     ],
 )
 def test_a_toleration_is_compared_as_the_scheduler_does(toleration: dict[str, str], fits: bool) -> None:
-    found = list(node_problems([workload(1, toleration, gpu="1")], [node("a", TAINT, **LARGE)]))
+    found = list(node_problems([workload(1, toleration, gpu="1")], [node("a", TAINT, **LARGE)], []))
     assert (found == []) == fits
 
 
 def test_a_preference_of_a_node_keeps_no_pod_out() -> None:
     prefers = {**TAINT, "effect": "PreferNoSchedule"}
-    assert list(node_problems([workload(1, gpu="1")], [node("a", prefers, **LARGE)])) == []
+    assert list(node_problems([workload(1, gpu="1")], [node("a", prefers, **LARGE)], [])) == []
 
 
 WANTED = {"spec": {"replicas": 2, "containers": [{"name": "a", "env": [{"name": "X", "value": "1"}]}]}}
