@@ -29,7 +29,7 @@ OF_DEVICES = {
     "trainer_service/megatron_engine/engine.py": 1,
     "trainer_service/megatron_engine/head/logprobs.py": 2,
     "trainer_service/megatron_engine/options/zero.py": 2,
-    "trainer_service/megatron_engine/step.py": 3,
+    "trainer_service/megatron_engine/step.py": 4,
     "trainer_service/megatron_engine/token_state.py": 2,
 }
 
