@@ -13,7 +13,9 @@ class ProfileSection(Section):
     steps: Annotated[int, Field(ge=0)] = Field(
         0,
         description="Consecutive train steps to profile, each by itself; 0: none. `tandem profile` shows them.",
-        json_schema_extra=about("a profiled step takes longer, and its trace some megabytes", unit="steps"),
+        json_schema_extra=about(
+            "a profiled step takes longer, and its trace some 20 megabytes (4 micro-batches of each part)", unit="steps"
+        ),
     )
     first: PositiveInt = Field(
         2,

@@ -29,9 +29,12 @@ class Operator:
 class RankProfile:
     """A train step of a rank; seconds are wall seconds, profiling included.
 
+    Those from `compute_s` to `idle_s`, and the operators', are of what was recorded.
+
     Attributes:
         step: number of the step in the run, from 1.
         timeline: the device's name, "cuda" (its kernels) or "cpu" (the host's operators).
+        recorded_s: seconds of the step that were recorded: of each part the first micro-batches.
         compute_s: seconds in which something was computed.
         communication_s: seconds in which a collective or a message was under way.
         exposed_s: those of them in which nothing was computed.
@@ -45,6 +48,7 @@ class RankProfile:
     world_size: int
     timeline: str
     seconds: float
+    recorded_s: float
     compute_s: float
     communication_s: float
     exposed_s: float
@@ -81,6 +85,7 @@ def read_profiles(run_dir: Path) -> list[RankProfile]:
 def _read(path: Path) -> RankProfile:
     try:
         fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        fields.setdefault("recorded_s", fields["seconds"])  # older releases recorded all of it
         operators = tuple(Operator(**entry) for entry in fields.pop("operators"))
         return RankProfile(**fields, operators=operators)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

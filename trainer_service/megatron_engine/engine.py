@@ -51,13 +51,11 @@ class MegatronEngine:
     """
 
     def __init__(self, config: RunConfig, device: torch.device, run_dir: Path | None = None) -> None:
-        trainer = config.trainer
-        self._config, self._run_dir, self._device = config, run_dir, device
+        trainer, self._config, self._run_dir, self._device = config.trainer, config, run_dir, device
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         # steps are fewer than the version if a restarted run has skipped numbers; updates left out are over the run
         self._version = self._steps_done = self._skipped_updates = 0
-        self._spec = ModelSpec.from_folder(config.model.path)
-        self._parallel = Parallel(**trainer.parallel_sizes)
+        self._spec, self._parallel = ModelSpec.from_folder(config.model.path), Parallel(**trainer.parallel_sizes)
         # reports every problem of models and sizes before anything is built
         self._layout = megatron_layout(self._spec, self._parallel)
         check_reference(config, self._spec)
@@ -91,7 +89,8 @@ class MegatronEngine:
             context_rank=parallel_state.get_context_parallel_rank(),
             share_prompts=trainer.share_prompts,
         )
-        self._schedule, self._profiler = Schedule(wrapped), StepProfiler(config.profile, run_dir, device)
+        self._profiler = StepProfiler(config.profile, run_dir, device)
+        self._schedule = Schedule(wrapped, self._profiler.micro_batch)
         self._offload = build_offload(trainer.offload, wrapped, optimizer, device, run_dir, self._agreement)
         self._reference = ReferencePolicy(self._parameters, self._offload) if config.grpo.kl_coefficient != 0 else None
         # then checkpoints have it too
@@ -108,6 +107,7 @@ class MegatronEngine:
             meter=StepMeter(device, self._dtype, trainer.peak_tflops, self._agreement.group),
             agreement=self._agreement,
             costs=FlopCosts.of(self._spec),
+            around=self._profiler.part,
             reference=self._reference if config.grpo.kl_in_loss else None,
         )
 
@@ -319,6 +319,7 @@ class MegatronEngine:
 
     def close(self) -> None:
         """Destroy Megatron's process groups, so that another engine can be made in this process."""
+        self._profiler.wait()
         dist.destroy_process_group(self._agreement.group)
         build.destroy_parallel()
 

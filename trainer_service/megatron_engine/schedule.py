@@ -51,10 +51,14 @@ def to_device(batch: Packed, device: torch.device) -> MicroBatchTensors:
 
 
 class Schedule:
-    """Runs forward and backward passes of a list of micro-batches on all ranks of a copy of the model."""
+    """Runs forward and backward passes of a list of micro-batches on all ranks of a copy of the model.
 
-    def __init__(self, chunks: list[DistributedDataParallel]) -> None:
-        self._chunks = chunks
+    Args:
+        on_micro_batch: called when the forward pass of one begins.
+    """
+
+    def __init__(self, chunks: list[DistributedDataParallel], on_micro_batch: Callable[[], None]) -> None:
+        self._chunks, self._on_micro_batch = chunks, on_micro_batch
         layers = [layer for chunk in chunks for layer in chunk.modules()]
         self._dispatchers = [layer.token_dispatcher for layer in layers if isinstance(layer, MoELayer)]
         self._run = get_forward_backward_func()
@@ -109,6 +113,7 @@ class Schedule:
         self, on_tokens: TokenFunction, batches: Iterator[MicroBatchTensors], model: torch.nn.Module
     ) -> tuple[Any, Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
         batch = next(batches)
+        self._on_micro_batch()
         chosen = ChosenTokens(positions=batch.positions, targets=batch.targets)
         out = model(batch.input_ids, batch.position_ids, None, labels=chosen, packed_seq_params=batch.packing)
         return out, partial(self._loss, on_tokens, batch)

@@ -4,7 +4,8 @@ An update is forward, backward, finiteness check and AdamW.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +15,6 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
-from torch.profiler import record_function
 
 from servicekit.errors import NotFinite
 from servicekit.logs import get_logger
@@ -54,6 +54,8 @@ class StepRunner:
     device: torch.device
     meter: StepMeter
     costs: FlopCosts
+    # of the name of each part
+    around: Callable[[str], AbstractContextManager[object]]
     agreement: RankAgreement
     # None: no KL term in the loss
     reference: ReferencePolicy | None = None
@@ -76,7 +78,7 @@ class StepRunner:
         Raises: NotFinite: on every rank; weights and AdamW's state are restored.
         """
         self.meter.begin()
-        watch, grpo = Stopwatch(record_function), self.grpo
+        watch, grpo = Stopwatch(self.around), self.grpo
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         with watch.part("pack"):

@@ -34,10 +34,11 @@ _TIMELINES = {"cuda": "GPU's kernels", "cpu": "host's operators"}
 
 
 def _shares(ranks: Sequence[RankProfile]) -> Table:
-    table = _table("rank", "seconds", "computing", "communication", "of it alone", "neither")
+    table = _table("rank", "seconds", "recorded", "computing", "communication", "of it alone", "neither")
     for rank in ranks:
         parts = (rank.compute_s, rank.communication_s, rank.exposed_s, rank.idle_s)
-        table.add_row(str(rank.rank), f"{rank.seconds:.3f}", *(_share(part, rank.seconds) for part in parts))
+        seconds = (f"{rank.seconds:.3f}", f"{rank.recorded_s:.3f}")
+        table.add_row(str(rank.rank), *seconds, *(_share(part, rank.recorded_s) for part in parts))
     return table
 
 
@@ -55,7 +56,7 @@ def _operators(rank: RankProfile, top: int) -> Table:
         short = (
             name if len(name) <= _OPERATOR_CHARACTERS else f"{name[: _OPERATOR_CHARACTERS - 1]}\N{HORIZONTAL ELLIPSIS}"
         )
-        table.add_row(short, str(operator.calls), f"{operator.seconds:.4f}", _share(operator.seconds, rank.seconds))
+        table.add_row(short, str(operator.calls), f"{operator.seconds:.4f}", _share(operator.seconds, rank.recorded_s))
     return table
 
 

@@ -18,7 +18,8 @@ def profiled(run_dir: Path, step: int, rank: int, compute_s: float) -> None:
             rank=rank,
             world_size=4,
             timeline="cuda",
-            seconds=2.0,
+            seconds=3.0,
+            recorded_s=2.0,
             compute_s=compute_s,
             communication_s=0.5,
             exposed_s=0.25,
@@ -42,12 +43,12 @@ def test_the_last_step_and_its_busiest_rank_are_shown(tmp_path: Path) -> None:
     assert code == 0
     assert lines[0].endswith(": step 9, 2 of 4 ranks, the GPU's kernels")
     assert lines[1:4] == [
-        "rank seconds computing communication of it alone neither",
-        "0 2.000 50.0% 25.0% 12.5% 6.2%",
-        "1 2.000 62.5% 25.0% 12.5% 6.2%",
+        "rank seconds recorded computing communication of it alone neither",
+        "0 3.000 2.000 50.0% 25.0% 12.5% 6.2%",
+        "1 3.000 2.000 62.5% 25.0% 12.5% 6.2%",
     ]
     assert "part of rank 1's step seconds share" in lines
-    assert "forward_backward 1.500 75.0%" in lines
+    assert "forward_backward 1.500 50.0%" in lines
     assert "gemm 7 0.7500 37.5%" in lines
     assert f"{'x' * 47}\N{HORIZONTAL ELLIPSIS} 1 0.5000 25.0%" in lines
     assert "rank-001.trace.json.gz" in lines[-1]
