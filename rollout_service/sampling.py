@@ -91,7 +91,8 @@ def _read_group(index: int, group: pb.PromptGroup, sampling: SamplingSettings, l
     if total > limits.longest_request:
         raise InvalidRequest(
             f"{name}: {len(group.prompt_ids)} prompt tokens and max_new_tokens {sampling.max_new_tokens} are {total} "
-            f"tokens; at most {limits.longest_request} fit (rollout.context_length, rollout.max_total_tokens)"
+            f"tokens; at most {limits.longest_request} fit (rollout.context_length, rollout.max_total_tokens, "
+            "rollout.mem_fraction_static)"
         )
     prompt_ids = list(group.prompt_ids)
     highest = max(prompt_ids)

@@ -258,13 +258,16 @@ def _rollout_problems(config: RunConfig, rollout: RolloutMemory, gib: float) -> 
             suggestion="raise rollout.tensor_parallel, or rollout.mem_fraction_static",
         )
         return
-    if tokens < rollout.wanted_tokens:
+    longest = config.data.max_prompt_tokens + config.grpo.max_new_tokens
+    needed = longest if rollout.wanted_tokens is None else rollout.wanted_tokens
+    if tokens < needed:
         yield ConfigProblem(
             key="rollout.max_total_tokens",
-            value=str(rollout.wanted_tokens),
-            message=f"the KV cache has room for {tokens} tokens: rollout.mem_fraction_static leaves {_gib(static)} "
-            f"of a GPU's {gib:g}, the weights take {_gib(rollout.weights)}",
-            suggestion="lower it, or raise rollout.tensor_parallel or rollout.mem_fraction_static",
+            value="null" if rollout.wanted_tokens is None else str(needed),
+            message=f"the KV cache has room for {tokens} tokens of {needed}: rollout.mem_fraction_static leaves "
+            f"{_gib(static)} of a GPU's {gib:g}, the weights take {_gib(rollout.weights)}",
+            suggestion=f"lower {'the lengths' if rollout.wanted_tokens is None else 'it'}, or raise "
+            "rollout.tensor_parallel or rollout.mem_fraction_static",
             severity="warning",
         )
     peak = rollout.peak(static)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tandem_config.schema import RunConfig
+from tandem_config.sections.rollout import MAX_GRAPH_REQUESTS
 from trainer_service.batch.chunks import chunk_tokens
 from trainer_service.saved.files import EXPERTS
 from weightsync.layouts.layout import Parallel
@@ -30,10 +31,9 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 _FLOAT = 4
 # message buffers of a rank, each as large as the largest message (sync.bucket_mib)
 _BUCKETS = 2
-# SGLang's own reserve for CUDA graphs (arg_groups/memory_hook.py): for each request of the largest decode batch that it
-# captures (512 at most), and for each of the 58 prompt sizes up to 8,192 tokens.
-_GRAPH_REQUEST, _GRAPH_REQUESTS = 2 * 2**20, 512
-_GRAPH_PROMPTS = 58 * 8 * 2**20
+# SGLang's own reserve for CUDA graphs (arg_groups/memory_hook.py): for each request of the largest decode batch that we
+# let it capture, and for each of the 58 prompt sizes up to 8,192 tokens.
+_GRAPH_REQUEST, _GRAPH_PROMPTS = 2 * 2**20, 58 * 8 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class RolloutMemory:
         spare: second copy of the weights, for `sync.install: staged`.
         buffers: message buffers of a weight sync.
         token: KV cache of one token.
-        wanted_tokens: tokens that the KV cache should hold.
+        wanted_tokens: tokens that the KV cache should hold; None: as many as it can.
     """
 
     weights: int
@@ -118,11 +118,12 @@ class RolloutMemory:
     spare: int
     buffers: int
     token: int
-    wanted_tokens: int
+    wanted_tokens: int | None
 
     def cache_tokens(self, static: int) -> int:
         """Return how many tokens of KV cache fit into `static` bytes beside the weights; at most `wanted_tokens`."""
-        return max(0, min(self.wanted_tokens, (static - self.weights) // self.token))
+        fit = max(0, (static - self.weights) // self.token)
+        return fit if self.wanted_tokens is None else min(self.wanted_tokens, fit)
 
     def peak(self, static: int) -> int:
         """Sum up weights, KV cache (in `static` bytes with the weights), CUDA graphs and what a weight sync needs."""
@@ -370,13 +371,12 @@ def rollout_memory(config: RunConfig, spec: ModelSpec) -> RolloutMemory:
     layout = sglang_layout(spec, Parallel(tensor=rollout.tensor_parallel, expert=rollout.expert_parallel))
     width = 2 if config.sync.dtype == "bfloat16" else _width(config)
     weights = sum(math.prod(shape) for shape in layout.parameters_of(0).values()) * width
-    heads = max(1, spec.num_kv_heads // rollout.tensor_parallel)
     return RolloutMemory(
         weights=weights,
-        graphs=_GRAPH_PROMPTS + _GRAPH_REQUEST * min(rollout.max_running_requests, _GRAPH_REQUESTS),
+        graphs=_GRAPH_PROMPTS + _GRAPH_REQUEST * min(rollout.max_running_requests, MAX_GRAPH_REQUESTS),
         spare=weights if config.sync.install == "staged" else 0,
         buffers=_BUCKETS * _bucket_bytes(config),
-        token=2 * spec.num_layers * heads * spec.head_dim * width,
+        token=2 * spec.num_layers * max(1, spec.num_kv_heads // rollout.tensor_parallel) * spec.head_dim * width,
         wanted_tokens=rollout.max_total_tokens,
     )
 

@@ -60,8 +60,6 @@ def suggest_layout(choices: Choices, spec: ModelSpec, machine: HostMachine) -> N
         choices.suggest("trainer.tensor_parallel", 1, f"{what}: the run is on the CPU, with one trainer rank")
         choices.suggest("rollout.replicas", 1, "one replica beside it")
         _suggest_tokens(choices, spec, _HOST_SHARE * machine.host_gib * GIB, "half of this machine's memory")
-        if 2 * longest > config.rollout.max_total_tokens:
-            choices.suggest("rollout.max_total_tokens", 2 * longest, "two samples of the greatest length")
         return
     memory = None if machine.gpu_gib is None else machine.gpu_gib * GIB
     of_gpu = f"{machine.gpus} GPUs" + (" of unknown memory" if memory is None else f" of {machine.gpu_gib:.0f} GiB")
@@ -94,9 +92,10 @@ def suggest_layout(choices: Choices, spec: ModelSpec, machine: HostMachine) -> N
 
 def _suggest_cache(choices: Choices, spec: ModelSpec, memory: float, longest: int) -> None:
     config = choices.config
+    if rollout_memory(config, spec).peak(int(config.rollout.mem_fraction_static * memory)) <= NEAR * memory:
+        return  # with all that the engine takes by itself
     samples = -(-config.grpo.prompts_per_iteration * config.grpo.group_size // config.rollout.replicas)
-    wanted = max(samples * longest, config.rollout.max_total_tokens)
-    held = _cache_tokens(config, spec, memory, wanted=wanted) // 1024 * 1024
+    held = _cache_tokens(config, spec, memory, wanted=samples * longest) // 1024 * 1024
     why = f"a replica holds {held // longest} samples of the greatest length; an iteration has {samples} for it"
     choices.suggest("rollout.max_total_tokens", max(held, longest), why)
 

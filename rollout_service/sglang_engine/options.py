@@ -15,12 +15,16 @@ from rollout_service.sglang_engine.processes import SERVICE_PID, ignore_launch_f
 from servicekit.addresses import split_address
 from servicekit.cuda import compile_environment, compilers_here
 from tandem_config.schema import RunConfig
+from tandem_config.sections.rollout import MAX_GRAPH_REQUESTS
 from weightsync.model.spec import ModelSpec
 from weightsync.transfer.communicators.interfaces import GLOO_INTERFACE, address_of, interface_of
 
 # Below this length a prefix cache does not pay: maintaining its tree costs more than computing prompts again (with
 # 6-token prompts it is 30 % of the whole generation), and SGLang shares no prefix below 32 tokens within a batch.
 SHORTEST_CACHED_PROMPT = 64
+# Tokens of KV cache on CPUs: 64 concurrent completions of 1024 tokens. SGLang's own default would take most of a host's
+# memory.
+CPU_CACHE_TOKENS = 65536
 
 
 def engine_arguments(config: RunConfig, name: str, share: HostRanks, cuda: bool) -> dict[str, Any]:
@@ -41,7 +45,7 @@ def engine_arguments(config: RunConfig, name: str, share: HostRanks, cuda: bool)
         "tp_size": rollout.tensor_parallel,
         "ep_size": rollout.expert_parallel,
         "context_length": rollout.context_length,
-        "max_total_tokens": rollout.max_total_tokens,
+        "max_total_tokens": rollout.max_total_tokens,  # None: SGLang profiles the memory
         "max_running_requests": rollout.max_running_requests,
         "mem_fraction_static": rollout.mem_fraction_static,
         "disable_radix_cache": longest_prompt(config) <= SHORTEST_CACHED_PROMPT,
@@ -55,7 +59,7 @@ def engine_arguments(config: RunConfig, name: str, share: HostRanks, cuda: bool)
     }
     if share.nodes > 1:
         arguments |= {"nnodes": share.nodes, "node_rank": share.host, "dist_init_addr": share.store}
-    return arguments | (_cuda_arguments(config) if cuda else _cpu_arguments())
+    return arguments | (_cuda_arguments(config) if cuda else _cpu_arguments(config))
 
 
 def model_arguments(spec: ModelSpec) -> dict[str, Any]:
@@ -74,12 +78,20 @@ def _cuda_arguments(config: RunConfig) -> dict[str, Any]:
 
     And logits as the trainer has them, in float32: a GPU multiplies the bfloat16 weight itself, which stays as it is.
     """
-    chosen: dict[str, Any] = {"moe_runner_backend": MOE_RUNNER, "enable_fp32_lm_head": True}
+    # On 80 GB SGLang captures decode graphs of up to 256 requests, on 48 GB of 32, and decodes more without one.
+    graphs = min(config.rollout.max_running_requests, MAX_GRAPH_REQUESTS)
+    chosen: dict[str, Any] = {
+        "moe_runner_backend": MOE_RUNNER,
+        "cuda_graph_max_bs_decode": graphs,
+        "enable_fp32_lm_head": True,
+    }
     return chosen | ({"attention_backend": FLOAT32_ATTENTION} if config.model.dtype == "float32" else {})
 
 
-def _cpu_arguments() -> dict[str, Any]:
+def _cpu_arguments(config: RunConfig) -> dict[str, Any]:
+    tokens = config.rollout.max_total_tokens
     return {
+        "max_total_tokens": max(CPU_CACHE_TOKENS, 2 * longest_sample(config)) if tokens is None else tokens,
         "device": "cpu",
         "attention_backend": "torch_native",  # ours: sglang_cpu/attention.py
         "sampling_backend": "pytorch",
@@ -115,6 +127,12 @@ def longest_prompt(config: RunConfig) -> int:
     """Return the length of the longest possible prompt, in tokens."""
     context = config.rollout.context_length
     return config.data.max_prompt_tokens if context is None else min(config.data.max_prompt_tokens, context)
+
+
+def longest_sample(config: RunConfig) -> int:
+    """Return the length of the longest possible prompt and completion together, in tokens."""
+    asked = (chosen.max_new_tokens or 0 for chosen in config.evaluation.sets)
+    return longest_prompt(config) + max([config.grpo.max_new_tokens, *asked])
 
 
 def tokenizer_folder(config: RunConfig) -> Path:

@@ -67,7 +67,7 @@ def _context_holds_a_completion(config: RunConfig) -> ConfigProblem | None:
 @check("grpo.max_new_tokens", "rollout.max_total_tokens")
 def _cache_holds_a_completion(config: RunConfig) -> ConfigProblem | None:
     limit = config.rollout.max_total_tokens
-    if config.grpo.max_new_tokens < limit:
+    if limit is None or config.grpo.max_new_tokens < limit:
         return None
     return ConfigProblem(
         key="rollout.max_total_tokens",

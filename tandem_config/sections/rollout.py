@@ -6,6 +6,10 @@ from pydantic import Field
 
 from tandem_config.sections.base import PositiveFloat, PositiveInt, Section, about
 
+# Most requests of a decode batch that has a CUDA graph: SGLang's own number for large GPUs. It reserves 2 MiB for each,
+# and in a step of more the kernels run for longer than their launches.
+MAX_GRAPH_REQUESTS = 512
+
 
 class RolloutSection(Section):
     """The SGLang rollout services."""
@@ -41,10 +45,13 @@ class RolloutSection(Section):
         description="Groups among those ranks that divide the experts; must divide tensor_parallel.",
         json_schema_extra=about("dense models have no experts", unit="groups"),
     )
-    max_total_tokens: PositiveInt = Field(
-        65536,
-        description="KV cache size per engine, in tokens; SGLang's own default would take most of a host's memory.",
-        json_schema_extra=about("64 concurrent completions of 1024 tokens, on any host", unit="tokens"),
+    max_total_tokens: PositiveInt | None = Field(
+        None,
+        description=(
+            "KV cache size per engine, in tokens; null: on GPUs what mem_fraction_static leaves beside the weights, on "
+            "CPUs 65,536, or two of the longest samples if that is more."
+        ),
+        json_schema_extra=about("a GPU's memory is there to be used, a host's is shared", unit="tokens"),
     )
     context_length: PositiveInt | None = Field(
         None,

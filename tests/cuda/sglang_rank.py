@@ -41,6 +41,7 @@ SETTINGS = (
     "enable_memory_saver",
     "enable_symm_mem",
     "enable_nccl_nvls",
+    "max_total_tokens",
 )
 _SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -201,7 +202,8 @@ def describe(case: dict[str, Any]) -> dict[str, Any]:
     except ConfigError as error:
         refused = str(error)
     return {
-        "settings": {name: resolved[name] for name in SETTINGS},
+        "settings": {name: resolved[name] for name in SETTINGS}
+        | {"requests of a decode graph": resolved["cuda_graph_config"]["decode"]["max_bs"]},
         "parameters": {
             name: [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
             for name, tensor in receivable_tensors(model).items()

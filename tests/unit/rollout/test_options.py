@@ -45,6 +45,25 @@ def test_float32_on_a_gpu_gets_an_attention_that_computes_in_it() -> None:
     assert arguments(config(), cuda=True, dtype="float32")["attention_backend"] == "triton"
 
 
+def test_the_kv_cache_is_sglangs_own_on_gpus_and_a_number_on_cpus() -> None:
+    assert arguments(config(), cuda=True)["max_total_tokens"] is None
+    assert arguments(config())["max_total_tokens"] == 65536
+    assert arguments(config(40000))["max_total_tokens"] == 2 * (40000 + 256)
+    for cuda in (True, False):
+        assert arguments(config(max_total_tokens=4096), cuda=cuda)["max_total_tokens"] == 4096
+    sets = [{"name": "a", "data": "x", "max_new_tokens": 50000}, {"name": "b", "data": "x"}]
+    evaluated = config().model_validate(config().model_dump() | {"evaluation": {"sets": sets}})
+    assert arguments(evaluated)["max_total_tokens"] == 2 * (1024 + 50000)
+
+
+@pytest.mark.parametrize(("running", "graphs"), [(1024, 512), (512, 512), (300, 300), (1, 1)])
+def test_a_decode_batch_has_a_graph_as_far_as_that_pays(running: int, graphs: int) -> None:
+    """On 80 GB SGLang's own limit is 256 requests."""
+    found = arguments(config(max_running_requests=running), cuda=True)
+    assert found["cuda_graph_max_bs_decode"] == graphs
+    assert "cuda_graph_max_bs_decode" not in arguments(config(max_running_requests=running))
+
+
 def test_a_request_leaves_a_page_of_the_cache_free() -> None:
     """SGLang's page is 64 tokens on Blackwell."""
     engine: Any = SglangEngine.__new__(SglangEngine)

@@ -73,7 +73,7 @@ def budgets(fleet: ServiceFleet) -> tuple[float, float]:
     spec = ModelSpec.from_folder(fleet.model)
     trainer = max(use.peak for use in trainer_memory(fleet.config, spec))
     rollout = rollout_memory(fleet.config.model_copy(update={"sync": _staged(fleet)}), spec)
-    return trainer / MIB, (rollout.weights + rollout.wanted_tokens * rollout.token + rollout.spare) / MIB
+    return trainer / MIB, (rollout.weights + (rollout.wanted_tokens or 0) * rollout.token + rollout.spare) / MIB
 
 
 def _staged(fleet: ServiceFleet) -> object:
