@@ -21,6 +21,8 @@ _RELEASE = re.compile(r"Kernel Module\s+(?:for \S+\s+)?(\d+\.[\d.]+)")
 WITHOUT_COMPILERS = "SGLang compiles kernels for GPUs when it starts, and cannot here"
 # In the toolkit's cuda.h, 13000 for CUDA 13.0.
 _VERSION = re.compile(r"^#define CUDA_VERSION (\d+)\d{3}$", re.MULTILINE)
+# What an image brings of what SGLang compiles (deploy/images/compile_kernels.py), and where SGLang looks.
+COMPILED, JIT_CACHE = Path(sys.prefix) / "jit", "SGLANG_JIT_CACHE_DIR"
 _DRIVER, _NODES, _USUAL = Path("/proc/driver/nvidia"), Path("/dev"), Path("/usr/local/cuda")
 
 
@@ -251,6 +253,22 @@ def compile_environment(found: Compilers, folder: Path, environ: Mapping[str, st
         "LIBRARY_PATH": ":".join(filter(None, [environ.get("LIBRARY_PATH"), str(folder)])),
     }
     return variables if found.toolkit is None else {**variables, "CUDA_HOME": str(found.toolkit)}
+
+
+def compiled_environment(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Make the variable with which SGLang finds the kernels of this image; none if it brings none, or the user set it.
+
+    Args:
+        folder: gets links to them, and what SGLang compiles beside them: the image's own folder is read-only.
+    """
+    if environ.get(JIT_CACHE) or not COMPILED.is_dir():
+        return {}
+    for kernel in COMPILED.glob("*/*/build-*/deps-*"):
+        link = folder / kernel.relative_to(COMPILED)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not link.exists():
+            link.symlink_to(kernel)
+    return {JIT_CACHE: str(folder)}
 
 
 def _unfit(home: Path, cuda: str) -> str:

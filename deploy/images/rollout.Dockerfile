@@ -42,6 +42,14 @@ RUN --mount=type=cache,target=/var/cache/pip --mount=type=secret,id=pip.conf --m
     python3 -m pip --python /opt/tandem/bin/python install --quiet --no-deps --only-binary :all: \
         -r requirements/images/rollout-gpu.txt
 
+# What SGLang compiles when an engine starts, for Hopper and Blackwell: an engine finds it in /opt/tandem/jit.
+FROM gpu-packages AS gpu-kernels
+COPY servicekit/__init__.py servicekit/cuda.py servicekit/
+COPY deploy/images/compile_kernels.py deploy/images/
+RUN for generation in 9.0 10.0; do \
+        PYTHONPATH=. /opt/tandem/bin/python deploy/images/compile_kernels.py /opt/jit $generation || exit 1; \
+    done
+
 # Our own code, apart: when it changes, the layers with the packages stay. The base may have a newer Python than the
 # lock is for.
 FROM installer AS app
@@ -77,5 +85,6 @@ COPY examples/arithmetic /opt/tandem/examples/arithmetic
 
 FROM service AS gpu
 COPY --from=gpu-packages /opt/tandem /opt/tandem
+COPY --from=gpu-kernels /opt/jit /opt/tandem/jit
 COPY --from=app /opt/app /opt/app
 COPY examples/arithmetic /opt/tandem/examples/arithmetic

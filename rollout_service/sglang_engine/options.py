@@ -13,7 +13,7 @@ from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.sglang_engine.kernels import FLOAT32_ATTENTION, MOE_RUNNER
 from rollout_service.sglang_engine.processes import SERVICE_PID, ignore_launch_failure
 from servicekit.addresses import split_address
-from servicekit.cuda import compile_environment, compilers_here
+from servicekit.cuda import compile_environment, compiled_environment, compilers_here
 from tandem_config.schema import RunConfig
 from tandem_config.sections.rollout import MAX_GRAPH_REQUESTS
 from weightsync.model.spec import ModelSpec
@@ -159,6 +159,7 @@ def engine_environment(
         variables["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{socket_folder}/ranks"
     if cuda:
         variables |= compile_environment(compilers_here(), socket_folder / "lib")
+        variables |= compiled_environment(socket_folder / "jit")
     else:
         # SGLang compiles its vocabulary mask and its experts' gate with a C++ compiler: seconds, for microseconds here.
         variables["TORCHDYNAMO_DISABLE"] = "1"

@@ -23,12 +23,14 @@ import os, sys
 from pathlib import Path
 import servicekit.cuda
 servicekit.cuda._USUAL = Path("/nowhere")  # where this machine may have a toolkit
+servicekit.cuda.COMPILED = Path(sys.argv[3])
 from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.sglang_engine.options import engine_environment
 from tandem_config.loading import load_config
 config = load_config(None, ["model.path=m", "data.train=t.jsonl"])
 os.environ.update(engine_environment(config, HostRanks(), "127.0.0.1", Path(sys.argv[1]), True))
 print(f"CUDA_HOME={os.environ['CUDA_HOME']}")
+print(f"CACHE={os.environ['SGLANG_JIT_CACHE_DIR']}")
 import torch
 major, minor = map(int, sys.argv[2].split("."))
 torch.cuda.is_available = lambda: True
@@ -39,6 +41,19 @@ torch.cuda.get_device_name = lambda *_, **__: "NVIDIA H100 80GB HBM3"
 import sglang.kernels.jit.utils
 from sglang.kernels.ops.attention import rope
 print(rope._jit_fused_rope_module(True, 128, torch.bfloat16, torch.bfloat16))
+"""
+# What rollout.Dockerfile runs, where no driver is, for one kernel; that this SGLang has the others.
+FILL = """
+import inspect, sys
+from pathlib import Path
+import servicekit.cuda
+servicekit.cuda._USUAL = Path("/nowhere")
+sys.path.insert(0, "deploy/images")
+import compile_kernels
+name = "attention.rope._jit_fused_rope_module"
+compile_kernels.fill(Path(sys.argv[1]), "9.0", {name: compile_kernels.KERNELS[name][1:]})
+for build in compile_kernels.builders(compile_kernels.KERNELS):
+    inspect.signature(build.func).bind(*build.args)
 """
 
 
@@ -52,8 +67,14 @@ def driver_only(tmp_path: Path) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in left_out} | {"PATH": str(programs)}
 
 
-@pytest.mark.timeout(2 * COMPILE_S)
-def test_rope_compiles_and_links_without_a_toolkit(tmp_path: Path) -> None:
+def run(code: str, environ: dict[str, str], *arguments: object) -> subprocess.CompletedProcess[str]:
+    """A Python program in that environment."""
+    command = [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=COMPILE_S, check=False)
+
+
+def launched(tmp_path: Path) -> dict[str, str]:
+    """Environment of a rollout service that `tandem run` starts from there."""
     config = load_config(None, ["model.path=m", "data.train=t.jsonl"])
     launch = Launch(
         run_id="r", run_dir=tmp_path, config_file=tmp_path / "c", redis_url="unix:///r", resume=False, token="t"
@@ -61,18 +82,39 @@ def test_rope_compiles_and_links_without_a_toolkit(tmp_path: Path) -> None:
     rollout = next(
         spec for spec in plan_processes(config, launch, plan_devices(config, ["0", "1"])) if "rollout" in spec.name
     )
-    environ = {**driver_only(tmp_path), **rollout.env, "SGLANG_JIT_CACHE_DIR": str(tmp_path / "jit")}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", RANK, str(tmp_path), "9.0"],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=COMPILE_S,
-        check=False,
-    )
+    return {**driver_only(tmp_path), **rollout.env}
+
+
+@pytest.mark.timeout(2 * COMPILE_S)
+def test_rope_compiles_and_links_without_a_toolkit(tmp_path: Path) -> None:
+    environ = {**launched(tmp_path), "SGLANG_JIT_CACHE_DIR": str(tmp_path / "jit")}
+    done = run(RANK, environ, tmp_path, "9.0", "/nowhere")
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert f"CUDA_HOME={Path(sys.prefix) / 'lib'}" in done.stdout
     assert list((tmp_path / "jit" / "sm90a").rglob("*.so")) != []
+
+
+@pytest.mark.timeout(3 * COMPILE_S)
+def test_an_engine_compiles_nothing_that_its_image_brings(tmp_path: Path) -> None:
+    """Its part of the image is read-only; another generation of GPUs finds nothing that fits, and would compile."""
+    environ, image, folder = launched(tmp_path), tmp_path / "image", tmp_path / "own"
+    folder.mkdir()
+    without_driver = {name: value for name, value in environ.items() if name != "LD_LIBRARY_PATH"}
+    done = run(FILL, without_driver, image)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    [kernel] = image.rglob("*.so")
+    for path in [*image.rglob("*"), image]:
+        path.chmod(0o555)
+    before = sorted(image.rglob("*"))
+    # SGLang asks nvcc and c++ for their versions; it fails where it would have to call them for more.
+    environ = {**environ, "SGLANG_CRASH_ON_JIT_COMPILE": "1"}
+    found = run(RANK, environ, folder, "9.0", image)
+    assert found.returncode == 0, (found.stdout + found.stderr)[-3000:]
+    assert f"CACHE={folder / 'jit'}" in found.stdout
+    assert sorted(image.rglob("*")) == before
+    assert (folder / "jit" / kernel.relative_to(image)).resolve() == kernel
+    other = run(RANK, environ, folder, "10.0", image)
+    assert "has no usable cached build" in other.stderr, other.stderr[-3000:]
 
 
 def test_the_environment_lacks_nothing_for_gpus_but_the_driver() -> None:

@@ -5,6 +5,7 @@ build on one base, with what they add, and that another base is refused.
 """
 
 import subprocess
+from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,41 @@ import ctypes, glob, shutil
 shared = glob.glob("/usr/l*/**/lib-dynload/_bz2*.so", recursive=True)[0]
 ctypes.CDLL(shutil.copy(shared, "/tmp/kernel.so"))
 """
+# SGLang's modules, each with any function: it "compiles" a kernel where its cache is.
+SGLANG = """
+import os, sys, types
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+__path__ = []
+class Module(types.ModuleType):
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.build
+    def build(self, *given):
+        import torch
+        major, minor = torch.cuda.get_device_capability()
+        (Path(os.environ["SGLANG_JIT_CACHE_DIR"]) / f"sm{major}{minor}a" / "k" / "build-1" / "deps-1").mkdir(
+            parents=True, exist_ok=True)
+class Finder:
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return ModuleSpec(name, cls, is_package=True) if name.startswith("sglang.") else None
+    create_module = staticmethod(lambda spec: Module(spec.name))
+    exec_module = staticmethod(lambda module: None)
+sys.meta_path.insert(0, Finder)
+"""
+TORCH = """
+from torch import version
+bfloat16 = int64 = None
+class cuda:
+    pass
+"""
+KERNELS = """
+from pathlib import Path
+from servicekit.cuda import compiled_environment
+print(compiled_environment(Path("/tmp/jit")), *sorted(path.name for path in Path("/tmp/jit").iterdir()))
+"""
 ASK = """
 from importlib.metadata import version
 print(*(version(name) for name in ("torch", "nvidia-nccl-cu13", "sglang", "grpcio")))
@@ -44,10 +80,12 @@ def dockerfile(sglang: str) -> str:
             "RUN where=$(python3 -c 'import site; print(site.getsitepackages()[0])') && "
             f"mkdir -p {info} && printf 'Name: {name}\\nVersion: {version}\\n' > {info}/METADATA"
         )
-    lines.append(
-        "RUN where=$(python3 -c 'import site; print(site.getsitepackages()[0])') && "
-        "printf 'class version:\\n    cuda = \"13.0\"\\n' > $where/torch.py"
-    )
+    texts = {"torch/__init__.py": TORCH, "torch/version.py": "cuda = '13.0'\n", "sglang/__init__.py": SGLANG}
+    for name, text in texts.items():
+        lines.append(
+            f"RUN where=$(python3 -c 'import site; print(site.getsitepackages()[0])')/{name} && "
+            f"mkdir -p $(dirname $where) && echo {b64encode(text.encode()).decode()} | base64 -d > $where"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -84,6 +122,12 @@ def images(debian: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def test_both_have_the_torch_and_nccl_of_the_base(debian: Engine, images: dict[str, str]) -> None:
     said = {debian.run("run", "--rm", "--entrypoint", "python", image, "-c", ASK) for image in images.values()}
     assert said == {f"{LOCK['torch']} {LOCK['nvidia-nccl-cu13']} {LOCK['sglang']} {LOCK['grpcio']}\n"}
+
+
+def test_an_engine_finds_the_kernels_of_both_generations(debian: Engine, images: dict[str, str]) -> None:
+    limits = ["--read-only", "--tmpfs", "/tmp", "--entrypoint", "python"]
+    said = debian.run("run", "--rm", *limits, images["rollout"], "-c", KERNELS)
+    assert said == "{'SGLANG_JIT_CACHE_DIR': '/tmp/jit'} sm100a sm90a\n"
 
 
 def test_another_sglang_is_refused(debian: Engine, tmp_path: Path) -> None:

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from servicekit import cuda
-from servicekit.cuda import CudaFacts, Gpus, compile_environment, find_compilers, find_gpus, unusable
+from servicekit.cuda import (
+    CudaFacts,
+    Gpus,
+    compile_environment,
+    compiled_environment,
+    find_compilers,
+    find_gpus,
+    unusable,
+)
 from tests.fakes.cuda_machine import DRIVER_TEXT, driver_files
 
 GOOD = CudaFacts(torch="13.0", driver=DRIVER_TEXT.format("580.65.06"), driver_cuda=13000)
@@ -188,6 +196,25 @@ def test_libraries_link_by_the_names_that_the_linker_asks_for(machine: Path, mon
     }
     links = {link.name: link.resolve() for link in (machine / "links").iterdir()}
     assert links == {"libcudart.so": runtime.resolve(), "libcuda.so": (machine / "libcuda.so.580.65").resolve()}
+
+
+def test_what_the_image_brings_is_found_in_a_cache_that_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image, folder = tmp_path / "image", tmp_path / "own"
+    monkeypatch.setattr(cuda, "COMPILED", image)
+    assert compiled_environment(folder, {}) == {}
+    leaf = Path("sm90a/rope/build-1/deps-2")
+    (image / leaf).mkdir(parents=True)
+    (image / leaf / "rope.so").touch()
+    (image / "sm90a/rope/build-1/.lock").touch()
+    for _ in range(2):  # an engine that starts again
+        assert compiled_environment(folder, {}) == {"SGLANG_JIT_CACHE_DIR": str(folder)}
+    assert (folder / leaf).resolve() == image / leaf
+    assert [path.is_symlink() for path in (folder / leaf).parent.iterdir()] == [True]
+    (folder / leaf).parent.joinpath(".lock").touch()
+    assert compiled_environment(tmp_path / "other", {"SGLANG_JIT_CACHE_DIR": "/theirs"}) == {}
+    assert not (tmp_path / "other").exists()
 
 
 class Nvml:
