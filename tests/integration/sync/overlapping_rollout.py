@@ -10,7 +10,7 @@ def overlap() -> None:
     from rollout_service.sglang_engine import options
 
     on_cpu = options._cpu_arguments
-    options._cpu_arguments = lambda: on_cpu() | {"disable_overlap_schedule": False}
+    options._cpu_arguments = lambda config: on_cpu(config) | {"disable_overlap_schedule": False}
 
 
 if __name__ == "__main__":
