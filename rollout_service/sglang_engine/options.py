@@ -89,9 +89,9 @@ def _cuda_arguments(config: RunConfig) -> dict[str, Any]:
 
 
 def _cpu_arguments(config: RunConfig) -> dict[str, Any]:
-    tokens = config.rollout.max_total_tokens
+    tokens, longest = config.rollout.max_total_tokens, longest_prompt(config) + config.grpo.max_new_tokens
     return {
-        "max_total_tokens": max(CPU_CACHE_TOKENS, 2 * longest_sample(config)) if tokens is None else tokens,
+        "max_total_tokens": max(CPU_CACHE_TOKENS, 2 * longest) if tokens is None else tokens,
         "device": "cpu",
         "attention_backend": "torch_native",  # ours: sglang_cpu/attention.py
         "sampling_backend": "pytorch",
@@ -127,12 +127,6 @@ def longest_prompt(config: RunConfig) -> int:
     """Return the length of the longest possible prompt, in tokens."""
     context = config.rollout.context_length
     return config.data.max_prompt_tokens if context is None else min(config.data.max_prompt_tokens, context)
-
-
-def longest_sample(config: RunConfig) -> int:
-    """Return the length of the longest possible prompt and completion together, in tokens."""
-    asked = (chosen.max_new_tokens or 0 for chosen in config.evaluation.sets)
-    return longest_prompt(config) + max([config.grpo.max_new_tokens, *asked])
 
 
 def tokenizer_folder(config: RunConfig) -> Path:

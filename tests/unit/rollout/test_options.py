@@ -51,9 +51,6 @@ def test_the_kv_cache_is_sglangs_own_on_gpus_and_a_number_on_cpus() -> None:
     assert arguments(config(40000))["max_total_tokens"] == 2 * (40000 + 256)
     for cuda in (True, False):
         assert arguments(config(max_total_tokens=4096), cuda=cuda)["max_total_tokens"] == 4096
-    sets = [{"name": "a", "data": "x", "max_new_tokens": 50000}, {"name": "b", "data": "x"}]
-    evaluated = config().model_validate(config().model_dump() | {"evaluation": {"sets": sets}})
-    assert arguments(evaluated)["max_total_tokens"] == 2 * (1024 + 50000)
 
 
 @pytest.mark.parametrize(("running", "graphs"), [(1024, 512), (512, 512), (300, 300), (1, 1)])
