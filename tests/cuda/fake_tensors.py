@@ -29,6 +29,7 @@ class Operation:
     made: tuple[str, ...] = ()
     where: str = ""
     numbers: int = 0  # of the tensors that it was given, those of the CPU without dimensions
+    waits: bool = False  # the host would go on only when the device has done all that came before
 
     @property
     def mixes(self) -> bool:
@@ -77,9 +78,9 @@ class _CudaIsFake(TorchDispatchMode):
             self._recorded.operations.append(Operation(str(func), given, (), _where(), numbers))
             raise
         made = tuple(str(each.device) for each in pytree.tree_leaves(out) if isinstance(each, torch.Tensor))
-        devices_met = {*given, *made}
-        where = _where() if len(devices_met) > 1 else ""
-        self._recorded.operations.append(Operation(str(func), given, made, where, numbers))
+        devices_met, waits = {*given, *made}, _waits(func, tensors, made, kwargs or {}, args)
+        where = _where() if len(devices_met) > 1 or waits else ""
+        self._recorded.operations.append(Operation(str(func), given, made, where, numbers, waits))
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -104,6 +105,23 @@ class _CudaIsFake(TorchDispatchMode):
             if isinstance(each, FakeTensor):
                 each.constant = None  # torch would compute with it, on the device
         return out
+
+
+# What is read of a device, or decides a result's shape.
+_READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "equal")
+
+
+def _waits(func: Any, tensors: list[torch.Tensor], made: tuple[str, ...], kwargs: dict[str, Any], args: Any) -> bool:
+    """Whether the host would wait: for a number, a shape, or a copy between host and device."""
+    name = func.overloadpacket.__name__
+    devices = [each.device.type for each in tensors]
+    if name in ("_to_copy", "copy_"):
+        left = kwargs.get("non_blocking", False) or (name == "copy_" and len(args) > 2 and args[2])
+        return len({*devices, *(each.split(":")[0] for each in made)}) > 1 and not left
+    if name in ("index", "index_put_", "index_put"):
+        fills = name != "index" and args[2].numel() == 1 and args[2].device.type == "cpu"  # torch fills by the mask
+        return "cuda" in devices and tensors[1].dtype == torch.bool and not fills
+    return name in _READS and "cuda" in devices
 
 
 def _where() -> str:

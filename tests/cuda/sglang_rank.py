@@ -38,6 +38,7 @@ SETTINGS = (
     "page_size",
     "kv_cache_dtype",
     "quantization",
+    "enable_fp32_lm_head",
     "enable_memory_saver",
     "enable_symm_mem",
     "enable_nccl_nvls",

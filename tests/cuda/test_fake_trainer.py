@@ -77,7 +77,9 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "tp4-float32": {"config": DENSE, "trainer": {"tensor_parallel": 4}, "rank": 3, "dtype": "float32"},
 }
-MISTAKES = ("cpu", "cuda:5", "no device set", "gradient")
+MISTAKES = ("cpu", "cuda:5", "no device set", "gradient", "a number")
+# Where megatron-core itself waits within a micro-batch: for the tokens of each expert, and a stage for shapes.
+ITS_WAITS: dict[str, tuple[str, ...]] = {"mixture-ep2": ("moe/",), "pp2": ("pipeline_parallel/p2p_communication.py",)}
 
 pytestmark = pytest.mark.timeout(1600)
 
@@ -129,6 +131,22 @@ def test_a_step_log_probs_and_staging_stay_on_the_device_of_the_rank(case: str) 
     if asked["rank"] == 0:
         assert answer["saved"] == ["digests.json", "meta.json", "shard-tp00-pp00.safetensors"]
     assert answer["devices"][str(DEVICE)] > 2000
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_the_host_waits_for_nothing_while_micro_batches_run(case: str) -> None:
+    """Else launching never runs ahead of a GPU."""
+    allowed = tuple(place for name, places in ITS_WAITS.items() if case.startswith(name) for place in places)
+    waits = [each for each in answers()[case]["host_waits"] if not any(place in each[1] for place in allowed)]
+    assert waits == []
+
+
+def test_a_wait_for_a_copied_number_is_caught() -> None:
+    assert any("_to_copy" in name for name, _ in answers()["a number"]["host_waits"])
+
+
+def test_a_gpu_makes_logits_in_float32() -> None:
+    assert "aten.mm.dtype" in answers()["tp2-dp2-bfloat16"]["operations"]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:5"])

@@ -200,6 +200,32 @@ def tell_shapes(monkeypatch: pytest.MonkeyPatch, hidden_size: int, split: int) -
     monkeypatch.setattr(P2PCommunicator, "_communicate_shapes", told)
 
 
+def note_micro_batches(monkeypatch: pytest.MonkeyPatch, recorded: Recorded) -> list[tuple[str, str]]:
+    """Returns: what the host waits for while micro-batches run, as (operation, place); filled as they do."""
+    from trainer_service.megatron_engine.schedule import Schedule
+
+    waits: list[tuple[str, str]] = []
+    through = Schedule._through
+
+    def noted(*args: Any, **kwargs: Any) -> None:
+        before = len(recorded.operations)
+        through(*args, **kwargs)
+        waits.extend((each.name, each.where) for each in recorded.operations[before:] if each.waits)
+
+    monkeypatch.setattr(Schedule, "_through", noted)
+    return waits
+
+
+def wait_for_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted mistake: the number of a micro-batch's tokens is copied to the device."""
+    from trainer_service.megatron_engine.token_state import TokenState
+
+    def wrong(self: TokenState, name: str, amount: int) -> None:
+        self._add(name, torch.tensor(amount, device=self.weights.device))
+
+    monkeypatch.setattr(TokenState, "_count", wrong)
+
+
 def forget_a_move(monkeypatch: pytest.MonkeyPatch, to: str) -> None:
     """A planted mistake: a step's advantages are on another device than the rest."""
     from trainer_service.megatron_engine.token_state import TokenState
@@ -331,6 +357,9 @@ def describe(case: dict[str, Any]) -> dict[str, Any]:
                 tell_shapes(monkeypatch, case["config"]["hidden_size"], split)
             if str(case.get("plant")).startswith(("cpu", "cuda")):
                 forget_a_move(monkeypatch, case["plant"])
+            host_waits = note_micro_batches(monkeypatch, recorded)
+            if case.get("plant") == "a number":
+                wait_for_a_number(monkeypatch)
             if case.get("plant") == "gradient":
                 leave_a_gradient(monkeypatch, "cuda:5")
             try:
@@ -339,6 +368,8 @@ def describe(case: dict[str, Any]) -> dict[str, Any]:
                     work(config, Path(folder), answer)
             except Exception:  # noqa: BLE001 - the answer's reader judges it
                 answer["error"] = traceback.format_exc(limit=-12)
+        answer["host_waits"] = sorted(set(host_waits))
+        answer["operations"] = sorted({each.name for each in recorded.operations})
         return answer | summary(recorded) | {"waited": sorted(set(waited))}
 
 
