@@ -42,7 +42,7 @@ import sglang.kernels.jit.utils
 from sglang.kernels.ops.attention import rope
 print(rope._jit_fused_rope_module(True, 128, torch.bfloat16, torch.bfloat16))
 """
-# What rollout.Dockerfile runs, where no driver is, for one kernel; that this SGLang has the others.
+# What rollout.Dockerfile runs, where no driver is, for a kernel of its own and one with CUB; that it has the others.
 FILL = """
 import inspect, sys
 from pathlib import Path
@@ -50,8 +50,8 @@ import servicekit.cuda
 servicekit.cuda._USUAL = Path("/nowhere")
 sys.path.insert(0, "deploy/images")
 import compile_kernels
-name = "attention.rope._jit_fused_rope_module"
-compile_kernels.fill(Path(sys.argv[1]), "9.0", {name: compile_kernels.KERNELS[name][1:]})
+names = ("attention.rope._jit_fused_rope_module", "moe.moe_topk_softmax._jit_moe_topk_softmax_module")
+compile_kernels.fill(Path(sys.argv[1]), "9.0", {name: compile_kernels.KERNELS[name][-1:] for name in names})
 for build in compile_kernels.builders(compile_kernels.KERNELS):
     inspect.signature(build.func).bind(*build.args)
 """
@@ -102,7 +102,8 @@ def test_an_engine_compiles_nothing_that_its_image_brings(tmp_path: Path) -> Non
     without_driver = {name: value for name, value in environ.items() if name != "LD_LIBRARY_PATH"}
     done = run(FILL, without_driver, image)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    [kernel] = image.rglob("*.so")
+    [kernel] = image.rglob("*fused_rope*.so")
+    assert len(list(image.rglob("*.so"))) == 2
     for path in [*image.rglob("*"), image]:
         path.chmod(0o555)
     before = sorted(image.rglob("*"))

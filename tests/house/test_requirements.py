@@ -42,6 +42,14 @@ def test_the_lock_holds_every_requirement(requirement: Requirement) -> None:
     assert PINS[canonicalize_name(requirement.name)] in requirement.specifier
 
 
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+def test_the_compiler_for_gpus_is_of_the_cuda_that_torch_is_built_for(python: str) -> None:
+    """CUB's headers refuse another minor version: so did the kernels of Qwen3-MoE's router and of top-p."""
+    pins = read_pins(REPO / "requirements" / f"cuda-{python}.txt")
+    parts = ("cuda-toolkit", "nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-runtime")
+    assert {tuple(pins[name].split(".")[:2]) for name in parts} == {("13", "0")}
+
+
 def third_party(package: str) -> set[str]:
     """Returns the top-level modules that a package of ours imports from elsewhere."""
     found: set[str] = set()
