@@ -71,7 +71,7 @@ def run_phase(phase: Any, round_: weights_pb2.Round) -> weights_pb2.PhaseReport:
 
 
 # A single rank; a fleet of one replica, of which there is nothing to say; a run that has not begun.
-WIRE: Any = SimpleNamespace(rank=0, world_size=1, broadcast=lambda command, parts: None)
+WIRE: Any = SimpleNamespace(rank=0, world_size=1, broadcast=lambda *command: None)
 FLEET: Any = SimpleNamespace(serving=lambda: ["rollout-0"], troubles=lambda: ["rollout-0"])
 PROGRESS: Any = SimpleNamespace(iteration=0, policy_version=0, last_progress_s=0.0, troubles=())
 
