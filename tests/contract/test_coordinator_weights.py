@@ -39,9 +39,9 @@ def sync_of(fleet: FakeFleet, group: FakeGroup, version: int = 0, **options: Any
     """A WeightSync of a trainer that is at `version`."""
     fleet.trainer_service.policy_version = version
     settings = SyncSection(
-        formation_timeout_s=options.pop("formation_timeout_s", 1.0),
-        transfer_timeout_s=1.0,
-        probe_timeout_s=0.5,
+        formation_timeout_s=options.pop("formation_timeout_s", 20.0),
+        transfer_timeout_s=options.pop("transfer_timeout_s", 20.0),
+        probe_timeout_s=10.0,
         lease_ttl_s=0.1,
         install=options.pop("install", "in_place"),
         transport=options.pop("transport", "auto"),
@@ -229,8 +229,7 @@ async def test_fewer_than_min_replicas_are_an_error_after_the_deadline() -> None
         await fleet.servers["rollout-1"].drain(0.0)
         start_s = time.monotonic()
         with pytest.raises(DeadlineExceeded) as caught:
-            await sync_of(fleet, FakeGroup(), min_replicas=2).publish(0)
-        # sync.formation_timeout_s is 1 s here.
+            await sync_of(fleet, FakeGroup(), min_replicas=2, formation_timeout_s=1.0).publish(0)
         assert 1.0 <= time.monotonic() - start_s < 5.0
         assert fleet.rollout_services[0].sync.seen == []
     assert "the trainer and 2 replicas (rollout.min_replicas); replicas present: rollout-0; rollout-1: " in str(
@@ -359,7 +358,7 @@ async def test_a_replica_without_its_slot_is_left_out() -> None:
 async def test_an_empty_slot_of_the_trainer_is_named() -> None:
     async with fake_fleet() as fleet:
         with pytest.raises(DeadlineExceeded, match="trainer: slots missing from tandem:test: trainer/1"):
-            await sync_of(fleet, FakeGroup(empty=("trainer/1",))).publish(0)
+            await sync_of(fleet, FakeGroup(empty=("trainer/1",)), formation_timeout_s=1.0).publish(0)
         assert fleet.trainer_service.sync.seen == []
 
 

@@ -260,7 +260,8 @@ async def test_a_call_outside_of_rounds_that_hangs_is_given_up(
 
     async with fake_fleet() as fleet:
         members = GrowingFleet([fleet.replicas[0]])
-        sync = sync_of(fleet, FakeGroup(), members=members, transport="disk", disk_folder="/weights")
+        disk: dict[str, Any] = {"transport": "disk", "disk_folder": "/weights", "transfer_timeout_s": 1.0}
+        sync = sync_of(fleet, FakeGroup(), members=members, **disk)
         await sync.publish(0)
         members.replicas.append(fleet.replicas[1])
         monkeypatch.setattr(fleet.replicas[1], "take_over" if takes_over else "load_published", hang)

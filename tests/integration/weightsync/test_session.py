@@ -157,7 +157,7 @@ def test_a_pair_that_does_not_connect_is_named_in_prepare_and_the_next_round_wor
     outcome = them.run(pb.ROUND_PHASE_PREPARE, them.round(1, formation_timeout_s=5))
     # Who gives up first says which pair it was; the others may find that one lost.
     told = [str(error) for error in outcome.values() if isinstance(error, PeerLost)]
-    assert any("and rollout-1/0 did not connect" in text for text in told), outcome
+    assert any("and rollout-1/0 did not connect" in text for text in told), told
     them.run(pb.ROUND_PHASE_ABORT, them.round(1))
     stays_away.clear()
     them.sync(them.round(2))

@@ -1,5 +1,6 @@
 """Addresses as text, in both families, and listening in both."""
 
+import contextlib
 import socket
 from collections.abc import Iterator
 
@@ -96,8 +97,12 @@ def test_every_address_is_of_both_families(echo: HttpServer, host: str) -> None:
 def test_a_listener_of_one_address_is_of_its_family() -> None:
     with listen("::1") as listener:
         assert listener.getsockname()[0] == "::1"
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", listener.getsockname()[1]), timeout=10)
+        # Another process may listen at that port of 127.0.0.1: this listener must not be who answers.
+        with contextlib.suppress(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", listener.getsockname()[1]), timeout=10).close()
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
 
 
 def test_every_address_is_of_ipv4_where_the_kernel_has_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
