@@ -1,6 +1,8 @@
 """Whole rounds over real Redis and gloo, with plain tensor stores in the place of the engines."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -143,17 +145,30 @@ def test_prepare_connects_who_will_exchange_messages_and_nobody_else(fleet: Call
         assert communicator._connected == {(hop.sender, hop.receiver) for hop in hops} != set()
 
 
+@pytest.mark.parametrize("delay_s", [0.0, 0.5])
 def test_a_pair_that_does_not_connect_is_named_in_prepare_and_the_next_round_works(
-    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch, delay_s: float
 ) -> None:
+    """`delay_s`: of a busy machine, between gloo's time-out, which closes all connections, and its error here."""
     them = fleet(Parallel(tensor=2), TWO_REPLICAS)
     connect, stays_away = Communicator.connect, ["rollout-1/0"]
+    waiting = Communicator._waiting
+
+    @contextmanager
+    def slowly(self: Communicator) -> Iterator[None]:
+        with waiting(self):
+            try:
+                yield
+            except RuntimeError:
+                threading.Event().wait(delay_s)
+                raise
 
     def or_not(self: Communicator, *args: Any) -> None:
         if self.slots[self.rank] not in stays_away:
             connect(self, *args)
 
     monkeypatch.setattr(Communicator, "connect", or_not)
+    monkeypatch.setattr(Communicator, "_waiting", slowly)
     outcome = them.run(pb.ROUND_PHASE_PREPARE, them.round(1, formation_timeout_s=5))
     # Who gives up first says which pair it was; the others may find that one lost.
     told = [str(error) for error in outcome.values() if isinstance(error, PeerLost)]

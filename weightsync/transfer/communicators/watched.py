@@ -40,7 +40,9 @@ def run_watched(communicator: Communicator, work: Callable[[], T], deadline: flo
     threading.Thread(target=_carry_out, args=(communicator.device, work, result), name=name, daemon=True).start()
     try:
         while not wait([result], LOOK_S).done:
-            communicator.probe(LOOK_S)
+            # From the deadline on, gloo's own time-out closes the connections: its error names who was waited for.
+            if time.monotonic() < deadline - LOOK_S:
+                communicator.probe(LOOK_S)
             if time.monotonic() >= deadline + deadlines.WATCH_MARGIN_S and not communicator.closed:
                 communicator.abort(late())
             if communicator.give_up():
