@@ -49,8 +49,8 @@ class Gpus:
 
     Attributes:
         usable: ids, as CUDA_VISIBLE_DEVICES takes them.
-        present: how many are visible.
-        why_not: why those that are visible cannot be used; "" if they can be, or there is none.
+        present: how many are visible, or of which CUDA_VISIBLE_DEVICES chooses none by mistake.
+        why_not: why those cannot be used; "" if they can be, or there is none.
     """
 
     usable: tuple[str, ...] = ()
@@ -62,7 +62,11 @@ def find_gpus(environ: Mapping[str, str] = os.environ) -> Gpus:
     """Find the GPUs of this machine that a run in this environment can use; none if TANDEM_DEVICE is "cpu"."""
     if environ.get("TANDEM_DEVICE") == "cpu":
         return Gpus()
-    ids = visible_ids(_count(), environ.get("CUDA_VISIBLE_DEVICES"))
+    count, chosen = _count(), environ.get("CUDA_VISIBLE_DEVICES", "")
+    ids = visible_ids(count, environ.get("CUDA_VISIBLE_DEVICES"))
+    if count and not ids and chosen.strip() and not chosen.strip().startswith("-"):
+        why_not = f"CUDA_VISIBLE_DEVICES={chosen} begins with what is no GPU here, or names one twice: CUDA shows none"
+        return Gpus(present=count, why_not=why_not)
     why_not = unusable(facts()) if ids else ""
     return Gpus(usable=() if why_not else ids, present=len(ids), why_not=why_not)
 

@@ -127,7 +127,7 @@ def check_devices(gpus: Gpus, plan: DevicePlan, wanted: str) -> Iterator[ConfigP
     if gpus.why_not:
         why, advice = (
             f"the run cannot use them: {gpus.why_not}",
-            "make the environment that requirements/gpu.md describes",
+            "change that as requirements/gpu.md says",
         )
     elif gpus.present:
         why = f"the run needs {plan.needed}, one per trainer rank and rollout rank"

@@ -20,6 +20,7 @@ from servicekit.cuda import (
 from tests.fakes.cuda_machine import DRIVER_TEXT, driver_files
 
 GOOD = CudaFacts(torch="13.0", driver=DRIVER_TEXT.format("580.65.06"), driver_cuda=13000)
+NONE_CHOSEN = "CUDA_VISIBLE_DEVICES={} begins with what is no GPU here, or names one twice: CUDA shows none"
 OLD = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n"
 CASES = [
     (GOOD, ""),
@@ -62,6 +63,9 @@ def test_the_condition_that_fails_is_named(known: CudaFacts, why: str) -> None:
         ({"CUDA_VISIBLE_DEVICES": "GPU-5ebe"}, GOOD, Gpus(usable=("GPU-5ebe",), present=1)),
         ({"CUDA_VISIBLE_DEVICES": "1,2"}, GOOD, Gpus(usable=("1",), present=1)),
         ({"CUDA_VISIBLE_DEVICES": ""}, replace(GOOD, torch=""), Gpus()),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, GOOD, Gpus()),
+        ({"CUDA_VISIBLE_DEVICES": "0,0"}, GOOD, Gpus(present=2, why_not=NONE_CHOSEN.format("0,0"))),
+        ({"CUDA_VISIBLE_DEVICES": "2,3"}, GOOD, Gpus(present=2, why_not=NONE_CHOSEN.format("2,3"))),
         ({"TANDEM_DEVICE": "cpu"}, replace(GOOD, torch=""), Gpus()),
         ({}, replace(GOOD, torch=""), Gpus(present=2, why_not="torch is a build without CUDA")),
     ],
