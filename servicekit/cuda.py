@@ -220,8 +220,12 @@ def find_compilers(
     others = [usual, *(wheels / f"cu{cuda.partition('.')[0]}" for wheels in packages)]
     given += [(str(home), home) for home in others if home.is_dir()]
     ignored: list[str] = []
+    tried: set[Path] = set()
     toolkit = None
     for name, home in given:
+        if home.resolve() in tried:  # CUDA_HOME, PATH and the usual folder are often the same
+            continue
+        tried.add(home.resolve())
         wrong = _unfit(home, cuda)
         if not wrong:
             toolkit = home

@@ -154,7 +154,7 @@ def check_compilers(found: Compilers) -> Iterator[ConfigProblem]:
             suggestion="install what requirements/gpu.md names",
         )
     if found.ignored:
-        used = "the rest is searched" if found.toolkit is None else f"{found.toolkit} is used"
+        used = "none is used" if found.toolkit is None else f"{found.toolkit} is used"
         yield ConfigProblem(
             key="environment",
             value="nvcc",

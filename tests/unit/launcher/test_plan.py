@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from launcher.check.host import check_devices
+from launcher.check.host import check_compilers, check_devices
 from launcher.run.devices import plan_devices
 from launcher.run.processes import Launch, plan_processes
 from launcher.run.redis_server import find_server, server_spec, wait_ready
 from launcher.run.supervisor import Supervisor
-from servicekit.cuda import Gpus
+from servicekit.cuda import Compilers, Gpus
 from servicekit.errors import Unavailable
 from tandem_config.loading import load_config
 from tandem_config.schema import RunConfig
@@ -134,3 +134,24 @@ def test_a_run_beside_gpus_says_why_it_does_not_use_them(
     assert [each.severity for each in found] == ([] if severity is None else [severity])
     assert all(message in each.message for each in found)
     assert all("requirements/gpu.md" in each.suggestion for each in found if gpus.why_not)
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (Compilers(toolkit=Path("/a"), missing=()), []),
+        (Compilers(toolkit=None, missing=("nvcc", "g++")), [("error", "nvcc, g++", "not found")]),
+        (
+            Compilers(toolkit=Path("/a"), missing=(), ignored=("CUDA_HOME=/b has no bin/nvcc",)),
+            [("warning", "nvcc", "CUDA_HOME=/b has no bin/nvcc: /a is used")],
+        ),
+        (
+            Compilers(toolkit=None, missing=("nvcc",), ignored=("/b has no include/cuda.h",)),
+            [("error", "nvcc", "not found"), ("warning", "nvcc", "/b has no include/cuda.h: none is used")],
+        ),
+    ],
+)
+def test_compilers_that_are_missing_or_do_not_fit_are_named(found: Compilers, said: list[tuple[str, str, str]]) -> None:
+    problems = [(each.severity, each.value, each.message) for each in check_compilers(found)]
+    assert [each[:2] for each in problems] == [each[:2] for each in said]
+    assert all(message.startswith(text) for (*_, message), (*_, text) in zip(problems, said, strict=True))

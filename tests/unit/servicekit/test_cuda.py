@@ -150,6 +150,7 @@ def machine(tmp_path: Path) -> Path:
         ({"CUDA_HOME": "empty"}, "wheels/cu13", ["has no bin/nvcc"]),
         ({"CUDA_HOME": "nowhere"}, "wheels/cu13", ["has no bin/nvcc"]),
         ({"CUDA_HOME": "old"}, "wheels/cu13", ["is of CUDA 12, and torch is built for CUDA 13.0"]),
+        ({"CUDA_HOME": "old", "PATH": "old/bin"}, "wheels/cu13", ["is of CUDA 12, and torch is built for CUDA 13.0"]),
         ({"CUDA_HOME": "old", "PATH": "own/bin"}, "own", ["is of CUDA 12, and torch is built for CUDA 13.0"]),
         # As a script in /usr/local/bin, whose folder SGLang would take for a toolkit's.
         ({"PATH": "wrapper/bin"}, "wheels/cu13", ["has no include/cuda.h"]),
