@@ -126,7 +126,8 @@ def host_problems(
         return
     split = config.trainer.data_parallel * config.trainer.context_parallel > 1
     zero = "trainer.distributed_optimizer: true, or " if split and not config.trainer.distributed_optimizer else ""
-    undo = "grpo.updates_per_iteration: 1, or " if config.grpo.updates_per_iteration > 1 else ""
+    several = [key for key in ("updates_per_iteration", "epochs") if getattr(config.grpo, key) > 1]
+    undo = f"{' and '.join(f'grpo.{key}: 1' for key in several)}, or " if several else ""
     yield ConfigProblem(
         key="trainer",
         value="",

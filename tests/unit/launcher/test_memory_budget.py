@@ -383,6 +383,20 @@ def test_a_host_with_too_little_memory_is_named(gib: float, severity: list[str])
         assert problem.suggestion.startswith("trainer.distributed_optimizer: true, or grpo.updates_per_iteration: 1")
 
 
+@pytest.mark.parametrize(
+    ("updates", "epochs", "advice"),
+    [
+        (4, 2, "grpo.updates_per_iteration: 1 and grpo.epochs: 1, or more memory"),
+        (1, 2, "grpo.epochs: 1, or more memory"),
+        (1, 1, "more memory"),
+    ],
+)
+def test_what_undoes_a_step_is_avoided_with_one_update(updates: int, epochs: int, advice: str) -> None:
+    settings = (f"grpo.updates_per_iteration={updates}", f"grpo.epochs={epochs}", "trainer.data_parallel=1")
+    (problem,) = host_problems(overlay("cluster", *settings), preset("qwen2.5-7b"), 4, 100, "this machine")
+    assert problem.suggestion == advice
+
+
 def test_the_check_compares_with_the_host_that_has_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_config(tmp_path)
     monkeypatch.setattr(preflight_memory, "host_gib", lambda: 1.0)
