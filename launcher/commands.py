@@ -33,11 +33,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def check_command(config: Path, overrides: Sequence[str], *, gpu_memory_gib: float | None) -> int:
-    """Run `tandem check`. gpu_memory_gib: memory of a GPU; None: as nvidia-smi reports it."""
+def check_command(
+    config: Path, overrides: Sequence[str], *, gpu_memory_gib: float | None, host_memory_gib: float | None = None
+) -> int:
+    """Run `tandem check`.
+
+    Args:
+        gpu_memory_gib: memory of a GPU; None: as nvidia-smi reports it.
+        host_memory_gib: memory of the machine that has those GPUs; None: another's, which is not compared.
+    """
     console = make_console()
     draft = draft_config(config, overrides)
-    memory = memory_report(draft, gpu_memory_gib)
+    memory = memory_report(draft, gpu_memory_gib, host_memory_gib)
     notes: list[str] = []
     problems = [*preflight(draft, redis_url=redis_url(), notes=notes), *memory.problems]
     print_problems(console, problems)

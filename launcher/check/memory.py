@@ -40,22 +40,25 @@ class MemoryReport:
     problems: tuple[ConfigProblem, ...] = ()
 
 
-def memory_report(draft: Draft, gib: float | None) -> MemoryReport:
+def memory_report(draft: Draft, gib: float | None, host: float | None = None) -> MemoryReport:
     """Work out the memory of each side; empty if the configuration or its model is invalid.
 
     Args:
         gib: memory of each GPU; None: as nvidia-smi reports it, and an empty report if the run would not use GPUs.
+        host: memory of the machine that has GPUs of `gib`, in GiB; None: another's, which is not compared.
     """
     if draft.config is None or draft.bad_keys:
         return MemoryReport()
-    config, here = draft.config, gib is None and draft.config.fleet.kind != "kubernetes"
+    config = draft.config
+    if gib is None and config.fleet.kind != "kubernetes":
+        host = host_gib()
     gib = gpu_memory_gib(config) if gib is None else gib
     if gib is None:
         return MemoryReport()
     try:
         spec = ModelSpec.from_folder(config.model.path)
         report = check_memory(config, spec, gib)
-        hosts = host_problems(config, spec, config.trainer.world_size, host_gib(), "this machine") if here else ()
+        hosts = host_problems(config, spec, config.trainer.world_size, host, "this machine") if host is not None else ()
         report = replace(report, problems=(*report.problems, *hosts))
     except ConfigError:
         return MemoryReport()  # check_model reports it

@@ -93,7 +93,9 @@ def init_command(asked: InitRequest, machine: HostMachine) -> int:
         section, _, field = key.partition(".")
         value = getattr(getattr(choices.config, section), field) if field else choices.config.reward[0].label
         console.print(Text(f"  {key}: {flow(value)}  ({choices.reasons[key] or 'as given'})"))
-    code = check_command(out, [], gpu_memory_gib=machine.gpu_gib if machine.has_gpus else None)
+    gpu_gib = machine.gpu_gib if machine.has_gpus else None
+    host_gib = None if gpu_gib is None else machine.host_gib
+    code = check_command(out, [], gpu_memory_gib=gpu_gib, host_memory_gib=host_gib)
     command = "tandem run" if code == EXIT_OK else "correct the errors, then: tandem check"
     console.print(Text(f"next: {command} -c {out}"))
     return code

@@ -173,6 +173,13 @@ def test_sizes_fit_the_machine(
         assert check_memory(config, preset(model), machine.gpu_gib).problems == ()
 
 
+def test_a_host_with_too_little_memory_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = HostMachine(gpus=8, gpu_gib=80, host_gib=10)
+    assert init_command(asked(tmp_path, [SUM] * 640), machine) == 2
+    assert "4 ranks on a host take 16" in (said := " ".join(capsys.readouterr().out.split()))
+    assert "of host memory, this machine has 10" in said
+
+
 def test_a_model_that_fits_no_gpu_is_named() -> None:
     choices = Choices(load_config(None, ["model.path=m", "data.train=t.jsonl"]), [])
     suggest_layout(choices, preset("qwen3-235b-a22b"), EIGHT)
