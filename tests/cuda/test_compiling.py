@@ -6,6 +6,7 @@ On a machine with a driver and no toolkit, by a python whose environment is not 
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,7 +121,8 @@ def test_an_engine_compiles_nothing_that_its_image_brings(tmp_path: Path) -> Non
 
 def test_the_environment_lacks_nothing_for_gpus_but_the_driver() -> None:
     known = facts()
-    assert known == CudaFacts(torch="13.0", driver=known.driver, driver_cuda=0)
-    assert "libcuda.so.1" in unusable(known)
+    without = CudaFacts(torch="13.0")
+    assert replace(known, driver="", driver_cuda=0) == without  # this machine may have one
+    assert "libcuda.so.1" in unusable(without)
     found = compilers_here({"PATH": "/usr/bin"})
     assert found.missing == ()
