@@ -40,7 +40,7 @@ def check_host(
     gpus = find_gpus()
     plan = plan_devices(config, gpus.usable, trainer_ranks=trainer_ranks)
     yield from check_devices(gpus, plan, os.environ.get("TANDEM_DEVICE") or "auto")
-    yield from check_compilers(compilers_here()) if plan.on_gpus else _check_cores(config)
+    yield from check_compilers(compilers_here()) if plan.on_gpus else _check_cores(config, trainer_ranks)
     yield from _check_staged(config, plan)
 
 
@@ -164,11 +164,14 @@ def check_compilers(found: Compilers) -> Iterator[ConfigProblem]:
         )
 
 
-def _check_cores(config: RunConfig) -> Iterator[ConfigProblem]:
+def _check_cores(config: RunConfig, trainer_ranks: int | None) -> Iterator[ConfigProblem]:
     """Compare processes with cores; trainer and rollouts take turns, so each side is counted alone."""
     cores = len(os.sched_getaffinity(0))
     sides = {
-        "trainer.tensor_parallel": (config.trainer.tensor_parallel, trainer_world_size(config)),
+        "trainer.tensor_parallel": (
+            config.trainer.tensor_parallel,
+            trainer_world_size(config) if trainer_ranks is None else trainer_ranks,
+        ),
         "rollout.tensor_parallel": (
             config.rollout.tensor_parallel,
             config.rollout.replicas * config.rollout.tensor_parallel,

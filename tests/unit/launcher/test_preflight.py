@@ -12,9 +12,10 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from tokenizers.normalizers import Strip
 
+from launcher.check.host import check_host
 from launcher.check.preflight import preflight
 from servicekit.cuda import Gpus
-from tandem_config.loading import draft_config
+from tandem_config.loading import draft_config, load_config
 from tandem_config.problems import ConfigProblem
 from tests.kit.folders import (
     CONFIG,
@@ -69,6 +70,16 @@ def test_staged_beside_an_engines_collectives_is_named(
     for each in found:
         assert "NCCL" in each.message
         assert "sync.allow_staged_nccl: true" in each.suggestion
+
+
+@pytest.mark.parametrize("trainer_ranks", [None, 0])
+def test_an_evaluation_counts_no_trainer(monkeypatch: pytest.MonkeyPatch, trainer_ranks: int | None) -> None:
+    config = load_config(None, ["model.path=m", "data.train=t.jsonl", "trainer.data_parallel=4", "rollout.replicas=1"])
+    monkeypatch.setattr("launcher.check.host.find_gpus", lambda: Gpus(present=1))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+    said = " ".join(each.message for each in check_host(config, None, trainer_ranks=trainer_ranks))
+    assert f"the run needs {1 if trainer_ranks == 0 else 5}, one per" in said
+    assert ("4 trainer processes on 1 cores" in said) == (trainer_ranks is None)
 
 
 def test_a_sharded_model_is_as_good(tmp_path: Path) -> None:
