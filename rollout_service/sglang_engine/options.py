@@ -89,7 +89,9 @@ def _cuda_arguments(config: RunConfig) -> dict[str, Any]:
 
 
 def _cpu_arguments(config: RunConfig) -> dict[str, Any]:
-    tokens, longest = config.rollout.max_total_tokens, longest_prompt(config) + config.grpo.max_new_tokens
+    tokens = config.rollout.max_total_tokens
+    sets = (asked.max_new_tokens or 0 for asked in config.evaluation_sets())
+    longest = longest_prompt(config) + max(config.grpo.max_new_tokens, *sets, 0)
     return {
         "max_total_tokens": max(CPU_CACHE_TOKENS, 2 * longest) if tokens is None else tokens,
         "device": "cpu",

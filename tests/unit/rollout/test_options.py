@@ -49,6 +49,9 @@ def test_the_kv_cache_is_sglangs_own_on_gpus_and_a_number_on_cpus() -> None:
     assert arguments(config(), cuda=True)["max_total_tokens"] is None
     assert arguments(config())["max_total_tokens"] == 65536
     assert arguments(config(40000))["max_total_tokens"] == 2 * (40000 + 256)
+    sets = [{"name": "long", "data": "e", "max_new_tokens": 70000}]
+    long_set = RunConfig.model_validate({"model": {"path": "/m"}, "data": {"train": "t"}, "evaluation": {"sets": sets}})
+    assert arguments(long_set)["max_total_tokens"] == 2 * (1024 + 70000)
     for cuda in (True, False):
         assert arguments(config(max_total_tokens=4096), cuda=cuda)["max_total_tokens"] == 4096
 
