@@ -183,7 +183,7 @@ def test_prometheus_watches_every_service_of_a_run(endless: Project) -> None:
     # Every group is evaluated 15 s after the start, and the first time without data.
     until(lambda: set(api.rules().values()) == {"ok"}, SCRAPED_S, interval_s=LOOK_S)
     assert set(api.rules()) == {rule.get("alert") or rule["record"] for rule in ALL_RULES}
-    for recorded in ("tandem:reward:mean30m", "tandem:weight_sync_seconds:p95", "tandem:entropy:mean15m"):
+    for recorded in ("tandem:iteration_seconds:mean6h", "tandem:weight_sync_seconds:p95", "tandem:entropy:mean15m"):
         until(partial(api.now, recorded), SCRAPED_S, interval_s=LOOK_S)
         assert min(api.now(recorded)) > 0, recorded
 
