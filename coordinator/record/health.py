@@ -182,8 +182,10 @@ class _Curves:
     def mismatch_rise(self) -> float | None:
         """The mean difference of log-probs lately / that of the first iterations; None: too few iterations."""
         field = "logprob_abs_diff_mean"
-        first, recent = _mean(self.rows[:_SHORTEST], field), self.recent(field)
-        if first is None or recent is None or len(self.rows) < 2 * self.window:
+        # Iterations without a train step have none: at first all groups of a hard task may be equal.
+        measured = [row for row in self.rows if field in row]
+        first, recent = _mean(measured[:_SHORTEST], field), self.recent(field)
+        if first is None or recent is None or len(measured) < 2 * self.window:
             return None
         return recent / max(first, _MISMATCH_FLOOR)
 

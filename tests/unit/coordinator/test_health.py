@@ -250,3 +250,14 @@ def test_a_mismatch_that_rises_from_the_first_iterations_on_is_told() -> None:
 
 def test_a_rise_of_rounding_is_none() -> None:
     assert troubles(differing([1e-7] * 10 + [8e-4] * 20, 9e-4, 1e-3), Heldout(), {}) == []
+
+
+def test_the_first_iterations_are_the_first_that_trained() -> None:
+    """With grpo.zero_variance: drop a hard task may have nothing to train on at first."""
+    table = differing([0.01] * 10 + [0.04] * 20, 0.3, 1.0)
+    for row in table[:3]:
+        for field in ("logprob_abs_diff_mean", "logprob_abs_diff_p999", "logprob_abs_diff_max"):
+            del row[field]
+    assert figures(table, Heldout(), BFLOAT16)["mismatch_rise"] == pytest.approx(4.0)
+    assert [trouble.kind for trouble in troubles(table, Heldout(), BFLOAT16)] == ["mismatch_rising"]
+    assert "mismatch_rise" not in figures(table[:6], Heldout(), BFLOAT16)
