@@ -141,7 +141,7 @@ class Heldout:
 
     Attributes:
         initial: mean score before the first iteration, the accuracy where scores are 0 or 1; None: not measured.
-        std: largest standard deviation of an evaluation's scores; None: not measured.
+        std: largest standard deviation of an evaluation's scores; None: not known.
         title: "held-out accuracy", or "held-out reward" where a score was neither 0 nor 1.
     """
 
@@ -159,9 +159,11 @@ class Heldout:
         means = [state.get(f"{name}_accuracy") for name in ("initial", "last", "final", "best")]
         # Older releases do not say whether it is a share of right completions.
         possible = all(mean is None or 0 <= mean <= 1 for mean in means)
-        is_share = state.get("accuracy_is_share", possible)
-        title = "held-out accuracy" if is_share else "held-out reward"
-        return cls(initial=means[0], std=state.get("accuracy_std"), title=title)
+        is_share = possible and state.get("accuracy_is_share", True)
+        std = state.get("accuracy_std")
+        if std is None and is_share and means[0] is not None:
+            std = 0.5  # of scores of 0 and 1 the most; older releases, and a single prompt, do not say it
+        return cls(initial=means[0], std=std, title="held-out accuracy" if is_share else "held-out reward")
 
 
 def reward_means(row: Mapping[str, float | None], order: Iterable[str] = ()) -> dict[str, float | None]:

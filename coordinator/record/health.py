@@ -171,11 +171,14 @@ class _Curves:
 
     @property
     def heldout_fall(self) -> float | None:
-        """How far the held-out accuracy is below its start, in the spread of its scores; None: not measured."""
-        last, start = self.last("heldout_accuracy"), self.heldout.initial
-        if last is None or start is None:
+        """How far the held-out accuracy is below its start, in the spread of its scores; None: not measured.
+
+        1: no evaluation's scores had any spread, so that all of them were better at the start.
+        """
+        last, start, std = self.last("heldout_accuracy"), self.heldout.initial, self.heldout.std
+        if last is None or start is None or std is None:
             return None
-        spread = _spread(self.heldout.std, start)
+        spread = _spread(std, start) or _spread(abs(start - last), start)
         return (start - last) / spread if spread else 0.0
 
     @property

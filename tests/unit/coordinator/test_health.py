@@ -261,3 +261,13 @@ def test_the_first_iterations_are_the_first_that_trained() -> None:
     assert figures(table, Heldout(), BFLOAT16)["mismatch_rise"] == pytest.approx(4.0)
     assert [trouble.kind for trouble in troubles(table, Heldout(), BFLOAT16)] == ["mismatch_rising"]
     assert "mismatch_rise" not in figures(table[:6], Heldout(), BFLOAT16)
+
+
+@pytest.mark.parametrize(
+    ("start", "last", "told"),
+    [(1.0, 0.0, ["accuracy"]), (-1.0, -1.0, []), (0.1, 0.1 + 1e-17, []), (-1.0, 1.0, [])],
+)
+def test_held_out_scores_that_are_all_alike_are_compared_too(start: float, last: float, told: list[str]) -> None:
+    table = rows([0.5] * 3)
+    table[-1]["heldout_accuracy"] = last
+    assert [trouble.kind for trouble in troubles(table, Heldout(initial=start, std=0.0), FLOAT32)] == told

@@ -82,6 +82,14 @@ def test_what_a_held_out_figure_is_called_follows_from_its_scores(scores: list[f
     assert Heldout.of_state(vars(state)) == Heldout()
 
 
+def test_a_resumed_state_of_an_older_release_says_what_it_can() -> None:
+    old = state_at(4).model_dump(exclude={"accuracy_std", "accuracy_is_share"}) | {"initial_accuracy": -0.46}
+    state = RunState.model_validate(old)
+    assert Heldout.of_state(vars(state)) == Heldout(initial=-0.46, title="held-out reward")
+    state.note_accuracy(heldout([1, -1, 1, 1]))
+    assert Heldout.of_state(vars(state)).std == pytest.approx(1.0)
+
+
 def test_what_the_check_before_a_write_refuses_is_not_written(tmp_path: Path) -> None:
     def refuse() -> None:
         raise Evicted("another coordinator leads")

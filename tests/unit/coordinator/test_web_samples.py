@@ -209,6 +209,26 @@ def test_the_page_of_a_finished_run_is_that_of_its_folder(run_dir: Path) -> None
 
 
 @pytest.mark.parametrize(
+    ("state", "title", "told"),
+    [
+        ({"initial_accuracy": 0.6}, "held-out accuracy", ["TandemAccuracyBelowStart"]),
+        ({"initial_accuracy": 0.54}, "held-out accuracy", []),
+        ({"initial_accuracy": 0.6, "accuracy_std": 0.3}, "held-out accuracy", ["TandemAccuracyBelowStart"]),
+        ({"initial_accuracy": 0.6, "best_accuracy": 1.5}, "held-out reward", []),
+    ],
+)
+def test_held_out_scores_of_an_older_release_are_judged_as_shares_if_they_can_be(
+    run_dir: Path, state: dict[str, float], title: str, told: list[str]
+) -> None:
+    """A state of an older release has no standard deviation."""
+    write_state(run_dir, status="finished", last_accuracy=0.5, **state)
+    row = {"iteration": 1, "reward_mean": 0.5, "heldout_accuracy": 0.5}
+    (run_dir / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    shown = FolderSource(run_dir).picture()
+    assert (shown["heldout_title"], [alert["name"] for alert in shown["alerts"]]) == (title, told)
+
+
+@pytest.mark.parametrize(
     ("state", "age_s", "shown"),
     [
         (None, 0, "not started"),
