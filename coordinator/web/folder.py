@@ -47,10 +47,7 @@ class FolderSource:
             error=error,
             standstill_s=now_s - state.get("last_progress_s", now_s),
             rows=list(history.rows),
-            limits=logprob_limits(
-                [settings.get(section, {}).get("dtype") for section in ("model", "sync")],
-                settings.get("grpo", {}).get("logprob_diff_limit"),
-            ),
+            limits=_limits(settings),
             announced=(),
             serving=(),
             poisoned=(),
@@ -101,3 +98,9 @@ class FolderSource:
         except (OSError, ValueError, yaml.YAMLError):
             return {}
         return found if isinstance(found, dict) else {}
+
+
+def _limits(settings: Mapping[str, Any]) -> dict[str, float]:
+    """Return health.logprob_limits of a configuration of any release; none if it does not say the model's type."""
+    dtypes = [settings.get(section, {}).get("dtype") for section in ("model", "sync")]
+    return logprob_limits(dtypes, settings.get("grpo", {}).get("logprob_diff_limit")) if dtypes[0] else {}

@@ -209,6 +209,25 @@ def test_the_page_of_a_finished_run_is_that_of_its_folder(run_dir: Path) -> None
 
 
 @pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ("model: [", []),
+        ("run: {iterations: 9}", []),
+        ("model: {dtype: bfloat16}\ngrpo: {logprob_diff_limit: 0.2}", []),
+        ("model: {dtype: float32}", ["TandemLogprobMismatch"]),
+        ("model: {dtype: float32}\ngrpo: {logprob_diff_limit: 0.2}", []),
+    ],
+)
+def test_a_mismatch_is_judged_by_the_type_of_the_run(run_dir: Path, config: str, told: list[str]) -> None:
+    """Rows of older releases have no quantile; of a run whose type is not known 0.1 may be as it should."""
+    (run_dir / "config.resolved.yaml").write_text(config)
+    write_state(run_dir, status="finished")
+    row = {"iteration": 1, "reward_mean": 0.5, "logprob_abs_diff_max": 0.1, "logprob_abs_diff_mean": 0.01}
+    (run_dir / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    assert [alert["name"] for alert in FolderSource(run_dir).picture()["alerts"]] == told
+
+
+@pytest.mark.parametrize(
     ("state", "title", "told"),
     [
         ({"initial_accuracy": 0.6}, "held-out accuracy", ["TandemAccuracyBelowStart"]),
