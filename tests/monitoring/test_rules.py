@@ -134,6 +134,7 @@ def test_an_alert_has_a_case_in_which_it_fires(rule: dict[str, Any]) -> None:
         ("TandemNothingToLearn", f"> {health.NOTHING_TO_LEARN:g}"),
         ("TandemRewardCollapsed", f"> {health.REWARD_COLLAPSED:g}"),
         ("TandemAccuracyBelowStart", f"> {health.ACCURACY_LOST:g}"),
+        ("TandemLogprobMismatchRising", f"> {health.MISMATCH_RISEN:g}"),
         ("TandemCompletionsTruncated", f"> {health.ALL_TRUNCATED:g}"),
         ("TandemRewardErrors", f"> {health.REWARD_ERRORS:g} * "),
         ("TandemRewardTimeouts", f"> {health.REWARD_TIMEOUTS:g} * "),

@@ -84,6 +84,13 @@ def test_neither_sign_nor_scale_of_a_reward_matters(
 
 
 @pytest.mark.parametrize(("factor", "offset"), SCALES.values(), ids=SCALES)
+def test_the_loss_of_few_right_answers_is_told_as_nothing_to_learn(factor: float, offset: float) -> None:
+    """Of 0.15 to 0 it is 0.42 standard deviations."""
+    table = of_right_answers([0.15] * 30 + [0.0] * 10, factor, offset, zero_variance_ratio=[0.2] * 30 + [1.0] * 10)
+    assert kinds(table) == ["equal_rewards"]
+
+
+@pytest.mark.parametrize(("factor", "offset"), SCALES.values(), ids=SCALES)
 def test_a_task_is_solved_at_every_scale(factor: float, offset: float) -> None:
     alike = {"entropy": 0.01, "zero_variance_ratio": 0.97}
     assert kinds(of_right_answers([*RISING, *[0.99] * 20], factor, offset, **alike)) == []
