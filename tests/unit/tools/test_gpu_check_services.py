@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 
 from launcher.check.model.folder import check_model
 from tandem_api.weights.v1 import weights_pb2 as pb
+from tandem_files.profiles.folder import RankProfile, step_folder, write_profile
 from tools.gpu_check.__main__ import verdict
 from tools.gpu_check.services.deaths import PROMISED_S, wrong_deaths
 from tools.gpu_check.services.findings import Findings
@@ -267,7 +269,7 @@ class FakeTrainer:
         (1e-3, -2.0, False, "two steps after a resume differ"),
         (0.0, -2.1, False, "from those of one rank without options"),
         (0.0, math.nan, False, "from those of one rank without options"),
-        (0.0, -2.0, True, "profile was not written"),
+        (0.0, -2.0, True, "waited 60 s for the first step's profile"),
     ],
 )
 def test_a_trainer_that_trains_otherwise_is_seen(
@@ -281,11 +283,30 @@ def test_a_trainer_that_trains_otherwise_is_seen(
         run_dir=tmp_path,
         trainer=trainer,
         export=trainer.export,
+        until=partial(awaited, lambda: None),
         config=SimpleNamespace(profile=SimpleNamespace(covers=lambda step, rank: profiled)),
     )
     asyncio.run(check_trainer(fleet, findings))
     (check,) = findings.checks
     assert (says in check["wrong"][0]) if says else check["passed"], check
+    if profiled:  # made beside the trainer, after the checks
+        fleet.until = partial(awaited, lambda: write_table(tmp_path))
+        asyncio.run(check_trainer(fleet, findings))
+        assert not [wrong for wrong in findings.checks[-1]["wrong"] if "profile" in wrong]
+
+
+async def awaited(
+    meanwhile: Callable[[], None], condition: Callable[[], Awaitable[bool]], timeout_s: float, what: str
+) -> None:
+    meanwhile()
+    if not await condition():
+        raise RuntimeError(f"waited {timeout_s:g} s for {what}")
+
+
+def write_table(run_dir: Path) -> None:
+    zeros = dict.fromkeys(("seconds", "recorded_s", "compute_s", "communication_s", "exposed_s", "idle_s"), 0.0)
+    step_folder(run_dir, 1).mkdir(parents=True)
+    write_profile(run_dir, RankProfile(step=1, rank=0, world_size=1, timeline="cpu", parts={}, operators=(), **zeros))
 
 
 def test_trainers_have_what_they_are_for(tmp_path: Path) -> None:

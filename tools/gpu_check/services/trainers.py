@@ -7,9 +7,10 @@ GPUs do for real.
 
 import importlib.util
 import math
+from functools import partial
 from typing import Any
 
-from tandem_files.profiles.folder import trace_path
+from tandem_files.profiles.folder import read_profiles
 from tools.gpu_check.services.findings import Findings
 from tools.gpu_check.services.fleet import ServiceFleet
 from tools.gpu_check.services.resume import Tensors, distance, load_folder, unequal
@@ -18,6 +19,7 @@ from tools.gpu_check.services.settings import Shape
 
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
 _PROMPTS, _TOKENS = 8, 24
+PROFILE_S = 60.0
 _KL = {"kl_coefficient": 0.05, "kl_in": "loss"}
 # Sizes, and the options of section `trainer` beside them; the profile is of the first step.
 _ZERO: dict[str, Any] = {
@@ -80,9 +82,16 @@ async def check_trainer(fleet: ServiceFleet, findings: Findings) -> None:
     apart = distance(first, end) / update if update > 0 else math.inf
     if not apart <= fleet.scale.layout_limit:
         wrong.append(f"two steps differ by {apart:.3g} of the update from those of one rank without options")
-    if fleet.config.profile.covers(1, 0) and not trace_path(fleet.run_dir, 1, 0).exists():
-        wrong.append("the first step's profile was not written")
+    if fleet.config.profile.covers(1, 0):
+        try:
+            await fleet.until(partial(_has_profile, fleet), PROFILE_S, "the first step's profile")
+        except RuntimeError as error:
+            wrong.append(str(error))
     findings.add(f"{name}: two steps", wrong, again_over_update=again, apart_over_update=apart)
+
+
+async def _has_profile(fleet: ServiceFleet) -> bool:
+    return len(read_profiles(fleet.run_dir)) > 0  # a process beside the trainer makes it, the table last
 
 
 async def _weights(fleet: ServiceFleet) -> Tensors:
