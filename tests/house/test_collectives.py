@@ -13,8 +13,11 @@ from tests.house.repository import calls, name_of, parse, python_files
 
 COLLECTIVES = {
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all", "all_to_all_single", "barrier", "broadcast"),
+    *("all_gather_coalesced", "all_gather_object", "all_reduce_coalesced", "batch_isend_irecv", "gather_object"),
+    *("broadcast_object_list", "recv_object_list", "reduce_scatter_tensor", "scatter_object_list", "send_object_list"),
     *("gather", "irecv", "isend", "monitored_barrier", "recv", "reduce", "reduce_scatter", "scatter", "send"),
 }
+NAMES = {f"{module}.{name}" for module in ("dist", "distributed") for name in COLLECTIVES}
 # All of whose collectives are over a group that they are given, of gloo.
 OVER_GLOO = {
     "trainer_service/measure/meter.py",
@@ -39,7 +42,7 @@ def collectives(tree: ast.Module) -> list[ast.Call]:
     found = []
     for _, call in calls(tree):
         named = [call.func, *call.args]
-        if any(ast.unparse(each) in {f"dist.{name}" for name in COLLECTIVES} for each in named):
+        if any(ast.unparse(each).removeprefix("torch.") in NAMES for each in named):
             found.append(call)
     return found
 
@@ -61,5 +64,6 @@ def test_what_ranks_agree_on_is_over_gloo(name: str) -> None:
 
 
 def test_a_collective_is_recognised() -> None:
-    source = "import torch.distributed as dist\ndist.all_reduce(x)\nbegin(dist.isend, x)\ndist.get_rank()\nsend(x)"
-    assert [call.lineno for call in collectives(ast.parse(source))] == [2, 3]
+    lines = ["dist.all_reduce(x)", "begin(dist.isend, x)", "dist.get_rank()", "send(x)"]
+    lines += ["torch.distributed.all_reduce(x)", "dist.all_gather_object(found, x)"]
+    assert [call.lineno for call in collectives(ast.parse("\n".join(lines)))] == [1, 2, 5, 6]
