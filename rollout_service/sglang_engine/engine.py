@@ -81,10 +81,16 @@ class SglangEngine:
     async def _warm_up(self) -> None:
         """Generate, with any weights, so that SGLang loads and compiles now what it would late, or fails now."""
         group = GroupRequest(group_id="warm-up", prompt_ids=[0, 0], num_completions=2)
-        async with asyncio.timeout(WARM_UP_S):
-            for sampling in self._sampling:
-                async for _ in self.generate([group], sampling):
-                    pass
+        try:
+            async with asyncio.timeout(WARM_UP_S):
+                for sampling in self._sampling:
+                    async for _ in self.generate([group], sampling):
+                        pass
+        except TimeoutError:
+            raise RuntimeError(
+                f"SGLang did not answer the first requests of replica {self._name} within {WARM_UP_S:g} s: does it "
+                f"still compile (ninja, nvcc) on this machine? The last sampling was {sampling}"
+            ) from None
 
     def _read_limits(self) -> EngineLimits:
         engine = self._processes.engine

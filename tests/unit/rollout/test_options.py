@@ -1,3 +1,4 @@
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,6 +144,19 @@ async def test_an_engine_is_warm_when_it_has_sampled_in_each() -> None:
     engine._sampling = ["plain", "top-p"]
     await engine._warm_up()
     assert asked == ["plain", "top-p"]
+
+
+async def test_an_engine_that_is_not_warm_in_time_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = SglangEngine.__new__(SglangEngine)
+
+    async def generate(groups: object, sampling: object) -> AsyncIterator[object]:
+        await asyncio.Event().wait()
+        yield groups
+
+    monkeypatch.setattr("rollout_service.sglang_engine.engine.WARM_UP_S", 0.01)
+    engine.generate, engine._sampling, engine._name = generate, ["plain", "top-p"], "rollout-3"
+    with pytest.raises(RuntimeError, match=r"replica rollout-3 within 0.01 s: .* sampling was plain"):
+        await engine._warm_up()
 
 
 def test_only_engines_on_gpus_compile(tmp_path: Path) -> None:
