@@ -116,5 +116,8 @@ class TrainerEngine(Protocol):
     def export(self, folder: Path) -> int:
         """Write the policy as a Hugging Face folder, atomically. Returns: bytes written."""
 
+    def finish_profiles(self, timeout_s: float) -> None:
+        """Wait for the files of profiled steps, which are made beside the training, at most for `timeout_s`."""
+
     def close(self) -> None:
         """Destroy the engine's process groups."""

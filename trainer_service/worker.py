@@ -36,6 +36,9 @@ from weightsync.transfer.session import SyncMember
 
 # Key of rank 0's settings in the store.
 _SETTINGS = "settings"
+# For the table of a step that was profiled just before the end: less than the end of a rank is waited for
+# (app.DRAIN_GRACE_S). The process ends without its threads, and what it has started ends with it.
+_PROFILE_S = 20.0
 
 log = get_logger(__name__)
 
@@ -129,6 +132,7 @@ class Worker:
             member.close()
         dist.barrier(group=group)
         dist.destroy_process_group()
+        engine.finish_profiles(_PROFILE_S)
 
     def _fail(self, why: str) -> None:
         """End all ranks: this one can no longer take part in weight syncs."""

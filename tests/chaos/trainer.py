@@ -67,6 +67,9 @@ class FakeTrainerEngine:
     def logprobs(self, samples: Samples, *, reference: bool = False) -> tuple[FloatArray, FloatArray]:
         return np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.float32)
 
+    def finish_profiles(self, timeout_s: float) -> None:
+        """Nothing is profiled."""
+
     def close(self) -> None:
         """Nothing to give up."""
 

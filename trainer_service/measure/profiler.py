@@ -74,11 +74,12 @@ class StepProfiler:
             try:
                 yield parts
                 self._record(False)
+                seconds = time.perf_counter() - begun_s
             finally:
                 self._recorder = None
         trace = trace_path(self._run_dir, step, dist.get_rank()).with_suffix("")  # not packed yet
         fields = {"step": step, "rank": dist.get_rank(), "world_size": dist.get_world_size(), "parts": parts}
-        fields |= {"timeline": self._device.type, "seconds": time.perf_counter() - begun_s}
+        fields |= {"timeline": self._device.type, "seconds": seconds}
         fields |= {"recorded_s": self._recorded_s, "run_dir": str(self._run_dir)}
         try:
             step_folder(self._run_dir, step).mkdir(parents=True, exist_ok=True)
@@ -86,8 +87,9 @@ class StepProfiler:
         except (OSError, RuntimeError) as error:  # the trace's disk is full, or Kineto has failed
             log.warning("profile not written", step=step, error=str(error))
             return
-        # no daemon: the process ends after it
-        self._writing = threading.Thread(target=_write, args=(trace, fields), name="profile")
+        self._writing = threading.Thread(
+            target=_write, args=(trace, fields, self._writing), name="profile", daemon=True
+        )
         self._writing.start()
 
     @contextmanager
@@ -106,10 +108,13 @@ class StepProfiler:
             self._seen[self._part] += 1
             self._record(self._seen[self._part] <= MICRO_BATCHES)
 
-    def wait(self) -> None:
-        """Wait for the files of the last profile."""
-        if self._writing is not None:
-            self._writing.join()
+    def wait(self, timeout_s: float = _TABLE_S) -> None:
+        """Wait for the files of all profiles, at most for `timeout_s`: they are lost when the process ends."""
+        if self._writing is None:
+            return
+        self._writing.join(timeout_s)
+        if self._writing.is_alive():
+            log.warning("profile not written", error=f"its table was not made within {timeout_s:g} s of the stop")
 
     def _record(self, wanted: bool) -> None:
         if self._recorder is None or wanted == (self._since_s is not None):
@@ -122,8 +127,10 @@ class StepProfiler:
         self._since_s = now_s if wanted else None
 
 
-def _write(trace: Path, fields: dict[str, Any]) -> None:
-    """Make the table and the packed trace in another process."""
+def _write(trace: Path, fields: dict[str, Any], before: threading.Thread | None = None) -> None:
+    """Make the table and the packed trace in another process. before: makes those of another step, first."""
+    if before is not None:
+        before.join()
     command = [sys.executable, "-m", "trainer_service.measure.trace_table", str(trace), json.dumps(fields)]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TABLE_S)

@@ -317,6 +317,10 @@ class MegatronEngine:
 
         return self._agreement.together(f"write {folder}", write)
 
+    def finish_profiles(self, timeout_s: float) -> None:
+        """Wait for the files of profiled steps."""
+        self._profiler.wait(timeout_s)
+
     def close(self) -> None:
         """Destroy Megatron's process groups, so that another engine can be made in this process."""
         self._profiler.wait()

@@ -145,6 +145,49 @@ def test_the_first_micro_batches_of_each_part_are_recorded(make_engine: Make, tm
     ]
 
 
+def test_the_seconds_of_a_step_are_without_the_end_of_its_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, now = profiling.profile.__exit__, [0.0]
+
+    def end(*given: Any) -> None:
+        now[0] += 100.0
+        real(*given)
+
+    monkeypatch.setattr(profiling.profile, "__exit__", end)
+    monkeypatch.setattr(profiling.time, "perf_counter", lambda: now[0])
+    profiler = StepProfiler(ProfileSection(steps=1, first=1), tmp_path, CPU)
+    with profiler.around(1):
+        now[0] += 3.0
+    profiler.wait()
+    (table,) = read_profiles(tmp_path)
+    assert (table.seconds, table.recorded_s) == (3.0, 3.0)
+
+
+def test_tables_are_made_one_after_the_other_and_all_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end, running, most = threading.Event(), [0], [0]
+
+    def make(*_: Any, **__: Any) -> None:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        may_end.wait(60)
+        running[0] -= 1
+
+    monkeypatch.setattr(subprocess, "run", make)
+    profiler = StepProfiler(ProfileSection(steps=2, first=1), tmp_path, CPU)
+    for step in (1, 2):
+        with profiler.around(step):
+            pass
+    with capture_logs() as logs:
+        profiler.wait(0.1)
+    assert "within 0.1 s of the stop" in logs[0]["error"]
+    may_end.set()
+    profiler.wait()
+    assert (running, most) == ([0], [1])
+
+
 def test_a_step_does_not_wait_for_its_table(make_engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = threading.Event()
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: made.wait(60))
