@@ -34,7 +34,7 @@ class RankProfile:
     Attributes:
         step: number of the step in the run, from 1.
         timeline: the device's name, "cuda" (its kernels) or "cpu" (the host's operators).
-        recorded_s: seconds of the step that were recorded: of each part the first micro-batches.
+        recorded_s: seconds of the step that were recorded: the first micro-batches of each part, and a last one.
         compute_s: seconds in which something was computed.
         communication_s: seconds in which a collective or a message was under way.
         exposed_s: those of them in which nothing was computed.

@@ -32,6 +32,9 @@ log = get_logger(__name__)
 class StepProfiler:
     """Profiles steps of this rank: of each part the first micro-batches, and all that is done beside them.
 
+    Of the first update also the last one: gradients are reduced after it, or beside its backward pass. And a pipeline's
+    stage has run some forward passes, all that are recorded perhaps, before its first backward pass.
+
     Args:
         run_dir: folder of the run; None: there is none, and nothing is profiled.
     """
@@ -43,7 +46,7 @@ class StepProfiler:
             self._activities.append(ProfilerActivity.CUDA)
         self._recorder: Any = None  # while a step is profiled
         self._seen: Counter[str] = Counter()  # micro-batches, by part
-        self._part = ""
+        self._part, self._has_last = "", False
         self._since_s: float | None = None  # None: it is not recording
         self._recorded_s = 0.0
         self._writing: threading.Thread | None = None
@@ -62,7 +65,7 @@ class StepProfiler:
             return
         settings = self._settings
         self._seen.clear()
-        self._recorded_s = 0.0
+        self._has_last, self._recorded_s = False, 0.0
         begun_s = self._since_s = time.perf_counter()
         with profile(
             activities=self._activities,
@@ -102,11 +105,13 @@ class StepProfiler:
             finally:
                 self._record(True)
 
-    def micro_batch(self) -> None:
-        """Note that a micro-batch of the part begins."""
-        if self._recorder is not None:
-            self._seen[self._part] += 1
-            self._record(self._seen[self._part] <= MICRO_BATCHES)
+    def micro_batch(self, last: bool) -> None:
+        """Note that a micro-batch of the part begins. last: of an update."""
+        if self._recorder is None:
+            return
+        self._seen[self._part] += 1
+        self._record(self._seen[self._part] <= MICRO_BATCHES or (last and not self._has_last))
+        self._has_last |= last
 
     def wait(self, timeout_s: float = _TABLE_S) -> None:
         """Wait for the files of all profiles, at most for `timeout_s`: they are lost when the process ends."""

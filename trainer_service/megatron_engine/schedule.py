@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -54,10 +55,11 @@ class Schedule:
     """Runs forward and backward passes of a list of micro-batches on all ranks of a copy of the model.
 
     Args:
-        on_micro_batch: called when the forward pass of one begins.
+        on_micro_batch: called when the forward pass of one begins, or of a stage's part of one; with whether it is the
+            last one before gradients are reduced.
     """
 
-    def __init__(self, chunks: list[DistributedDataParallel], on_micro_batch: Callable[[], None]) -> None:
+    def __init__(self, chunks: list[DistributedDataParallel], on_micro_batch: Callable[[bool], None]) -> None:
         self._chunks, self._on_micro_batch = chunks, on_micro_batch
         layers = [layer for chunk in chunks for layer in chunk.modules()]
         self._dispatchers = [layer.token_dispatcher for layer in layers if isinstance(layer, MoELayer)]
@@ -98,8 +100,9 @@ class Schedule:
         if not batches:
             return
         interleaved = len(self._chunks) > 1
+        lasts = chain(repeat(False, len(batches) * len(self._chunks) - 1), [not forward_only])
         self._run(
-            forward_step_func=partial(self._forward, on_tokens),
+            forward_step_func=partial(self._forward, on_tokens, lasts),
             data_iterator=[iter(batches) for _ in self._chunks] if interleaved else iter(batches),
             model=self._chunks if interleaved else self._chunks[0],
             num_microbatches=len(batches),
@@ -110,10 +113,14 @@ class Schedule:
         )
 
     def _forward(
-        self, on_tokens: TokenFunction, batches: Iterator[MicroBatchTensors], model: torch.nn.Module
+        self,
+        on_tokens: TokenFunction,
+        lasts: Iterator[bool],
+        batches: Iterator[MicroBatchTensors],
+        model: torch.nn.Module,
     ) -> tuple[Any, Callable[[tuple[Tensor, Tensor]], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
         batch = next(batches)
-        self._on_micro_batch()
+        self._on_micro_batch(next(lasts))
         chosen = ChosenTokens(positions=batch.positions, targets=batch.targets)
         out = model(batch.input_ids, batch.position_ids, None, labels=chosen, packed_seq_params=batch.packing)
         return out, partial(self._loss, on_tokens, batch)

@@ -133,9 +133,9 @@ def test_the_first_micro_batches_of_each_part_are_recorded(make_engine: Make, tm
     names = [one.get("name") for one in events if one.get("ph") == "X"]
     seen = engine._profiler._seen
     assert seen["forward_backward"] > 2 * MICRO_BATCHES
-    # one in each forward pass
-    assert names.count("aten::embedding") == sum(min(count, MICRO_BATCHES) for count in seen.values())
-    assert names.count("aten::embedding_dense_backward") == MICRO_BATCHES
+    # one in each forward pass; of the first update also the last
+    assert names.count("aten::embedding") == sum(min(count, MICRO_BATCHES) for count in seen.values()) + 1
+    assert names.count("aten::embedding_dense_backward") == MICRO_BATCHES + 1
     assert {"old_logprobs", "forward_backward", "optimizer"} <= set(names)
     (table,) = read_profiles(tmp_path)
     assert table.recorded_s < table.seconds
@@ -143,6 +143,35 @@ def test_the_first_micro_batches_of_each_part_are_recorded(make_engine: Make, tm
         "rank-000.json",
         "rank-000.trace.json.gz",
     ]
+
+
+def test_a_stage_of_a_pipeline_records_backward_passes_and_the_reduction_of_gradients(tmp_path: Path) -> None:
+    """The first of eight stages, whose warm-up has more forward passes than are recorded first."""
+    profiler, span = StepProfiler(ProfileSection(steps=1, first=1), tmp_path, CPU), torch.profiler.record_function
+    with profiler.around(1):
+        for update in range(2):
+            with profiler.part("forward_backward"):
+                for number in range(12):
+                    profiler.micro_batch(number == 11)
+                    with span(f"forward {update} {number}"):
+                        pass
+                    if number >= 7:
+                        with span(f"backward {update} {number - 7}"):
+                            pass
+                for number in range(5, 12):
+                    with span(f"backward {update} {number}"):
+                        pass
+                with span(f"reduce {update}"):
+                    pass
+    profiler.wait()
+    events = json.loads(gzip.decompress(trace_path(tmp_path, 1, 0).read_bytes()))["traceEvents"]
+    forward, backward, reduced = (
+        [name for one in events if (name := str(one.get("name"))).startswith(f"{what} ")]
+        for what in ("forward", "backward", "reduce")
+    )
+    assert sorted(set(forward)) == sorted(f"forward 0 {number}" for number in (0, 1, 2, 3, 11))
+    assert sorted(set(backward)) == sorted(f"backward 0 {number}" for number in range(4, 12))
+    assert set(reduced) == {"reduce 0"}
 
 
 def test_the_seconds_of_a_step_are_without_the_end_of_its_recording(
