@@ -26,6 +26,7 @@ from coordinator.fleet.kubernetes.cluster import Cluster, connect, reach_cluster
 from coordinator.fleet.kubernetes.fleet import KubernetesFleet
 from coordinator.fleet.kubernetes.keeper import Keeper
 from coordinator.fleet.kubernetes.returns import TrainerGuard
+from coordinator.fleet.kubernetes.troubles import Troubles
 from coordinator.fleet.watched import WatchedFleet
 from coordinator.watch.events import EventKind, EventLog
 from servicekit.environment import ServiceEnvironment
@@ -905,17 +906,47 @@ async def test_rollouts_make_room_for_the_trainer_and_come_back(
     await soon(lambda: api.get(kind, "rollout", NAMESPACE)["spec"]["replicas"] == 0)
     api.delete("Pod", "rollout-0", NAMESPACE)
     await soon(first.has_queued_replicas)  # so that nobody's patience with them ends
-    assert any("is scaled from 2 to 0" in trouble for trouble in first.troubles())
+    await soon(lambda: any("is scaled from 2 to 0" in trouble for trouble in first.troubles()))
     first.close()
     # Another coordinator, which sets the size at its start (fleet.scale), but not while the trainer has no node.
     second = await start(rollout_set_kind=kind, scale=True)
     assert api.get(kind, "rollout", NAMESPACE)["spec"]["replicas"] == 0
+    await soon(lambda: any("is scaled from 2 to 0" in trouble for trouble in second.troubles()))
     api.put(placed("trainer-0", component="trainer"))
     await soon(lambda: api.get(kind, "rollout", NAMESPACE)["spec"]["replicas"] == 2)
     await soon(lambda: not second.has_queued_replicas())
-    assert second.troubles() == []
+    await soon(lambda: second.troubles() == [])
     (event,) = [each for each in api.list_of("Event") if each["reason"] == "TandemMadeRoom"]
     assert event["involvedObject"]["kind"] == kind
+
+
+async def test_a_note_of_a_set_that_was_applied_since_does_not_keep_fleet_scale_from_its_size(
+    api: FakeCluster, start: Start, environment: ServiceEnvironment
+) -> None:
+    (environment.run_dir / placement.PLACEMENT_FILE).write_text('{"replicas": 5}')
+    api.put(rollout_set(5))
+    await start(scale=True)
+    assert api.get("StatefulSet", "rollout", NAMESPACE)["spec"]["replicas"] == 2
+
+
+async def test_warnings_of_it_reach_watchers_and_its_own_failure_is_a_trouble(
+    api: FakeCluster, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Events are the loop's: one that a thread appends wakes no watcher."""
+    loops, note = set(), Troubles.note
+
+    def noted(self: Troubles, about: str, text: str) -> None:
+        if about == "placement":
+            loops.add(asyncio._get_running_loop() is not None)
+        note(self, about, text)
+
+    monkeypatch.setattr(Troubles, "note", noted)
+    monkeypatch.setattr(placement, "INTERVAL_S", 0.02)
+    cluster = await start()
+    await soon(lambda: loops == {True})
+    monkeypatch.setattr(placement.RoomForTrainer, "look", lambda self: {}["a mistake"])
+    await soon(lambda: any("no room is made any more: 'a mistake'" in text for text in cluster.troubles()))
+    assert loops == {True}
 
 
 async def test_rollouts_that_may_not_be_taken_away_are_a_trouble(

@@ -27,6 +27,7 @@ from coordinator.fleet.kubernetes.troubles import Troubles
 from coordinator.watch.events import EventLog
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, NotReady, TandemError
+from servicekit.life.lifecycle import watch
 from servicekit.logs import get_logger
 from tandem_config.schema import FleetSection, RunConfig
 
@@ -69,9 +70,10 @@ class Cluster:
         """Check the permissions, start watching pods, scale the rollout set; from then on make room for the trainer."""
         await asyncio.to_thread(self._check_permissions)
         await asyncio.to_thread(self.pods.start, self.settings.request_timeout_s)
-        if self.settings.scale and self._placement.size_before is None:
+        if self.settings.scale:
             await asyncio.to_thread(self._scale)
         self._making_room = asyncio.create_task(self._placement.run(), name="placement")
+        watch(self._making_room, lambda error: self.noted.note("placement", f"no room is made any more: {error}"))
 
     def troubles(self) -> list[str]:
         """List the troubles of the cluster now, as sentences."""
@@ -125,10 +127,10 @@ class Cluster:
 
     def has_queued_replicas(self) -> bool:
         """Whether pods of replicas are held in a queue, or taken away for the trainer, as far as the watch knows."""
-        if self._placement.size_before is not None:
-            return True
-        pods = self.pods.pods if self.pods.is_current else ()
-        return any(pod.outlook is PodOutlook.QUEUED for pod in pods if pod.component != TRAINER)
+        if not self.pods.is_current:
+            return False
+        rollouts = [pod for pod in self.pods.pods if pod.component != TRAINER]
+        return self._placement.is_waiting or any(pod.outlook is PodOutlook.QUEUED for pod in rollouts)
 
     def _has_trainer_pods(self) -> bool:
         return any(pod.component == TRAINER for pod in self.pods.pods)
@@ -195,6 +197,8 @@ class Cluster:
     def _scale(self) -> None:
         ours, replicas = self.rollout_set, self._replicas
         try:
+            if self._placement.size_before is not None and self.api.replicas_of(ours)[0] == 0:
+                return  # taken away for the trainer by a predecessor: brought back when it has its nodes
             before = self.api.scale(ours, replicas)
         except TandemError as error:
             self.noted.note("scale", f"the rollout set keeps its size: {error}")

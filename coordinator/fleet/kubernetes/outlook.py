@@ -5,18 +5,21 @@ from collections.abc import Sequence
 from coordinator.fleet.kubernetes.api.pods import TRAINER, Pod, PodOutlook
 
 
+def trainers(pods: Sequence[Pod]) -> list[Pod]:
+    """Return the trainer's pods, without those that have ended or leave where another one has their place."""
+    mine = [pod for pod in pods if pod.component == TRAINER]
+    filled = {pod.place for pod in mine if pod.place and not pod.goes}
+    return [pod for pod in mine if not (pod.goes and pod.place in filled)]
+
+
 def trainer_outlook(pods: Sequence[Pod]) -> tuple[PodOutlook, str]:
     """Judge the trainer by its pods.
-
-    A pod that has ended or is being deleted does not count where another one has its place.
 
     Returns: DEAD if a pod is dead, since the others wait for it in vain; QUEUED if one is queued; UP if all are ready;
         else COMING, also without any pod, since the set is about to create them. And the pods' troubles:
         `trainer-0: container trainer: ...`.
     """
-    mine = [pod for pod in pods if pod.component == TRAINER]
-    filled = {pod.place for pod in mine if pod.place and not pod.goes}
-    mine = [pod for pod in mine if not (pod.goes and pod.place in filled)]
+    mine = trainers(pods)
     dead = [pod for pod in mine if pod.outlook is PodOutlook.DEAD]
     reason = "; ".join(
         f"{pod.name}: {pod.trouble or 'not ready'}" for pod in dead or mine if pod.outlook is not PodOutlook.UP

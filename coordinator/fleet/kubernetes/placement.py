@@ -5,6 +5,7 @@ have nodes                                     is left to kubectl, an autoscaler
 unschedulable for AFTER_S, rollouts on nodes   is scaled to 0, and its size noted in the run's folder
 have nodes again                               gets that size back, also from a coordinator that was started since
 another writer has scaled the set meanwhile    is theirs: left as it is, until the trainer has had nodes once
+has never been seen at 0 (a lost answer)       is judged anew
 
 To 0, since a smaller step may leave no node whole, autoscalers leave a set of 0 alone, and Kueue admits no other size.
 """
@@ -20,8 +21,9 @@ from coordinator.fleet.kubernetes.api.events import About, EventRecorder
 from coordinator.fleet.kubernetes.api.pod_sets import PodSet
 from coordinator.fleet.kubernetes.api.pods import TRAINER, Pod
 from coordinator.fleet.kubernetes.api.watch import PodWatch
+from coordinator.fleet.kubernetes.outlook import trainers
 from coordinator.fleet.kubernetes.troubles import Troubles
-from servicekit.errors import InvalidRequest, NotReady, PermissionDenied, TandemError
+from servicekit.errors import TandemError
 from servicekit.logs import get_logger
 from tandem_files.atomic import write_json_atomic
 
@@ -58,8 +60,14 @@ class RoomForTrainer:
         self._recorder = EventRecorder(api)
         self._file, self._wanted, self._clock = folder / PLACEMENT_FILE, wanted, clock
         self._since_s: float | None = None
-        self._is_theirs = False
+        self._is_theirs = self._is_placed = self._is_empty = False
+        self._trouble = ""
         self.size_before = self._read()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the rollouts are taken away, and the trainer does not have its nodes yet."""
+        return self.size_before is not None and not self._is_placed
 
     async def run(self) -> None:
         """Look again and again, until cancelled."""
@@ -67,23 +75,24 @@ class RoomForTrainer:
             try:
                 await asyncio.to_thread(self.look)
             except (TandemError, OSError) as error:
-                self._noted.note("placement", f"{self._set} keeps what the trainer may wait for: {error}")
+                does = "stays at 0" if self._is_empty else "keeps what the trainer may wait for"
+                self._trouble = f"{self._set} {does}: {error}"
+            self._noted.note("placement", self._trouble)  # here, since events are the loop's
             await asyncio.sleep(INTERVAL_S)
 
     def look(self) -> None:
         """Take the rollouts away, or bring them back, if it is time. Raises: TandemError, OSError: it could not."""
         if not self._pods.is_current:
             return
-        staying = [pod for pod in self._pods.pods if not pod.goes]
-        trainers = [pod for pod in staying if pod.component == TRAINER]
-        is_placed = bool(trainers) and all(pod.node for pod in trainers)
+        pods = self._pods.pods
+        mine = trainers(pods)
+        self._is_placed = bool(mine) and all(pod.node and not pod.goes for pod in mine)
         if self.size_before is not None:
-            self._look_at_emptied(is_placed)
-        elif is_placed:
-            self._is_theirs = False
-            self._noted.note("placement", "")
-        rollouts_hold = any(pod.node for pod in staying if pod.component != TRAINER)
-        if self.size_before is not None or self._is_theirs or not (rollouts_hold and _lack_room(trainers)):
+            self._look_at_emptied()
+        elif self._is_placed:
+            self._is_theirs, self._trouble = False, ""
+        rollouts_hold = any(pod.node and not pod.goes for pod in pods if pod.component != TRAINER)
+        if self.size_before is not None or self._is_theirs or not (rollouts_hold and _lack_room(mine)):
             self._since_s = None
             return
         now_s = self._clock()
@@ -93,8 +102,8 @@ class RoomForTrainer:
             self._empty()
 
     def forget(self) -> None:
-        """The run is over: the rollouts do not come back."""
-        self.size_before = None
+        """The rollouts do not come back by this."""
+        self.size_before, self._is_empty = None, False
         try:
             self._file.unlink(missing_ok=True)
         except OSError as error:
@@ -107,29 +116,30 @@ class RoomForTrainer:
         # First: who is started after this moment must know the size.
         write_json_atomic(self._file, {"replicas": before})
         self.size_before = before
-        try:
-            self._api.scale(self._set, 0)
-        except (InvalidRequest, NotReady, PermissionDenied):  # not after a lost answer: it may have been done
-            self.forget()
-            raise
-        text = f"{self._set} is scaled from {before} to 0 until the trainer has its nodes: it finds no room beside them"
-        self._noted.note("placement", text)
-        self._recorder.record(About.pod_set(self._set), "TandemMadeRoom", text)
+        self._api.scale(self._set, 0)
+        self._is_empty, self._trouble = True, self._text(before)
+        self._recorder.record(About.pod_set(self._set), "TandemMadeRoom", self._trouble)
 
-    def _look_at_emptied(self, is_placed: bool) -> None:
+    def _text(self, before: int) -> str:
+        return f"{self._set} is scaled from {before} to 0 until the trainer has its nodes: it finds no room beside them"
+
+    def _look_at_emptied(self) -> None:
         size, _ = self._api.replicas_of(self._set)
+        before = self.size_before or 0
         if size:
-            log.info("rollout set scaled by another writer", pod_set=str(self._set), replicas=size)
-            self._is_theirs = not is_placed
-        elif is_placed:
-            wanted = self._wanted if self._wanted is not None else self.size_before or 0
+            log.info("rollout set is not at 0", pod_set=str(self._set), replicas=size, was_at_0=self._is_empty)
+            self._is_theirs = self._is_empty and not self._is_placed
+        else:
+            self._is_empty = True
+            if not self._is_placed:
+                self._trouble = self._text(before)
+                return
+            wanted = self._wanted if self._wanted is not None else before
             self._api.scale(self._set, wanted)
             text = f"from 0 to {wanted} replicas: the trainer has its nodes"
             log.info("rollouts brought back", pod_set=str(self._set), replicas=wanted)
             self._recorder.record(About.pod_set(self._set), "TandemScaled", text)
-        else:
-            return
-        self._noted.note("placement", "")
+        self._trouble = ""
         self.forget()
 
     def _read(self) -> int | None:
@@ -143,6 +153,7 @@ class RoomForTrainer:
             return None
 
 
-def _lack_room(trainers: Sequence[Pod]) -> bool:
+def _lack_room(mine: Sequence[Pod]) -> bool:
     """Whether a trainer pod is unschedulable, since nodes have too little of something."""
-    return any(not pod.node and pod.trouble.startswith("unschedulable") and _NO_ROOM in pod.trouble for pod in trainers)
+    waiting = [pod.trouble for pod in mine if not pod.node and not pod.goes]
+    return any(trouble.startswith("unschedulable") and _NO_ROOM in trouble for trouble in waiting)

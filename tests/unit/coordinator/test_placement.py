@@ -12,7 +12,7 @@ from coordinator.fleet.kubernetes.api.pods import Pod, PodOutlook
 from coordinator.fleet.kubernetes.placement import AFTER_S, PLACEMENT_FILE, RoomForTrainer
 from coordinator.fleet.kubernetes.troubles import Troubles
 from coordinator.watch.events import EventLog
-from servicekit.errors import PermissionDenied
+from servicekit.errors import PermissionDenied, Unavailable
 
 FULL = "unschedulable: 0/5 nodes are available: 2 node(s) had untolerated taint(s), 3 Insufficient nvidia.com/gpu."
 
@@ -38,7 +38,7 @@ class Scene:
         self.folder, self.size, self.now_s, self.namespace = folder, 16, 0.0, "tandem"
         self.pods: tuple[Pod, ...] = ()
         self.is_current = True
-        self.refused = False
+        self.refused: Exception | None = None
         self.asked: list[int] = []
         self.trainers(a_pod("trainer-0", trouble=FULL))
 
@@ -50,8 +50,8 @@ class Scene:
         return self.size, "1"
 
     def scale(self, pod_set: PodSet, replicas: int) -> int:
-        if self.refused:
-            raise PermissionDenied("patch statefulsets/scale: refused")
+        if self.refused is not None:
+            raise self.refused
         self.asked.append(replicas)
         before, self.size = self.size, replicas
         return before
@@ -59,18 +59,25 @@ class Scene:
     def create_event(self, body: Any) -> None:
         """Events are not looked at here."""
 
-    def coordinator(self, wanted: int | None = None) -> Callable[[float], None]:
-        """Another coordinator. Returns: lets it look after so many seconds."""
+    def placement(self, wanted: int | None = None) -> RoomForTrainer:
+        """Another coordinator's."""
         api: Any = self
         rollouts = PodSet(kind="StatefulSet", name="rollout")
         troubles = Troubles(EventLog())
-        placement = RoomForTrainer(api, api, troubles, rollouts, self.folder, wanted=wanted, clock=lambda: self.now_s)
+        return RoomForTrainer(api, api, troubles, rollouts, self.folder, wanted=wanted, clock=lambda: self.now_s)
+
+    def looks(self, placement: RoomForTrainer) -> Callable[[float], None]:
+        """Lets a coordinator look after so many seconds."""
 
         def look(after_s: float) -> None:
             self.now_s += after_s
             placement.look()
 
         return look
+
+    def coordinator(self, wanted: int | None = None) -> Callable[[float], None]:
+        """Another coordinator. Returns: lets it look after so many seconds."""
+        return self.looks(self.placement(wanted))
 
 
 @pytest.fixture
@@ -179,18 +186,71 @@ def test_an_api_that_is_away_decides_nothing(scene: Scene) -> None:
     assert scene.asked == []
 
 
-def test_what_is_refused_is_an_error_and_is_tried_again(scene: Scene) -> None:
+@pytest.mark.parametrize("error", [PermissionDenied("refused"), Unavailable("no answer")], ids=["refused", "lost"])
+def test_what_fails_is_an_error_and_is_tried_again(scene: Scene, error: Exception) -> None:
+    """A set that was never at 0 has not been scaled by another writer, whatever the note says."""
     look = scene.coordinator()
     look(0.0)
-    scene.refused = True
-    with pytest.raises(PermissionDenied):
+    scene.refused = error
+    with pytest.raises(type(error)):
         look(AFTER_S)
-    assert not (scene.folder / PLACEMENT_FILE).exists()
-    scene.refused = False
+    scene.refused = None
     look(1.0)
     assert scene.asked == []  # not before it has waited again
+    assert not (scene.folder / PLACEMENT_FILE).exists()
     look(AFTER_S)
     assert scene.asked == [0]
+
+
+def test_a_coordinator_that_died_before_it_scaled_has_a_successor_that_does(scene: Scene) -> None:
+    (scene.folder / PLACEMENT_FILE).write_text('{"replicas": 16}')
+    look = scene.coordinator()
+    look(0.0)
+    look(AFTER_S)
+    assert scene.asked == [0]
+
+
+def test_an_answer_that_was_lost_after_the_set_was_scaled_brings_the_rollouts_back(scene: Scene) -> None:
+    look = scene.coordinator()
+    look(0.0)
+    scene.refused = Unavailable("no answer")
+    with pytest.raises(Unavailable):
+        look(AFTER_S)
+    scene.size, scene.refused = 0, None
+    scene.trainers(a_pod("trainer-0", trouble=FULL))
+    look(1.0)
+    scene.trainers(a_pod("trainer-0", node="gpu-0"))
+    look(1.0)
+    assert scene.asked == [16]
+
+
+def test_a_trainer_pod_that_leaves_holds_no_place_for_its_successor(scene: Scene) -> None:
+    look = emptied(scene)
+    one = a_pod("trainer-0", node="gpu-0")
+    leaves = dataclasses.replace(a_pod("trainer-1", node="gpu-1"), leaving=True, place="trainer/trainer-1")
+    scene.trainers(one, leaves)
+    look(1.0)
+    assert scene.asked == [0]
+    # A Job keeps its failed pods, under other names.
+    scene.trainers(one, leaves, dataclasses.replace(leaves, name="trainer-1-x", leaving=False))
+    look(1.0)
+    assert scene.asked == [0, 16]
+
+
+def test_rollouts_that_cannot_come_back_are_waited_for_no_longer_than_others(scene: Scene) -> None:
+    emptied(scene)
+    placement = scene.placement()
+    look = scene.looks(placement)
+    look(1.0)
+    assert placement.is_waiting
+    scene.trainers(a_pod("trainer-0", node="gpu-0"))
+    scene.refused = PermissionDenied("refused")
+    with pytest.raises(PermissionDenied):
+        look(1.0)
+    assert not placement.is_waiting
+    scene.refused = None
+    look(1.0)
+    assert scene.asked == [0, 16]
 
 
 def test_a_damaged_note_is_none(scene: Scene) -> None:
