@@ -1,6 +1,6 @@
 """Whether nodes offer what the pods of a run ask for, each and all: labels, taints, GPUs, CPUs, memory. Pure."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -38,8 +38,8 @@ class NodeRoom:
         )
 
     def without(self, pods: Sequence[Mapping[str, Any]]) -> "NodeRoom":
-        """Return what is left beside those of these pods that are on this node and have not ended."""
-        asked = [_asked(pod) for pod in pods if pod["spec"].get("nodeName") == self.name and not has_ended(pod)]
+        """Return what is left beside those of these pods of this node that have not ended."""
+        asked = [_asked(pod) for pod in pods if not has_ended(pod)]
         left = {name: room - sum(one.get(name, 0) for one in asked) for name, room in self.allocatable.items()}
         return replace(self, allocatable=left)
 
@@ -52,6 +52,9 @@ def node_problems(
     Args:
         others: pods of the cluster that are not the run's.
     """
+    by_node: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for pod in others:
+        by_node[pod["spec"].get("nodeName", "")].append(pod)
     impossible = set()
     for name, template, _ in templates(built):
         asked = _asked(template)
@@ -66,18 +69,15 @@ def node_problems(
             )
     for when, room in (
         ("if all nodes were empty", nodes),
-        ("now, beside the pods of others", [node.without(others) for node in nodes]),
+        ("now, beside the pods of others", [node.without(by_node[node.name]) for node in nodes]),
     ):
         left_over = [(name, *entry) for name, entry in _left_over(built, room).items() if name not in impossible]
-        for name, template, missing, pods in left_over:
+        for name, template, missing, pods, apart in left_over:
             asked = _asked(template)
-            resource = GPU if asked.get(GPU) else "cpu"
-            free = [node.allocatable[resource] for node in _fitting(template, {}, room)[1]]
             yield ConfigProblem(
                 key=name,
                 value=_written(asked),
-                message=f"{missing} of {pods} pods find no room {when}: nodes that they may use have "
-                f"{_amount(resource, sum(free, Decimal(0)))} {resource}, at most {_amount(resource, max(free))} on one",
+                message=f"{missing} of {pods} pods find no room {when}: {apart or _free(template, asked, room)}",
                 suggestion="more nodes, a smaller run, or wait until others have ended",
                 severity="warning",
             )
@@ -85,8 +85,18 @@ def node_problems(
             return
 
 
-def _left_over(built: Sequence[Manifest], nodes: Sequence[NodeRoom]) -> dict[str, tuple[Manifest, int, int]]:
-    """Place a run's pods as the scheduler does. Returns: set -> its template, pods without a node, pods.
+def _free(template: Manifest, asked: Mapping[str, Decimal], nodes: Sequence[NodeRoom]) -> str:
+    """Say how much there is of what pods lack most likely."""
+    resource = GPU if asked.get(GPU) else "cpu"
+    free = [node.allocatable[resource] for node in _fitting(template, {}, nodes)[1]]
+    most = f"{_amount(resource, sum(free, Decimal(0)))} {resource}, at most {_amount(resource, max(free))} on one"
+    return f"nodes that they may use have {most}"
+
+
+def _left_over(built: Sequence[Manifest], nodes: Sequence[NodeRoom]) -> dict[str, tuple[Manifest, int, int, str]]:
+    """Place a run's pods as the scheduler does.
+
+    Returns: set -> its template, pods without a node, pods, and, where nodes have room, what they must be near; "".
 
     In order of creation, those that must be near others after these; near what they prefer, else where most is left.
     """
@@ -110,7 +120,22 @@ def _left_over(built: Sequence[Manifest], nodes: Sequence[NodeRoom]) -> dict[str
             room[best.name] = replace(best, allocatable=left)
         stuck, waiting = len(later) == len(waiting), later
     counts = Counter(name for name, _ in waiting)
-    return {name: (one, counts[name], pods) for name, one, pods in templates(built) if counts[name]}
+    return {
+        name: (one, counts[name], pods, _apart(one, list(room.values())))
+        for name, one, pods in templates(built)
+        if counts[name]
+    }
+
+
+def _apart(template: Manifest, nodes: Sequence[NodeRoom]) -> str:
+    """Say what no node is near, of those that have room for a pod; "": none has."""
+    terms = [
+        f"pods with {', '.join(f'{key}={text}' for key, text in term['labelSelector'].get('matchLabels', {}).items())} "
+        f"by its label {term['topologyKey']}"
+        for term in _terms(template, "required")
+    ]
+    has_room = _fitting(template, _asked(template), nodes)[1]
+    return f"no node that has room is near {' and '.join(terms)}" if has_room else ""
 
 
 def _left(node: NodeRoom) -> tuple[Decimal, Decimal]:
