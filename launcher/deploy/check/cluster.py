@@ -73,12 +73,18 @@ def dns_addresses(api: OperatorApi) -> list[str]:
 
 def _dns(api: OperatorApi, built: Sequence[Manifest], folder: Path) -> Iterator[ConfigProblem]:
     """Compare the policies with where DNS is asked if NodeLocal DNSCache answers at the Service's address."""
-    rules = [rule for item in built if item["kind"] == "NetworkPolicy" for rule in item["spec"].get("egress", [])]
-    blocks = [ip_network(peer["ipBlock"]["cidr"]) for rule in rules for peer in rule.get("to", []) if "ipBlock" in peer]
+    rules = [rule for item in built if item["kind"] == "NetworkPolicy" for rule in item["spec"].get("egress") or []]
+    peers = [peer for rule in rules if _opens_dns(rule) for peer in rule.get("to") or []]
+    blocks = [ip_network(peer["ipBlock"]["cidr"], strict=False) for peer in peers if "ipBlock" in peer]
     closed = [address for address in dns_addresses(api) if not any(ip_address(address) in block for block in blocks)]
     if rules and closed:
         text = f"is closed to {', '.join(closed)}, the cluster's DNS: with NodeLocal DNSCache no name would resolve"
         yield _to_do("NetworkPolicy", "dns", text, f"write {folder} again, online: tandem deploy new --force")
+
+
+def _opens_dns(rule: Manifest) -> bool:
+    ports = rule.get("ports") or []
+    return not ports or any(port.get("port") in (None, 53) for port in ports)
 
 
 def _rooms(api: OperatorApi, answers: Answers, built: Sequence[Manifest]) -> Iterator[ConfigProblem]:
@@ -99,7 +105,14 @@ def _is_own(pod: Object, answers: Answers, api: OperatorApi) -> bool:
 
 
 def _taken(api: OperatorApi, run: str) -> Iterator[ConfigProblem]:
-    taken = [(kind, objects) for kind in MAKES_PODS if (objects := api.find(kind, of_run(run)))]
+    taken, refused = [], None
+    for kind in MAKES_PODS:
+        try:
+            objects = api.find(kind, of_run(run))
+        except PermissionDenied as error:
+            refused = refused or error
+            continue
+        taken += [(kind, objects)] if objects else []
     if taken:
         what = "; ".join(f"{kind.name} {', '.join(names(objects))}" for kind, objects in taken)
         since = min(str(entry["metadata"].get("creationTimestamp", "?")) for _, objects in taken for entry in objects)
@@ -109,6 +122,8 @@ def _taken(api: OperatorApi, run: str) -> Iterator[ConfigProblem]:
             message=f"is taken in namespace {api.namespace}: {what} since {since}",
             suggestion=f"another id; or tandem deploy delete {run}",
         )
+    elif refused is not None:
+        raise refused
 
 
 def _claims(api: OperatorApi, answers: Answers, built: Sequence[Manifest], folder: Path) -> Iterator[ConfigProblem]:

@@ -28,7 +28,6 @@ def _kind(name: str, api_version: str, plural: str = "") -> Kind:
 
 # What makes pods comes first: it is deleted first, with all its pods, before what they need.
 MAKES_PODS = (
-    _kind("HorizontalPodAutoscaler", "autoscaling/v2"),
     _kind("Job", "batch/v1"),
     _kind("JobSet", "jobset.x-k8s.io/v1alpha2"),
     _kind("LeaderWorkerSet", "leaderworkerset.x-k8s.io/v1"),
@@ -39,6 +38,7 @@ MAKES_PODS = (
 CLAIM = _kind("PersistentVolumeClaim", "v1")
 KINDS = (
     *MAKES_PODS,
+    _kind("HorizontalPodAutoscaler", "autoscaling/v2"),
     _kind("PodDisruptionBudget", "policy/v1"),
     _kind("Service", "v1"),
     _kind("NetworkPolicy", "networking.k8s.io/v1", "networkpolicies"),

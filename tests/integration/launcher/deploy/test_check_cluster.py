@@ -51,6 +51,20 @@ def test_the_address_of_dns_is_open_to_pods(deploy: Deploy, cluster: FakeCluster
     assert "NetworkPolicy" not in deploy("check", "math").text
 
 
+def test_an_address_that_is_open_at_other_ports_is_closed_to_dns(
+    deploy: Deploy, cluster: FakeCluster, tmp_path: Path
+) -> None:
+    """The component admits 10.0.0.0/8 at Redis' ports; and an edited block may name a host of a network."""
+    assert new(deploy, tmp_path, "--component", "external-redis", "--offline").code == 0
+    closed = "is closed to 10.96.0.10, the cluster's DNS"
+    assert closed in deploy("check", "math").text
+    file = tmp_path / "math" / "kustomization.yaml"
+    block = "[{op: add, path: /spec/egress/0/to/-, value: {ipBlock: {cidr: 10.96.0.10/16}}}]"
+    entry = f"- target: {{kind: NetworkPolicy, name: dns}}\n  patch: '{block}'"
+    file.write_text(file.read_text().replace("patches:\n", f"patches:\n{entry}\n"))
+    assert closed not in deploy("check", "math").text
+
+
 def test_an_address_of_dns_that_may_not_be_read_is_said(deploy: Deploy, cluster: FakeCluster, tmp_path: Path) -> None:
     cluster.refuse("get services kube-dns")
     done = new(deploy, tmp_path)
@@ -86,6 +100,11 @@ def test_an_id_whose_sets_or_pods_are_left_is_taken(
     done = new(deploy, tmp_path)
     assert done.code == 2, done.text
     assert f"RUN = math\n    is taken in namespace team: {kind} left since" in done.text
+    # Nor does a kind that may not be listed hide it.
+    cluster.refuse("list deployments")
+    assert f"is taken in namespace team: {kind} left since" in new(deploy, tmp_path).text
+    cluster.delete(kind, "left", "team")
+    assert "whether the run's id is taken was not checked" in new(deploy, tmp_path).text
 
 
 def test_gpus_that_no_node_offers(deploy: Deploy, cluster: FakeCluster, tmp_path: Path) -> None:
@@ -161,7 +180,21 @@ def test_nodes_without_the_label_of_every_kubelet_take_no_rollouts(
         node = cluster.get("Node", name, "")
         node["metadata"]["labels"].pop("kubernetes.io/os")
         cluster.put(node)
-    assert "3 of 3 pods find no room" in new(deploy, tmp_path).text
+    told = new(deploy, tmp_path).text
+    assert "3 of 3 pods find no room if all nodes were empty: no node that has room is near pods with " in told
+    assert "app.kubernetes.io/component=trainer" in told
+    assert "tandem.run/id=math by its label kubernetes.io/os" in told
+
+
+def test_rollouts_whose_trainer_finds_no_room_wait_for_it_and_not_for_gpus(
+    deploy: Deploy, cluster: FakeCluster, tmp_path: Path
+) -> None:
+    other(cluster, "gpu-a", 1)
+    other(cluster, "gpu-b", 1)
+    other(cluster, "gpu-c", 1)
+    told = new(deploy, tmp_path).text
+    assert "2 of 2 pods find no room now, beside the pods of others: nodes that they may use have 21 nvidia" in told
+    assert "3 of 3 pods find no room now, beside the pods of others: no node that has room is near pods with" in told
 
 
 def quota(cluster: FakeCluster, hard: dict[str, str], used: dict[str, str], **spec: object) -> None:

@@ -405,6 +405,14 @@ def test_delete_takes_groups_their_policies_and_waits_for_their_pods(
     assert others <= set(cluster.objects)
 
 
+def test_autoscalers_that_may_not_be_listed_hold_no_gpus(deploy: Deploy, cluster: FakeCluster, applied: Path) -> None:
+    cluster.refuse("list horizontalpodautoscalers")
+    assert "not read" not in deploy("status", "math").text
+    done = deploy("delete", "math", "--yes")
+    assert done.code == 0, done.text
+    assert "not looked for: horizontalpodautoscalers" in done.text
+
+
 def test_groups_that_may_not_be_listed_are_not_left_behind_silently(
     deploy: Deploy, cluster: FakeCluster, groups: Path
 ) -> None:
