@@ -944,7 +944,8 @@ async def test_warnings_of_it_reach_watchers_and_its_own_failure_is_a_trouble(
     monkeypatch.setattr(placement, "INTERVAL_S", 0.02)
     cluster = await start()
     await soon(lambda: loops == {True})
-    monkeypatch.setattr(placement.RoomForTrainer, "look", lambda self: {}["a mistake"])
+    mistakes: dict[str, None] = {}
+    monkeypatch.setattr(placement.RoomForTrainer, "look", lambda self: mistakes["a mistake"])
     await soon(lambda: any("no room is made any more: 'a mistake'" in text for text in cluster.troubles()))
     assert loops == {True}
 

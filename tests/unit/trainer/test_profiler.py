@@ -177,14 +177,14 @@ def test_a_stage_of_a_pipeline_records_backward_passes_and_the_reduction_of_grad
 def test_the_seconds_of_a_step_are_without_the_end_of_its_recording(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, now = profiling.profile.__exit__, [0.0]
+    real, now = torch.profiler.profile.__exit__, [0.0]
 
     def end(*given: Any) -> None:
         now[0] += 100.0
         real(*given)
 
-    monkeypatch.setattr(profiling.profile, "__exit__", end)
-    monkeypatch.setattr(profiling.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch.profiler.profile, "__exit__", end)
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
     profiler = StepProfiler(ProfileSection(steps=1, first=1), tmp_path, CPU)
     with profiler.around(1):
         now[0] += 3.0
