@@ -29,8 +29,9 @@ def pods_of(workload: Object) -> Iterator[Object]:
 
 def _of_deployment(workload: Object, spec: Object, name: str) -> Iterator[Object]:
     for _ in range(int(spec.get("replicas", 1))):
-        labels = {"pod-template-hash": _REVISION}
-        yield _pod(workload, f"{name}-{_REVISION}-{HASH}", spec["template"], labels, owner=("ReplicaSet", name))
+        labels, generate_name = {"pod-template-hash": _REVISION}, f"{name}-{_REVISION}-"
+        pod = generate_name[:_LONGEST_GENERATED] + HASH  # as the API server cuts it
+        yield _pod(workload, pod, spec["template"], labels, owner=("ReplicaSet", name))
 
 
 def _of_job(workload: Object, spec: Object, name: str) -> Iterator[Object]:
