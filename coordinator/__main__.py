@@ -1,6 +1,6 @@
 """`python -m coordinator --config FILE [--resume] [--interrupted-exit CODE] [--retry-exit CODE]`: coordinates one run.
 
-Exit codes are those of servicekit.life.exit_codes. A Kubernetes Job takes 0 for "the run is complete", so there a run
+servicekit.lifecycle.exit_codes has the exit codes. A Kubernetes Job takes 0 for "the run is complete", so there a run
 that a signal has interrupted exits with another code; and it counts failures over its whole life, so there a failure
 exits with a code that it ignores, as long as the coordinator itself has not counted too many in a row.
 """
@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 from coordinator.app import conduct
-from coordinator.attempts import code_after_failure
-from coordinator.leaving import Exits
+from coordinator.retries import code_after_failure
+from coordinator.shutdown import Exits
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError
-from servicekit.life.exit_codes import EXIT_FAILED, EXIT_OK
-from servicekit.life.lifecycle import run_main
+from servicekit.lifecycle.exit_codes import EXIT_FAILED, EXIT_OK
+from servicekit.lifecycle.termination import run_main
 from tandem_config.loading import load_config
 
 

@@ -6,21 +6,21 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from coordinator.attempts import run_or_stop, say_how_it_ended
 from coordinator.build import App
 from coordinator.fleet.arrivals import note_arrivals
 from coordinator.fleet.view import FleetView
 from coordinator.inputs import Inputs, read_inputs
-from coordinator.learn.rewards.registry import Part, build_rewards, close_rewards, start_rewards
-from coordinator.leaving import Exits, Leaving
 from coordinator.record.health import logprob_limits
-from coordinator.record.report import numeric
+from coordinator.record.metrics_row import numeric
 from coordinator.record.resuming import reward_facts
+from coordinator.retries import run_or_stop, say_how_it_ended
+from coordinator.rewards.registry import Part, build_rewards, close_rewards, start_rewards
 from coordinator.servicer import FULL_NAME, CoordinatorServicer
+from coordinator.shutdown import Exits, Leaving
 from coordinator.watch import metrics
 from coordinator.watch.control import RunControl, State
 from coordinator.watch.events import EventLog
-from coordinator.watch.observed import Observed
+from coordinator.watch.fleet_recorder import FleetRecorder
 from coordinator.web.history import History
 from coordinator.web.on_loop import on_loop
 from coordinator.web.samples import SamplePages
@@ -28,8 +28,8 @@ from coordinator.web.server import DATA, EARLIER, SAMPLES, PageServer
 from coordinator.web.snapshot import Source
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, TandemError
-from servicekit.life.announcing import announce
-from servicekit.life.tasks import cancel, failing, first_of
+from servicekit.lifecycle.announcing import announce
+from servicekit.lifecycle.tasks import cancel, failing, first_of
 from servicekit.logs import get_logger
 from servicekit.metrics import Scrapes, export_disk_of, serve_metrics
 from servicekit.redis.records import PAGE_URL, AgreedSettings, ServiceRecord
@@ -43,8 +43,8 @@ from tandem_config.schema import RunConfig
 from tandem_files.metrics_file import METRICS_FILE, Baseline, MetricsFile
 from tandem_files.run_folder import RunIdentity, claim_run_dir
 from tandem_files.samples.folder import SampleFolder
-from weightsync.group.coordinator_lease import CoordinatorLease
-from weightsync.group.rendezvous import Rendezvous
+from weightsync.membership.coordinator_lease import CoordinatorLease
+from weightsync.membership.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from coordinator.fleet.kubernetes.cluster import Cluster
@@ -119,7 +119,7 @@ async def _assemble(
         leaving=Leaving(),
         cluster=cluster,
         view=FleetView(cluster, config.rollout.replicas),
-        observed=Observed(),
+        observed=FleetRecorder(),
     )
 
 

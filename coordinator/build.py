@@ -7,22 +7,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from coordinator.checkpoints.missed_checkpoints import MissedCheckpoints
+from coordinator.checkpoints.writing import Checkpointer
 from coordinator.data.prompts import PromptSet
 from coordinator.fleet.services import Services
 from coordinator.fleet.view import FleetView
 from coordinator.generate.joiners import Patience, Seed
-from coordinator.generate.order import Sampling
 from coordinator.generate.rollouts import Rollouts
+from coordinator.generate.sampling import Sampling
 from coordinator.inputs import Inputs
-from coordinator.lead import Lead, check_lease
+from coordinator.leader_lease import LeaderLease, check_lease
 from coordinator.learn.evaluation import Evaluator, PromptsToEvaluate
-from coordinator.learn.rewards.registry import Part
-from coordinator.learn.rewards.taken import ShownColumns
 from coordinator.learn.scoring import Scorer
-from coordinator.leaving import Exits, Leaving
 from coordinator.loop import GrpoLoop
-from coordinator.record.checkpoints.missed import Missed
-from coordinator.record.checkpoints.writing import Checkpointer
 from coordinator.record.evaluations import Evaluations
 from coordinator.record.exporting import Exporter
 from coordinator.record.health import logprob_limits
@@ -31,14 +28,17 @@ from coordinator.record.samples.sink import SampleSink
 from coordinator.record.sinks import Sink
 from coordinator.record.trackers.base import Outcome
 from coordinator.record.trackers.registry import build_trackers
+from coordinator.rewards.registry import Part
+from coordinator.rewards.taken import ShownColumns
 from coordinator.run import Run
+from coordinator.shutdown import Exits, Leaving
 from coordinator.sync.forecast import Forecast
-from coordinator.sync.roll_call import WeightGroup
-from coordinator.sync.weights import WeightSync
+from coordinator.sync.participants import WeightGroup
+from coordinator.sync.weight_sync import WeightSync
 from coordinator.watch import metrics
 from coordinator.watch.control import RunControl
 from coordinator.watch.events import EventKind, EventLog
-from coordinator.watch.observed import Observed
+from coordinator.watch.fleet_recorder import FleetRecorder
 from servicekit.environment import ServiceEnvironment
 from servicekit.logs import get_logger
 from servicekit.redis.registry import Registry
@@ -48,7 +48,7 @@ from tandem_config.schema import EvaluationSet, RunConfig
 from tandem_files.run_folder import RunIdentity
 from tandem_files.samples.folder import SampleFolder
 from tandem_files.tokenizer import TextCodec
-from weightsync.group.coordinator_lease import CoordinatorLease
+from weightsync.membership.coordinator_lease import CoordinatorLease
 
 if TYPE_CHECKING:
     from coordinator.fleet.kubernetes.cluster import Cluster
@@ -81,11 +81,11 @@ class App:
     leaving: Leaving
     cluster: "Cluster | None"
     view: FleetView
-    observed: Observed
+    observed: FleetRecorder
     exits: Exits = field(default_factory=Exits)
 
 
-def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> Run:
+def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLease) -> Run:
     """Connect the parts of a run.
 
     Args:
@@ -126,7 +126,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: Lead) -> R
             mark=mark_of(config, app.owner.run_id),
             left=partial(progress.note_left, "checkpoints"),
         ),
-        missed=Missed(state=inputs.state, progress=progress, budget=config.run.missed_checkpoint_budget),
+        missed=MissedCheckpoints(state=inputs.state, progress=progress, budget=config.run.missed_checkpoint_budget),
         exporter=_exporter(app, services, progress),
         control=app.control,
         dropped_prompts=inputs.dropped_prompts(),
@@ -168,7 +168,7 @@ def _evaluations(app: App, services: Services, scorer: Scorer, rollouts: Rollout
     )
 
 
-def _sinks(app: App, lead: Lead, progress: Progress) -> list[Sink]:
+def _sinks(app: App, lead: LeaderLease, progress: Progress) -> list[Sink]:
     """Make what gets every finished iteration."""
     loop, note_left = asyncio.get_running_loop(), partial(progress.note_left, "samples")
     config, run_dir = app.config, app.environment.run_dir
@@ -195,7 +195,7 @@ def _outcome(app: App) -> Outcome:
     return "interrupted" if app.leaving.asked.is_set() else "failed"
 
 
-def _weights(app: App, services: Services, group: WeightGroup, lead: Lead) -> WeightSync:
+def _weights(app: App, services: Services, group: WeightGroup, lead: LeaderLease) -> WeightSync:
     config = app.config
     weights = WeightSync(
         trainer=services.trainer,

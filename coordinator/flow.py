@@ -108,7 +108,7 @@ class Generation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scored:
+class GroupScores:
     """Scores of groups."""
 
     # [P, G] sums of the weighted scores: the input of the advantages.

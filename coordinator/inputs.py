@@ -8,19 +8,19 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from coordinator.data.copies import OLD_ORDER, copy_warnings
+from coordinator.checkpoints.loading import NewestCheckpoint, load_newest, marks
 from coordinator.data.cursor import DataCursor
 from coordinator.data.prompts import PromptSet, load_prompts
+from coordinator.data.repeated_prompts import OLD_ORDER, copy_warnings
 from coordinator.data.scan import Scan
 from coordinator.flow import DataKey
-from coordinator.record.checkpoints.loading import Newest, load_newest, marks
 from coordinator.record.resuming import Renewal, begin_sets_anew, order_differences, order_of, set_facts
 from coordinator.record.state import RunState
 from servicekit.errors import ConfigError
 from servicekit.logs import get_logger
 from tandem_config.comparing.resuming import RunComparison, refuse
 from tandem_config.schema import EvaluationSet, RunConfig
-from tandem_files.checkpoints import Sound, list_complete
+from tandem_files.checkpoints import UndamagedCheckpoint, list_complete
 from tandem_files.metrics_file import METRICS_FILE, MetricsFile
 from tandem_files.model.fingerprint import model_fingerprint
 from tandem_files.run_config import RESOLVED_CONFIG
@@ -50,7 +50,7 @@ class Inputs:
     rng: np.random.Generator
     state: RunState
     resumed: bool
-    checkpoint: Sound | None = None
+    checkpoint: UndamagedCheckpoint | None = None
     comparison: RunComparison | None = None
     renewal: Renewal = field(default_factory=Renewal)
     marks: dict[str, int] = field(default_factory=dict)
@@ -121,7 +121,7 @@ def evaluation_prompts(config: RunConfig, chosen: EvaluationSet, codec: TextCode
     return load_prompts(config.data.model_copy(update={"heldout": chosen.data}), "heldout", codec, scratch)
 
 
-def _checked(newest: Newest, fresh: RunState) -> RunState:
+def _checked(newest: NewestCheckpoint, fresh: RunState) -> RunState:
     """Return the checkpoint's state. Raises: ConfigError: lists why a new run may not resume from it."""
     different = [] if fresh.order is None else order_differences(newest.state, fresh.order)
     refuse(newest.comparison, newest.sound.folder, different)

@@ -16,32 +16,32 @@ from numpy.typing import NDArray
 
 from coordinator.clients.trainer import Trainer, TrainResult
 from coordinator.data.cursor import DataCursor
-from coordinator.flow import Generation, Prompt, Scored, SyncResult, TrainBatch
-from coordinator.generate.order import Order, Sampling
+from coordinator.flow import Generation, GroupScores, Prompt, SyncResult, TrainBatch
 from coordinator.generate.rollouts import Rollouts
+from coordinator.generate.sampling import Order, Sampling
 from coordinator.learn.advantages import group_advantages, zero_variance
-from coordinator.learn.batches import make_batch, measured_chunks, select_samples
 from coordinator.learn.kl import Divergence, diverge
 from coordinator.learn.scoring import Scorer
 from coordinator.learn.staleness import oldest_versions, stale_samples, staleness_histogram
-from coordinator.record.report import IterationRecord
+from coordinator.learn.updates import make_batch, measured_chunks, select_samples
+from coordinator.record.metrics_row import IterationRecord
 from coordinator.sync.publication import is_retriable
-from coordinator.sync.weights import WeightSync
+from coordinator.sync.weight_sync import WeightSync
 from servicekit.errors import TandemError, WrongVersion, in_part
-from servicekit.life.meanwhile import Meanwhile
+from servicekit.lifecycle.background import BackgroundTask
 from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
 from tandem_config.schema import GrpoSection
 
 # A synchronous iteration trains only on samples of the current policy.
 MAX_STALENESS = 0
-NOTHING: Meanwhile[Any] = Meanwhile()
+NOTHING: BackgroundTask[Any] = BackgroundTask()
 
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Learnt:
+class AdvantageResult:
     """Advantages of an iteration's samples, and which groups or samples have none."""
 
     advantages_PG: NDArray[np.float64]
@@ -72,7 +72,7 @@ class GrpoLoop:
     ending: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
 
     async def iterate(
-        self, number: int, policy_version: int, watch: Stopwatch, meanwhile: Meanwhile[Any] = NOTHING
+        self, number: int, policy_version: int, watch: Stopwatch, meanwhile: BackgroundTask[Any] = NOTHING
     ) -> IterationRecord:
         """Run iteration `number` (from 1) with the policy that the replicas serve now.
 
@@ -138,7 +138,7 @@ class GrpoLoop:
             raise WrongVersion(f"{len(stale)} samples are older than version {policy_version}; the first is {stale[0]}")
         return generation
 
-    async def diverge(self, generation: Generation, scored: Scored) -> Divergence | None:
+    async def diverge(self, generation: Generation, scored: GroupScores) -> Divergence | None:
         """Measure how far the completions are from the reference policy; None without a completion."""
         present_PG = scored.present_PG
         samples = select_samples(
@@ -160,7 +160,7 @@ class GrpoLoop:
             old_T = np.where(np.isfinite(old_T), old_T, reference_T)
         return diverge(samples, present_PG, old_T, reference_T, self.grpo, watch.total_s())
 
-    def learn(self, scored: Scored, divergence: Divergence | None = None) -> Learnt:
+    def learn(self, scored: GroupScores, divergence: Divergence | None = None) -> AdvantageResult:
         """Compute the advantages, and which groups have none or are dropped.
 
         Args:
@@ -169,7 +169,7 @@ class GrpoLoop:
         penalties_PG = 0.0 if divergence is None else divergence.penalties_PG
         zero_variance_P = zero_variance(scored.rewards_PG, scored.missing_PG)
         drop = self.grpo.zero_variance == "drop"
-        return Learnt(
+        return AdvantageResult(
             advantages_PG=group_advantages(
                 scored.rewards_PG - penalties_PG,
                 std=self.grpo.advantage_std,
@@ -181,7 +181,9 @@ class GrpoLoop:
             dropped_P=zero_variance_P if drop else np.zeros_like(zero_variance_P),
         )
 
-    def make_batch(self, number: int, policy_version: int, generation: Generation, learnt: Learnt) -> TrainBatch | None:
+    def make_batch(
+        self, number: int, policy_version: int, generation: Generation, learnt: AdvantageResult
+    ) -> TrainBatch | None:
         """Build the train step's batch; None if no sample is left."""
         samples = select_samples(
             generation.groups,
@@ -206,7 +208,7 @@ class GrpoLoop:
         if batch is None:
             return None
         sent = asyncio.Event()
-        async with Meanwhile(partial(self.look_ahead, sent)):
+        async with BackgroundTask(partial(self.look_ahead, sent)):
             return await self.trainer.train_step(batch, sent)
 
     async def look_ahead(self, sent: asyncio.Event) -> None:

@@ -15,32 +15,32 @@ from pathlib import Path
 
 from structlog.contextvars import bound_contextvars
 
+from coordinator.checkpoints.loading import set_damaged_aside
+from coordinator.checkpoints.missed_checkpoints import MissedCheckpoints
+from coordinator.checkpoints.writing import Checkpointer, NotWritten
 from coordinator.flow import DataKey
-from coordinator.lead import Lead, check_lead, check_lease
-from coordinator.learn.evaluation import Evaluated
-from coordinator.leaving import Leaving
+from coordinator.leader_lease import LeaderLease, check_lead, check_lease
+from coordinator.learn.evaluation import EvaluationResult
 from coordinator.loop import GrpoLoop
-from coordinator.record.checkpoints.loading import set_damaged_aside
-from coordinator.record.checkpoints.missed import Missed
-from coordinator.record.checkpoints.writing import Checkpointer, NotWritten
 from coordinator.record.evaluations import Evaluations, evaluation_row, heldout_of
 from coordinator.record.exporting import Exporter
+from coordinator.record.iteration_warnings import check_same_model
+from coordinator.record.metrics_row import IterationRecord, Timing, build_row
 from coordinator.record.progress import Progress
-from coordinator.record.remarks import check_same_model
-from coordinator.record.report import IterationRecord, Timing, build_row
 from coordinator.record.resuming import Renewal, reward_warning
-from coordinator.record.sinks import Finished, Sink, Sinks
+from coordinator.record.sinks import FinishedIteration, Sink, Sinks
 from coordinator.record.state import RunState
+from coordinator.shutdown import Leaving
 from coordinator.sync.take_over import take_over
 from coordinator.watch.control import RunControl
 from servicekit.errors import Internal, TandemError, WrongVersion, in_part
-from servicekit.life.tasks import cancel
+from servicekit.lifecycle.tasks import cancel
 from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
 from servicekit.tracing import span
 from tandem_config.comparing.resuming import UNRECORDED, RunComparison
 from tandem_config.schema import RunSection
-from tandem_files.checkpoints import Sound, keep_checkpoint
+from tandem_files.checkpoints import UndamagedCheckpoint, keep_checkpoint
 from tandem_files.metrics_file import METRICS_FILE, Baseline, MetricsFile, Row
 from tandem_files.run_config import adopt_next
 from tandem_files.run_folder import STATE_FILE
@@ -85,12 +85,12 @@ class Run:
     loop: GrpoLoop
     evaluations: Evaluations
     checkpointer: Checkpointer
-    missed: Missed
+    missed: MissedCheckpoints
     exporter: Exporter
     control: RunControl
     state: RunState
     progress: Progress
-    lead: Lead
+    lead: LeaderLease
     lead_patience_s: float
     reward_facts: Mapping[str, str] = field(default_factory=dict)
     comparison: RunComparison | None = None
@@ -99,10 +99,10 @@ class Run:
     leaving: Leaving = field(default_factory=Leaving)
     sinks: Sequence[Sink] = ()
     resumed: bool = False
-    checkpoint: Sound | None = None
+    checkpoint: UndamagedCheckpoint | None = None
     _report_s: float = field(default=0.0, init=False)
     # Baselines of a resume, for the next row.
-    _renewed: list[Evaluated] = field(default_factory=list, init=False)
+    _renewed: list[EvaluationResult] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self._rows = MetricsFile(self.run_dir / METRICS_FILE)
@@ -111,7 +111,7 @@ class Run:
         self.checkpointer.newest = self.state.iteration if self.state.iteration else -1
 
     async def execute(self) -> None:
-        """Execute the whole run; when asked to end early, do what leaving.py says.
+        """Execute the whole run; when asked to end early, do what shutdown.py says.
 
         Raises: TandemError: of the service that failed, with its name; the state on disk is that of the last iteration.
         """
@@ -201,7 +201,7 @@ class Run:
             return
         await self._check_lead()
         self._rows.append(row, self._check_lease)
-        self._sinks.take(Finished(record=None, row=row, evaluated=evaluated))
+        self._sinks.take(FinishedIteration(record=None, row=row, evaluated=evaluated))
 
     async def _agree_on_version(self) -> None:
         """Bring run and trainer to one policy version.
@@ -288,7 +288,7 @@ class Run:
         return number % every == 0 or over or number == self.checkpointer.newest
 
     async def _report(
-        self, record: IterationRecord, evaluated: Sequence[Evaluated], timing: Timing, checkpoint: bool
+        self, record: IterationRecord, evaluated: Sequence[EvaluationResult], timing: Timing, checkpoint: bool
     ) -> None:
         """Write the row, then the state, then complete the checkpoint, which a resume starts from."""
         start_s = time.perf_counter()
@@ -307,7 +307,7 @@ class Run:
         if evaluated:
             await self.checkpointer.mark_best(self.state.best, self._check_lease)
         self.progress.report(row, {**timing.parts, "total": timing.total_s})
-        self._sinks.take(Finished(record=record, row=row, evaluated=evaluated))
+        self._sinks.take(FinishedIteration(record=record, row=row, evaluated=evaluated))
         self._report_s = time.perf_counter() - start_s
         self.leaving.settled.set()
         self.progress.check_not_stuck()
@@ -336,7 +336,7 @@ class Run:
             # One that was being written when it became the best could not be marked then.
             await self.checkpointer.mark_best(self.state.best, self._check_lease)
 
-    def _note_evaluated(self, evaluated: Sequence[Evaluated], iteration: int) -> bool:
+    def _note_evaluated(self, evaluated: Sequence[EvaluationResult], iteration: int) -> bool:
         """Record evaluations of the policy after `iteration`. Returns: whether it is the best so far."""
         for result in evaluated:
             self.progress.note_scores("heldout", result.scored, f"evaluation set {result.name}")

@@ -19,16 +19,16 @@ from coordinator.fleet.fixed import FixedFleet
 from coordinator.fleet.services import merge_versions
 from coordinator.generate.rollouts import Rollouts
 from coordinator.inputs import evaluation_prompts
-from coordinator.learn.evaluation import Evaluated
-from coordinator.learn.rewards.registry import build_rewards, close_rewards, start_rewards
-from coordinator.learn.rewards.taken import ShownColumns
+from coordinator.learn.evaluation import EvaluationResult
 from coordinator.record.evaluations import evaluation_row
 from coordinator.record.samples.sink import SampleSink
-from coordinator.record.sinks import Finished
+from coordinator.record.sinks import FinishedIteration
+from coordinator.rewards.registry import build_rewards, close_rewards, start_rewards
+from coordinator.rewards.taken import ShownColumns
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError
-from servicekit.life.lifecycle import run_main
-from servicekit.life.tasks import first_of
+from servicekit.lifecycle.tasks import first_of
+from servicekit.lifecycle.termination import run_main
 from servicekit.logs import get_logger
 from servicekit.redis.registry import Registry
 from tandem_config.loading import load_config
@@ -86,7 +86,7 @@ async def evaluate_model(config: RunConfig, environment: ServiceEnvironment) -> 
             taken=ShownColumns.of([part.reward.takes for part in rewards], config),
         )
         # As those of a run before its first iteration, for `tandem samples`.
-        await asyncio.to_thread(sink.take, Finished(record=None, row={"iteration": 0}, evaluated=evaluated))
+        await asyncio.to_thread(sink.take, FinishedIteration(record=None, row={"iteration": 0}, evaluated=evaluated))
     log.info("model evaluated", model=str(config.model.path), sets=[result.name for result in evaluated])
 
 
@@ -104,7 +104,7 @@ async def _replicas(config: RunConfig, environment: ServiceEnvironment, stack: A
     return replicas
 
 
-def _results(config: RunConfig, evaluated: Sequence[Evaluated]) -> dict[str, Any]:
+def _results(config: RunConfig, evaluated: Sequence[EvaluationResult]) -> dict[str, Any]:
     settings = {chosen.name: chosen.model_dump(mode="json") for chosen in config.evaluation_sets()}
     return {
         "model": str(config.model.path),
@@ -128,7 +128,7 @@ def _results(config: RunConfig, evaluated: Sequence[Evaluated]) -> dict[str, Any
 
 
 def main() -> int:
-    """Parse the command line and evaluate. Returns: the exit code (servicekit.life.exit_codes)."""
+    """Parse the command line and evaluate. Returns: the exit code (servicekit.lifecycle.exit_codes)."""
     parser = argparse.ArgumentParser(prog="coordinator.standalone", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="resolved configuration (YAML)")
     options = parser.parse_args()

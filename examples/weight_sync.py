@@ -11,10 +11,10 @@ import sys
 import torch
 
 from tandem_api.weights.v1 import weights_pb2 as pb
-from weightsync.group.rendezvous import Rendezvous
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.layouts.sglang import sglang_layout
+from weightsync.membership.rendezvous import Rendezvous
 from weightsync.model.spec import ModelSpec
 from weightsync.plans.participants import Participants
 from weightsync.round.phases import PHASES

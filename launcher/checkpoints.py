@@ -12,7 +12,7 @@ from rich.text import Text
 
 from launcher.view.run_view import make_console
 from servicekit.errors import ConfigError
-from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
+from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
 from tandem_files.checkpoints import (
     COMPLETE,
     FOLDER,
@@ -25,10 +25,10 @@ from tandem_files.checkpoints import (
     step_folder,
 )
 from tandem_files.model.safetensors_header import read_header
-from trainer_service.saved.files import parallel_of, read_meta
+from trainer_service.checkpoints.files import parallel_of, read_meta
 from weightsync.layouts.layout import Parallel
 
-# What users call the kinds of tensors in a shard (trainer_service/saved/files.py), in the order of the output.
+# What users call the kinds of tensors in a shard (trainer_service/checkpoints/files.py), in the order of the output.
 _CONTENTS = {
     "weights": "weights",
     "main": "float32 masters",

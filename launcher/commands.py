@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from coordinator.data.index import RowIndex, write_indices
+from coordinator.data.scan_cache import RowIndex, write_indices
 from launcher.check.memory import memory_report
 from launcher.check.preflight import preflight
 from launcher.check.resume import note_model
 from launcher.report import headline, print_problems
 from launcher.view.run_view import RunView, make_console
 from servicekit.errors import ConfigError, TandemError
-from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
+from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
 from tandem_config.loading import Draft, draft_config, dump_resolved
 from tandem_config.problems import ConfigProblem, errors_only
 from tandem_config.schema import RunConfig

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coordinator.data.index import RowIndex, write_indices
+from coordinator.data.scan_cache import RowIndex, write_indices
 from launcher.check.data.columns import SYSTEMS
 from launcher.check.preflight import preflight
 from launcher.commands import redis_url, redis_url_with_files, start, write_config
 from launcher.init.columns import answer_column, prompt_column, templated_column
 from launcher.init.sample import first_row
 from launcher.view.run_view import RunView, make_console
-from servicekit.life.exit_codes import EXIT_FAILED, EXIT_OK
+from servicekit.lifecycle.exit_codes import EXIT_FAILED, EXIT_OK
 from tandem_config.loading import Draft, draft_config
 from tandem_config.overrides import parse_overrides
 from tandem_config.problems import ConfigErrors, ConfigProblem
@@ -34,7 +34,7 @@ _SET_BY_DATA = ("data.train", "evaluation.sets")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class EvaluationRequest:
     """What the command line asks for.
 
     Attributes:
@@ -103,7 +103,7 @@ def _different(names: Sequence[str]) -> list[str]:
     return found
 
 
-def evaluate_command(asked: Asked) -> int:
+def evaluate_command(asked: EvaluationRequest) -> int:
     """Run `tandem evaluate`. Returns: the exit code."""
     complaints = make_console(stderr=True)
     draft, problems = draft_evaluation(asked)
@@ -122,7 +122,7 @@ def evaluate_command(asked: Asked) -> int:
     )
 
 
-def draft_evaluation(asked: Asked) -> tuple[Draft, list[ConfigProblem]]:
+def draft_evaluation(asked: EvaluationRequest) -> tuple[Draft, list[ConfigProblem]]:
     """Draft the configuration; without a file of it, with the columns of the first row's prompt and answer.
 
     Returns: the draft, and what is wrong with the columns.

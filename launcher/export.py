@@ -7,7 +7,7 @@ from rich.text import Text
 from launcher.report import print_problems
 from launcher.view.run_view import make_console
 from servicekit.errors import ConfigError
-from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
+from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
 from tandem_config.problems import ConfigErrors
 from trainer_service.export import ExportSource, Form, compare_export, export
 

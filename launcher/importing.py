@@ -9,10 +9,10 @@ from rich.text import Text
 from launcher.report import print_problems
 from launcher.view.run_view import make_console
 from servicekit.errors import ConfigError
-from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
+from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
 from tandem_config.loading import load_config
 from tandem_config.problems import ConfigErrors
-from trainer_service.saved.files import CHECKPOINT
+from trainer_service.checkpoints.files import CHECKPOINT
 from weightsync.layouts.layout import Parallel
 from weightsync.model.spec import ModelSpec
 
@@ -30,7 +30,7 @@ def import_command(config: Path, overrides: Sequence[str], out: Path) -> int:
             raise ConfigError(f"--out {out} holds something else than {CHECKPOINT.name}: choose a new folder")
         import torch
 
-        from trainer_service.saved.importing import import_policy
+        from trainer_service.checkpoints.importing import import_policy
 
         dtype: torch.dtype = getattr(torch, settings.model.dtype)
         written = import_policy(settings.model.path, spec, parallel, dtype, out.absolute())

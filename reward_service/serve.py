@@ -6,8 +6,8 @@ from collections.abc import Callable
 from reward_service.scorer import RewardScorer
 from reward_service.servicer import FULL_NAME, RewardServicer
 from servicekit.environment import ServerEnvironment
-from servicekit.life.lifecycle import run_main
-from servicekit.life.tasks import first_of
+from servicekit.lifecycle.tasks import first_of
+from servicekit.lifecycle.termination import run_main
 from servicekit.logs import get_logger
 from servicekit.rpc.server import GrpcServer
 from tandem_api.reward.v1.reward_pb2_grpc import add_RewardServiceServicer_to_server

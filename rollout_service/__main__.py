@@ -16,14 +16,14 @@ gc.disable()
 
 
 def main() -> int:
-    """Run the service. Returns: the exit code (servicekit.life.exit_codes)."""
+    """Run the service. Returns: the exit code (servicekit.lifecycle.exit_codes)."""
     parser = argparse.ArgumentParser(prog="rollout_service", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="resolved configuration (YAML)")
     parser.add_argument("--name", required=True, help="name of the replica, unique in the run: rollout-0")
     arguments = parser.parse_args()
 
     from rollout_service.hosts.host_ranks import HOST_INDEX, HostRanks, process_name
-    from servicekit.life.lifecycle import run_main
+    from servicekit.lifecycle.termination import run_main
 
     process = process_name(arguments.name, os.environ)
     role = "rollout" if process == arguments.name else "rollout-worker"

@@ -14,14 +14,14 @@ from rollout_service.hosts.leader import HostWorkers
 from rollout_service.metrics import RolloutMetrics
 from rollout_service.servicer import RolloutServicer
 from rollout_service.stall import StallWatch
-from rollout_service.weights.admission import Admission
-from rollout_service.weights.pauses import Pauses
-from rollout_service.weights.ranks import RankGroups, rank_clients
-from rollout_service.weights.updates import WeightUpdates
+from rollout_service.weight_updates.admission import Admission
+from rollout_service.weight_updates.pauses import Pauses
+from rollout_service.weight_updates.ranks import RankGroups, rank_clients
+from rollout_service.weight_updates.updates import WeightUpdates
 from servicekit.environment import ServiceEnvironment
-from servicekit.life.announcing import announce
-from servicekit.life.lifecycle import run_until_stopped
-from servicekit.life.tasks import failing, first_of
+from servicekit.lifecycle.announcing import announce
+from servicekit.lifecycle.tasks import failing, first_of
+from servicekit.lifecycle.termination import run_until_stopped
 from servicekit.logs import get_logger
 from servicekit.metrics import GPUS, serve_metrics
 from servicekit.redis.records import AgreedSettings, ServiceRecord
@@ -32,9 +32,9 @@ from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from tandem_config.comparing.agreeing import agreed_settings
 from tandem_config.schema import RunConfig
-from weightsync.group.coordinator_lease import fence_of
-from weightsync.group.rendezvous import Rendezvous
 from weightsync.layouts.layout import Parallel
+from weightsync.membership.coordinator_lease import fence_of
+from weightsync.membership.rendezvous import Rendezvous
 from weightsync.round.client import SERVICE
 
 log = get_logger(__name__)
@@ -54,7 +54,7 @@ def make_sglang_engine(
 ) -> RolloutEngine:
     """Make a replica's engine, without starting it. It sets `stop` when its process receives SIGTERM."""
     from rollout_service.sglang_engine.engine import SglangEngine
-    from weightsync.group.nccl_settings import settle_containers
+    from weightsync.membership.nccl_settings import settle_containers
     from weightsync.transfer.devices import check_device, gpus_of
 
     check_device(environment.device)

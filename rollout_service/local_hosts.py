@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rollout_service.hosts.host_ranks import HOST_INDEX
-from servicekit.life.lifecycle import run_main
-from servicekit.life.processes import Program, run_together
+from servicekit.lifecycle.processes import Program, run_together
+from servicekit.lifecycle.termination import run_main
 from servicekit.logs import configure_logging
 from tandem_config.loading import load_config
 

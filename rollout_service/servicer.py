@@ -10,9 +10,9 @@ from rollout_service.engine import Finish, FinishedGroup, RolloutEngine
 from rollout_service.metrics import RolloutMetrics
 from rollout_service.sampling import read_request
 from rollout_service.stall import SingleFlight
-from rollout_service.weights.admission import Admission
-from rollout_service.weights.ranks import Ranks
-from rollout_service.weights.updates import WeightUpdates
+from rollout_service.weight_updates.admission import Admission
+from rollout_service.weight_updates.ranks import Ranks
+from rollout_service.weight_updates.updates import WeightUpdates
 from servicekit.errors import InvalidRequest, Unavailable, WrongVersion
 from servicekit.rpc.fence import FenceGuard
 from servicekit.versions import software_versions

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from rollout_service.engine import EngineLoad, EngineProcesses
-from rollout_service.weights.admission import Admission
+from rollout_service.weight_updates.admission import Admission
 from servicekit.errors import Unavailable
-from servicekit.life.tasks import cancel
+from servicekit.lifecycle.tasks import cancel
 from servicekit.logs import get_logger
 
 # Between two looks; a tenth of a shorter timeout.

@@ -11,11 +11,11 @@ from rollout_service.hosts.host_ranks import HostRanks, worker_name
 from rollout_service.hosts.membership import WorkerMembership
 from rollout_service.hosts.servicer import WorkerServicer
 from rollout_service.stall import StallWatch
-from rollout_service.weights.ranks import RankClient, RankGroups, rank_clients
+from rollout_service.weight_updates.ranks import RankClient, RankGroups, rank_clients
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import DeadlineExceeded, Unavailable
-from servicekit.life.announcing import announce
-from servicekit.life.tasks import DEADLINE, Wait, cancel, end_of, failing, first_of
+from servicekit.lifecycle.announcing import announce
+from servicekit.lifecycle.tasks import DEADLINE, Wait, cancel, end_of, failing, first_of
 from servicekit.logs import get_logger
 from servicekit.metrics import serve_metrics
 from servicekit.redis.records import AgreedSettings, ServiceRecord
@@ -43,7 +43,7 @@ def make_sglang_processes(
 ) -> EngineProcesses:
     """Make this host's processes of a replica's engine, without starting them."""
     from rollout_service.sglang_engine.host import SglangProcesses
-    from weightsync.group.nccl_settings import settle_containers
+    from weightsync.membership.nccl_settings import settle_containers
     from weightsync.transfer.devices import check_device
 
     check_device(environment.device)

@@ -64,7 +64,7 @@ class Damage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sound:
+class UndamagedCheckpoint:
     """The newest undamaged checkpoint, and the newer ones that were skipped, newest first."""
 
     iteration: int
@@ -158,7 +158,7 @@ def inspect(folder: Path, *, deep: bool) -> str:
     return "; ".join(found)
 
 
-def newest_sound(run_dir: Path, *, deep: bool = True) -> Sound | None:
+def newest_sound(run_dir: Path, *, deep: bool = True) -> UndamagedCheckpoint | None:
     """Find the newest undamaged checkpoint; None if the run has no complete one.
 
     Args:
@@ -169,14 +169,14 @@ def newest_sound(run_dir: Path, *, deep: bool = True) -> Sound | None:
     for iteration, folder in reversed(list_all(run_dir)):
         damage = _damage(iteration, folder, deep=deep)
         if damage is None:
-            return Sound(iteration=iteration, folder=folder, skipped=skipped)
+            return UndamagedCheckpoint(iteration=iteration, folder=folder, skipped=skipped)
         skipped.append(damage)
     if all(damage.unfinished for damage in skipped):
         return None
     raise none_left(run_dir, skipped)
 
 
-def choose(run_dir: Path, which: str) -> Sound:
+def choose(run_dir: Path, which: str) -> UndamagedCheckpoint:
     """Find a checkpoint for a user, and read every file of it to see that it is undamaged.
 
     Args:
@@ -204,7 +204,7 @@ def choose(run_dir: Path, which: str) -> Sound:
     damage = _damage(int(which), folder, deep=True)
     if damage is not None:
         raise DamagedCheckpoint(f"{damage}: choose another one, {_those(there)}")
-    return Sound(iteration=int(which), folder=folder, skipped=[])
+    return UndamagedCheckpoint(iteration=int(which), folder=folder, skipped=[])
 
 
 def _why_no_best(there: Mapping[int, Path]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from servicekit.cuda import newest_generation
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError
-from servicekit.life.exit_codes import EXIT_BAD_CONFIG
+from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG
 from servicekit.logs import configure_logging, get_logger
 from servicekit.redis.failures import record_failure
 from tandem_config.loading import load_config
@@ -17,7 +17,7 @@ from trainer_service import app
 from trainer_service.ranks.liveness import failure_name
 from trainer_service.ranks.world import Place, overlap_collectives
 from trainer_service.worker import WorkerSettings
-from weightsync.group.nccl_settings import settle_nccl_settings
+from weightsync.membership.nccl_settings import settle_nccl_settings
 from weightsync.transfer.devices import gpu_name
 
 

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Callable
 
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import DeadlineExceeded
-from servicekit.life.announcing import announce
-from servicekit.life.exit_codes import EXIT_FAILED, EXIT_OK
-from servicekit.life.lifecycle import run_main, run_until_stopped
-from servicekit.life.tasks import DEADLINE, end_of, failing, first_of
+from servicekit.lifecycle.announcing import announce
+from servicekit.lifecycle.exit_codes import EXIT_FAILED, EXIT_OK
+from servicekit.lifecycle.tasks import DEADLINE, end_of, failing, first_of
+from servicekit.lifecycle.termination import run_main, run_until_stopped
 from servicekit.logs import configure_logging, get_logger
 from servicekit.metrics import GPUS, export_disk_of, serve_metrics
 from servicekit.redis.records import AgreedSettings, ServiceRecord
@@ -26,8 +26,8 @@ from trainer_service.ranks.commands import Command, Commander, follow
 from trainer_service.ranks.liveness import failure_name
 from trainer_service.servicer import TrainerServicer
 from trainer_service.worker import Worker, WorkerSettings
-from weightsync.group.coordinator_lease import fence_of
-from weightsync.group.rendezvous import Rendezvous
+from weightsync.membership.coordinator_lease import fence_of
+from weightsync.membership.rendezvous import Rendezvous
 from weightsync.round import client
 from weightsync.transfer.devices import check_device, gpus_of
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer_service.batch.checks import Limits
-from trainer_service.batch.samples import FloatArray, Samples
+from trainer_service.micro_batches.checks import Limits
+from trainer_service.micro_batches.samples import FloatArray, Samples
 from weightsync.layouts.layout import Parallel
 from weightsync.model.spec import ModelSpec
 

@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from servicekit.errors import ConfigError
-from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
+from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
 from tandem_config.loading import load_config
 from tandem_config.problems import ConfigErrors
 from tandem_config.sections.run import ModelSection
 from tandem_files.exports import EXPORT, noted_template
 from tandem_files.run_config import RESOLVED_CONFIG
 from tandem_files.run_paths import FolderKind
-from trainer_service.saved.find import FoundCheckpoint, find_checkpoint, run_above
+from trainer_service.checkpoints.find import FoundCheckpoint, find_checkpoint, run_above
 from weightsync.model.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from trainer_service.saved.policy import SavedPolicy
+    from trainer_service.checkpoints.policy import SavedPolicy
 
 Form = Literal["hf", "dist"]
 Dtype = Literal["same", "float32", "bfloat16", "float16"]
@@ -75,7 +75,7 @@ class ExportSource:
         # Not above: torch takes seconds to import, and other mistakes are found without it.
         import torch
 
-        from trainer_service.saved.policy import SavedPolicy
+        from trainer_service.checkpoints.policy import SavedPolicy
 
         dtype: torch.dtype | None = None if self.dtype == "same" else getattr(torch, self.dtype)
         return SavedPolicy(chosen.folder, _spec_of(model), stack, dtype)
@@ -116,7 +116,7 @@ def compare_export(source: ExportSource, reference: Path, warn: Warn, *, toleran
     """
     model = source.model()
     chosen = source.find(warn)
-    from trainer_service.saved.compare import compare
+    from trainer_service.checkpoints.compare import compare
 
     with ExitStack() as stack:
         found = compare(source.open(chosen, model, stack), reference)

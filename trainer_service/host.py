@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from servicekit.errors import ConfigError
-from servicekit.life.exit_codes import EXIT_OK
-from servicekit.life.lifecycle import run_main
-from servicekit.life.processes import Program, run_together
+from servicekit.lifecycle.exit_codes import EXIT_OK
+from servicekit.lifecycle.processes import Program, run_together
+from servicekit.lifecycle.termination import run_main
 from servicekit.logs import configure_logging
 from tandem_config.loading import load_config
 

@@ -24,13 +24,13 @@ from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from tandem_files.exports import EXPORT
 from tandem_files.run_paths import inside, replaceable
 from trainer_service import metrics
-from trainer_service.batch.checks import check_updates
-from trainer_service.batch.merge import merge
-from trainer_service.batch.receive import ReceivedStep, receive_chunks, receive_header
+from trainer_service.checkpoints.files import CHECKPOINT
 from trainer_service.engine import Saving, TrainerEngine
+from trainer_service.micro_batches.checks import check_updates
+from trainer_service.micro_batches.merge import merge
+from trainer_service.micro_batches.receive import ReceivedStep, receive_chunks, receive_header
 from trainer_service.ranks.commands import Command, Commander
 from trainer_service.ranks.handlers import check_version
-from trainer_service.saved.files import CHECKPOINT
 from weightsync.round import deadlines
 from weightsync.round.client import only_phase
 from weightsync.round.phases import ABORT, RULES, name_of

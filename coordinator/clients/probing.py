@@ -5,7 +5,7 @@ from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
 from servicekit.errors import DeadlineExceeded, PeerLost, TandemError, Unavailable
-from servicekit.life.tasks import first_of
+from servicekit.lifecycle.tasks import first_of
 
 T = TypeVar("T")
 

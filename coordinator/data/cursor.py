@@ -7,8 +7,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.data.copies import different_first
 from coordinator.data.prompts import PromptSet
+from coordinator.data.repeated_prompts import different_first
 from coordinator.flow import Prompt
 from servicekit.errors import ConfigError
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import overload
 
 from coordinator.data.formatting import PromptFormat, prompt_format
-from coordinator.data.index import index_key, read_index
+from coordinator.data.row_offsets import RowStore
 from coordinator.data.scan import Scan, Scanner
+from coordinator.data.scan_cache import index_key, read_index
 from coordinator.data.sources import RowSource, find_sources
-from coordinator.data.store import RowStore
 from coordinator.flow import DataKey, Prompt
 from servicekit.logs import get_logger
 from tandem_config.schema import DataSection

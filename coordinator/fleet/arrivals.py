@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from coordinator.fleet.base import LOOK_INTERVAL_S
-from coordinator.watch.observed import Observed
+from coordinator.watch.fleet_recorder import FleetRecorder
 from servicekit.errors import DeadlineExceeded, TandemError
 from servicekit.redis.records import ServiceRecord
 from servicekit.redis.registry import Registry
@@ -21,7 +21,7 @@ _LOOK_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Announced:
+class AnnouncedServices:
     """The services that are announced."""
 
     trainers: list[ServiceRecord]
@@ -31,22 +31,22 @@ class Announced:
 class Outlook(Protocol):
     """What is known of services that are not announced."""
 
-    def update(self, announced: Announced) -> None:
+    def update(self, announced: AnnouncedServices) -> None:
         """Find out what takes a while to find out; called in a thread before the questions."""
         ...
 
-    def may_come(self, announced: Announced) -> bool:
+    def may_come(self, announced: AnnouncedServices) -> bool:
         """Whether to wait for further replicas, although rollout.min_replicas and the trainer are announced."""
         ...
 
-    def patience_s(self, announced: Announced) -> float:
+    def patience_s(self, announced: AnnouncedServices) -> float:
         """Return for how long to wait for services that are needed, in seconds from the start of the wait.
 
         Raises: Unavailable: they cannot come.
         """
         ...
 
-    def troubles(self, announced: Announced) -> list[str]:
+    def troubles(self, announced: AnnouncedServices) -> list[str]:
         """Return why they may be missing."""
         ...
 
@@ -58,20 +58,20 @@ class LeaseOutlook(Outlook):
         self._config, self._registry = config, registry
         self._enough_s: float | None = None
 
-    def update(self, announced: Announced) -> None:
+    def update(self, announced: AnnouncedServices) -> None:
         """Nothing: a lease is a matter of time."""
 
-    def may_come(self, announced: Announced) -> bool:
+    def may_come(self, announced: AnnouncedServices) -> bool:
         """Whether fewer than sync.lease_ttl_s have passed since enough were announced."""
         now_s = time.monotonic()
         self._enough_s = now_s if self._enough_s is None else self._enough_s
         return now_s - self._enough_s < self._config.sync.lease_ttl_s
 
-    def patience_s(self, announced: Announced) -> float:
+    def patience_s(self, announced: AnnouncedServices) -> float:
         """Return run.startup_timeout_s."""
         return self._config.run.startup_timeout_s
 
-    def troubles(self, announced: Announced) -> list[str]:
+    def troubles(self, announced: AnnouncedServices) -> list[str]:
         """Return the failures that services have recorded."""
         return [str(failure) for failure in self._registry.failures()]
 
@@ -105,7 +105,7 @@ async def wait_for_enough(config: RunConfig, registry: Registry, outlook: Outloo
 
 
 async def note_arrivals(
-    config: RunConfig, registry: Registry, observed: Observed, is_starting: Callable[[], bool]
+    config: RunConfig, registry: Registry, observed: FleetRecorder, is_starting: Callable[[], bool]
 ) -> None:
     """Look at the registry until all services of the run are announced, or the run has started without them."""
     start_s = time.monotonic()
@@ -135,5 +135,5 @@ def missing(config: RunConfig, num_trainers: int, replicas: list[str]) -> list[s
     return awaited + [name for name in names if name not in replicas]
 
 
-def _read(registry: Registry) -> Announced:
-    return Announced(trainers=registry.list("trainer"), rollouts=registry.list("rollout"))
+def _read(registry: Registry) -> AnnouncedServices:
+    return AnnouncedServices(trainers=registry.list("trainer"), rollouts=registry.list("rollout"))

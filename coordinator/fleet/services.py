@@ -11,10 +11,10 @@ from coordinator.clients.trainer import Trainer
 from coordinator.fleet.arrivals import LeaseOutlook, Outlook, wait_for_enough
 from coordinator.fleet.base import LOOK_INTERVAL_S, Fleet
 from coordinator.fleet.watched import WatchedFleet
-from coordinator.leaving import TrainerLost
+from coordinator.shutdown import TrainerLost
 from servicekit.errors import DeadlineExceeded, NotReady, TandemError, Unavailable
-from servicekit.life.lifecycle import watch
-from servicekit.life.tasks import cancel
+from servicekit.lifecycle.tasks import cancel
+from servicekit.lifecycle.termination import watch
 from servicekit.logs import get_logger
 from servicekit.redis.records import ServiceRecord
 from servicekit.redis.registry import Registry

@@ -22,7 +22,7 @@ from coordinator.fleet.base import Fleet
 from coordinator.flow import Generation, Group, Prompt
 from coordinator.generate.completions import MalformedReply, read_group
 from coordinator.generate.joiners import Joiners, Patience, Seed
-from coordinator.generate.order import Order
+from coordinator.generate.sampling import Order
 from coordinator.watch import metrics
 from servicekit.errors import DeadlineExceeded, InvalidRequest, TandemError, TooLarge, Unavailable
 from servicekit.logs import get_logger

@@ -1,8 +1,8 @@
 """Replicas that join during a dispatch: they are seeded with the version that it samples.
 
 The trainer is idle while a dispatch runs (loop.py), and a round of the joiners alone does not touch replicas that
-generate (weights.py). A seeding that has begun is awaited even when the dispatch no longer needs it, so that it cannot
-overlap with the next round; it has deadlines of its own.
+generate (weight_sync.py). A seeding that has begun is awaited even when the dispatch no longer needs it, so that it
+cannot overlap with the next round; it has deadlines of its own.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from coordinator.sync.publication import is_retriable
 from servicekit.errors import DeadlineExceeded, TandemError
-from servicekit.life.tasks import cancel
+from servicekit.lifecycle.tasks import cancel
 from servicekit.logs import get_logger
 
 # Brings a version to replicas that are present and do not serve it; the others are not interrupted.

@@ -6,7 +6,7 @@ from coordinator.fleet.base import Fleet
 from coordinator.flow import Generation, Prompt
 from coordinator.generate.dispatch import Dispatch, Warn
 from coordinator.generate.joiners import Patience, Seed
-from coordinator.generate.order import Order
+from coordinator.generate.sampling import Order
 from servicekit.logs import get_logger
 from servicekit.rpc.limits import MAX_COMPLETIONS_PER_CALL
 

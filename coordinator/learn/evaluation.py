@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from coordinator.flow import Generation, Prompt, Scored
-from coordinator.generate.order import Order, Sampling
+from coordinator.answers import after_prompt, answer_in
+from coordinator.flow import Generation, GroupScores, Prompt
 from coordinator.generate.rollouts import Rollouts
-from coordinator.learn.answers import after_prompt, answer_in
+from coordinator.generate.sampling import Order, Sampling
 from coordinator.learn.estimates import Estimate, estimates
 from coordinator.learn.scoring import Scorer
 
@@ -32,14 +32,14 @@ class PromptsToEvaluate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluated:
+class EvaluationResult:
     """An evaluation of the policy, with its samples."""
 
     # Name of the evaluation set.
     name: str
     policy_version: int
     generation: Generation
-    scored: Scored
+    scored: GroupScores
     # By name of the measure, e.g. `mean@1`.
     estimates: Mapping[str, Estimate] = field(default_factory=dict)
 
@@ -67,7 +67,7 @@ class Evaluator:
 
     async def evaluate(
         self, sets: Sequence[PromptsToEvaluate], policy_version: int, *, beside_training: bool = False
-    ) -> list[Evaluated]:
+    ) -> list[EvaluationResult]:
         """Generate and score completions of each set, one set after another.
 
         Args:
@@ -77,7 +77,7 @@ class Evaluator:
         rollouts = self.rollouts_beside_training if beside_training else self.rollouts
         return [await self._evaluate(asked, policy_version, rollouts) for asked in sets]
 
-    async def _evaluate(self, asked: PromptsToEvaluate, policy_version: int, rollouts: Rollouts) -> Evaluated:
+    async def _evaluate(self, asked: PromptsToEvaluate, policy_version: int, rollouts: Rollouts) -> EvaluationResult:
         order = Order(
             policy_version=policy_version, num_completions=asked.num_samples, sampling=asked.sampling, seed=self.seed
         )
@@ -91,7 +91,7 @@ class Evaluator:
             for group in generation.groups
         ]
         prompts_P = [tuple(group.prompt.token_ids) for group in generation.groups]
-        return Evaluated(
+        return EvaluationResult(
             name=asked.name,
             policy_version=policy_version,
             generation=generation,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.learn.batches import Sample, policy_tokens
+from coordinator.learn.updates import Sample, policy_tokens
 from servicekit.errors import NotFinite
 from tandem_config.schema import GrpoSection
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.flow import Group, Scored
-from coordinator.learn.rewards.base import ScoredText, Scores
-from coordinator.learn.rewards.registry import Part
-from coordinator.learn.rewards.work import MAX_LATE_SHARE, late_budget
+from coordinator.flow import Group, GroupScores
+from coordinator.rewards.base import ScoredText, Scores
+from coordinator.rewards.registry import Part
+from coordinator.rewards.work import MAX_LATE_SHARE, late_budget
 from servicekit.errors import Internal, in_part
-from servicekit.life.tasks import cancel
+from servicekit.lifecycle.tasks import cancel
 from tandem_files.tokenizer import TextCodec
 
 
@@ -44,7 +44,7 @@ class Scorer:
         self._decoding: dict[str, Any] = {"stop_ids": stop_ids, "skip_special_tokens": skip_special_tokens}
         (self._accuracy,) = [part.name for part in parts if part.is_accuracy]
 
-    async def score(self, groups: Sequence[Group]) -> Scored:
+    async def score(self, groups: Sequence[Group]) -> GroupScores:
         """Score P groups of G completions scores. Returns: [P, G] rewards, and counts of failed scores.
 
         Raises: Internal: scoring failed for more samples than a reward's max_error_share, or at all with `on_error:
@@ -59,7 +59,7 @@ class Scorer:
         rewards_S, missing_S = added(found)
         right_S = scores_SR[self._accuracy][~missing_S & ~np.isnan(scores_SR[self._accuracy])]
         unreadable = {place: why for _, scores in found for place, why in scores.unreadable.items()}
-        return Scored(
+        return GroupScores(
             rewards_PG=rewards_S.reshape(len(groups), -1),
             missing_PG=missing_S.reshape(len(groups), -1),
             accuracy=float(right_S.mean()) if right_S.size else math.nan,

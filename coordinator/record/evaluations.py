@@ -16,14 +16,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from coordinator.flow import Scored
-from coordinator.learn.evaluation import Evaluated, Evaluator
-from coordinator.leaving import Leaving
-from coordinator.record.report import baseline_row, numeric
+from coordinator.flow import GroupScores
+from coordinator.learn.evaluation import EvaluationResult, Evaluator
+from coordinator.record.metrics_row import baseline_row, numeric
 from coordinator.record.state import BestPolicy, RunState
+from coordinator.shutdown import Leaving
 from coordinator.watch import metrics
 from coordinator.watch.events import EventKind, EventLog
-from servicekit.life.meanwhile import Meanwhile
+from servicekit.lifecycle.background import BackgroundTask
 from tandem_config.schema import HELDOUT, EvaluationSection
 from tandem_files.metrics_file import Heldout, Row, score_text, set_of
 
@@ -43,7 +43,7 @@ class Evaluations:
     events: EventLog
     leaving: Leaving
 
-    async def at_the_start(self) -> list[Evaluated]:
+    async def at_the_start(self) -> list[EvaluationResult]:
         """Evaluate the policy before the first iteration, or with what begins anew at a resume."""
         state = self.state
         lacking = [asked for asked in self.evaluator.sets if state.iteration == 0 or self._is_renewed(asked.name)]
@@ -54,24 +54,24 @@ class Evaluations:
         measured = {set_of(column) for column in self.state.baseline}
         return self.state.renewed.get(name) == self.state.iteration and name not in measured
 
-    def beside(self, number: int) -> Meanwhile[list[Evaluated] | None]:
+    def beside(self, number: int) -> BackgroundTask[list[EvaluationResult] | None]:
         """Make the evaluation, beside iteration `number`, of the policy with which it begins."""
         due = self.evaluator.due(number - 1) if self.settings.concurrent and number > 1 else []
         if not due:
-            return Meanwhile()
+            return BackgroundTask()
         evaluate = partial(self.evaluator.evaluate, due, self.state.policy_version, beside_training=True)
-        return Meanwhile(lambda: self.leaving.unless_asked(evaluate()))
+        return BackgroundTask(lambda: self.leaving.unless_asked(evaluate()))
 
     def is_due(self, number: int, *, last: bool) -> bool:
         """Whether the policy is evaluated after iteration `number`; last: no iteration follows."""
         return bool(self.evaluator.sets if last else not self.settings.concurrent and self.evaluator.due(number))
 
-    async def after(self, number: int, policy_version: int, *, last: bool) -> list[Evaluated]:
+    async def after(self, number: int, policy_version: int, *, last: bool) -> list[EvaluationResult]:
         """Evaluate the policy after iteration `number`. Returns: nothing if the run was asked to end meanwhile."""
         due = self.evaluator.sets if last else self.evaluator.due(number)
         return await self.leaving.unless_asked(self.evaluator.evaluate(due, policy_version)) or []
 
-    def note(self, evaluated: Sequence[Evaluated], iteration: int, *, has_checkpoint: bool) -> bool:
+    def note(self, evaluated: Sequence[EvaluationResult], iteration: int, *, has_checkpoint: bool) -> bool:
         """Record evaluations of the policy after `iteration`.
 
         Args:
@@ -95,7 +95,7 @@ class Evaluations:
             return False
         return note_best(self.state, self.settings.best, evaluated, iteration)
 
-    def note_baseline(self, evaluated: Sequence[Evaluated]) -> Row:
+    def note_baseline(self, evaluated: Sequence[EvaluationResult]) -> Row:
         """Keep evaluations as those that later ones are compared with. Returns: row 0, if there is no iteration yet."""
         self.state.baseline.update(evaluation_row(evaluated))
         if self.state.initial_accuracy is not None:
@@ -112,12 +112,12 @@ class Evaluations:
         return improved or name in due
 
 
-def evaluation_row(evaluated: Sequence[Evaluated]) -> Row:
+def evaluation_row(evaluated: Sequence[EvaluationResult]) -> Row:
     """Make the columns `eval/<set>/...`; of a set that was evaluated twice those of the later one."""
     return {f"eval/{result.name}/{name}": value for result in evaluated for name, value in _columns(result)}
 
 
-def _columns(result: Evaluated) -> Iterator[tuple[str, float | int | None]]:
+def _columns(result: EvaluationResult) -> Iterator[tuple[str, float | int | None]]:
     for name, estimate in result.estimates.items():
         for suffix, value in (("", estimate.value), ("_low", estimate.low), ("_high", estimate.high)):
             yield f"{name}{suffix}", value if math.isfinite(value) else None
@@ -128,12 +128,12 @@ def _columns(result: Evaluated) -> Iterator[tuple[str, float | int | None]]:
     yield "policy_version", result.policy_version
 
 
-def heldout_of(evaluated: Sequence[Evaluated]) -> Scored | None:
+def heldout_of(evaluated: Sequence[EvaluationResult]) -> GroupScores | None:
     """Return the scores of the set `heldout`; None: it was not evaluated."""
     return next((result.scored for result in reversed(evaluated) if result.name == HELDOUT), None)
 
 
-def message_of(result: Evaluated, title: str) -> str:
+def message_of(result: EvaluationResult, title: str) -> str:
     """Describe an evaluation in a sentence. title: of the figure of data.heldout."""
     if result.name == HELDOUT:
         return f"{title} {score_text(result.scored.accuracy)} at version {result.policy_version}"
@@ -144,7 +144,7 @@ def message_of(result: Evaluated, title: str) -> str:
     return f"{result.name}: {found} at version {result.policy_version}"
 
 
-def note_best(state: RunState, metric: str | None, evaluated: Sequence[Evaluated], iteration: int) -> bool:
+def note_best(state: RunState, metric: str | None, evaluated: Sequence[EvaluationResult], iteration: int) -> bool:
     """Record the best policy so far in the state.
 
     Args:

@@ -4,10 +4,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from coordinator.flow import DataKey, Scored, SyncResult
+from coordinator.flow import DataKey, GroupScores, SyncResult
 from coordinator.record.health import Watch, figures, troubles
-from coordinator.record.remarks import remarks, score_remarks
-from coordinator.record.report import IterationRecord, numeric
+from coordinator.record.iteration_warnings import remarks, score_remarks
+from coordinator.record.metrics_row import IterationRecord, numeric
 from coordinator.record.state import RunState
 from coordinator.watch import metrics
 from coordinator.watch.events import EventKind, EventLog
@@ -101,7 +101,7 @@ class Progress:
                 message = f"{count} prompts of data.{data} were dropped{which}: longer than max_prompt_tokens"
                 self.warn("dropped_prompts", message)
 
-    def note_scores(self, data: DataKey, scored: Scored, where: str = "data.train") -> None:
+    def note_scores(self, data: DataKey, scored: GroupScores, where: str = "data.train") -> None:
         """Count scores of 0 that are not the policy's fault, and warn of them."""
         totals = self.state.totals
         (totals if data == "train" else totals.heldout).note_scores(scored)

@@ -13,8 +13,8 @@ from itertools import islice
 from coordinator.data.formatting import PromptFormat
 from coordinator.data.scan import Scan
 from coordinator.flow import Prompt
-from coordinator.learn.rewards.source import source_file
 from coordinator.record.state import BestPolicy, DataOrder, RunState, SourceOrder
+from coordinator.rewards.source import source_file
 from tandem_config.comparing.resuming import MAY_CHANGE, difference
 from tandem_config.schema import EvaluationSet, RunConfig
 from tandem_config.sections.reward import FunctionReward, split_reference

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from coordinator.learn.evaluation import Evaluated
-from coordinator.record.report import IterationRecord
+from coordinator.learn.evaluation import EvaluationResult
+from coordinator.record.metrics_row import IterationRecord
 from servicekit.logs import get_logger
 from tandem_files.metrics_file import Row
 
@@ -26,13 +26,13 @@ log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finished:
+class FinishedIteration:
     """An iteration whose row was written, with all that there is to tell about it."""
 
     # None: an evaluation before the first iteration.
     record: IterationRecord | None
     row: Row
-    evaluated: Sequence[Evaluated] = ()
+    evaluated: Sequence[EvaluationResult] = ()
 
 
 class Sink(Protocol):
@@ -42,7 +42,7 @@ class Sink(Protocol):
     def name(self) -> str:
         """What the warning calls it when it fails."""
 
-    def take(self, finished: Finished) -> str | None:
+    def take(self, finished: FinishedIteration) -> str | None:
         """Store or send an iteration; it may block. Whatever it raises ends this sink, not the run.
 
         Returns: a warning for the run's user, if there is one.
@@ -63,7 +63,7 @@ class Sinks:
         self._feeds = [_Feed(sink) for sink in sinks]
         self._warn = warn
 
-    def take(self, finished: Finished) -> None:
+    def take(self, finished: FinishedIteration) -> None:
         """Give an iteration to every sink, without waiting for any; warn of those that have failed since."""
         for feed in self._feeds:
             feed.put(finished)
@@ -93,13 +93,13 @@ class _Feed:
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self._waiting: queue.Queue[Finished | None] = queue.Queue(MAX_WAITING + 1)
+        self._waiting: queue.Queue[FinishedIteration | None] = queue.Queue(MAX_WAITING + 1)
         self._complaints: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"sink {sink.name}", daemon=True)
         self._left_out = 0
         self._failed = False
 
-    def put(self, finished: Finished) -> None:
+    def put(self, finished: FinishedIteration) -> None:
         if self._failed:
             return
         if self._thread.ident is None:

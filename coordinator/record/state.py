@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from coordinator.data.cursor import CursorState
-from coordinator.flow import Scored
+from coordinator.flow import GroupScores
 from servicekit.errors import ConfigError
 from tandem_config.schema import HELDOUT
 from tandem_files.atomic import no_check, write_bytes_atomic
@@ -28,7 +28,7 @@ class ScoreCounts(BaseModel):
     reward_timeouts: int = 0
     unreadable_answers: int = 0
 
-    def note_scores(self, scored: Scored) -> None:
+    def note_scores(self, scored: GroupScores) -> None:
         """Add the counts of a batch."""
         self.reward_errors += scored.num_errors
         self.reward_timeouts += scored.num_timeouts
@@ -207,7 +207,7 @@ class RunState(BaseModel):
             self.best = None
         self.renewed.pop(name, None)
 
-    def note_accuracy(self, scored: Scored) -> None:
+    def note_accuracy(self, scored: GroupScores) -> None:
         """Record an evaluation of data.heldout."""
         accuracy, scores_S = scored.accuracy, scored.scores_PG[~np.isnan(scored.scores_PG)]
         if self.initial_accuracy is None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coordinator.record.report import median
+from coordinator.record.metrics_row import median
 from coordinator.record.state import RunState
 from tandem_files.metrics_file import Row
 

@@ -7,7 +7,7 @@
 | else, of the trainer: the same                                        | the trainer                               |
 | of one replica alone: ConfigError, DeadlineExceeded, SlotTaken        | that replica                              |
 | DeadlineExceeded of several, two of which name ranks of one replica   | the replica that most of them name        |
-| only PeerLost, Aborted; or ConfigError, DeadlineExceeded of several   | unknown: whoever fails alone (weights.py) |
+| only PeerLost, Aborted; or ConfigError, DeadlineExceeded of several   | unknown: whoever fails alone              |
 """
 
 import re

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from coordinator.clients.replica import Replica
 from coordinator.clients.trainer import Trainer
 from coordinator.fleet.base import Fleet
-from coordinator.sync.roll_call import Present, RollCall, seeded_version
+from coordinator.sync.participants import PresentServices, RollCall, seeded_version
 
 # Between two looks, and how old one may be.
 INTERVAL_S, AHEAD_S = 1.0, 2.0
@@ -23,7 +23,7 @@ UNPACKED_S = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class _Seen:
-    present: Present
+    present: PresentServices
     # When the look began.
     begun_s: float
 
@@ -46,7 +46,7 @@ class LookAhead:
             yield
             pause_s = INTERVAL_S
 
-    def participants(self, policy_version: int) -> Present | None:
+    def participants(self, policy_version: int) -> PresentServices | None:
         """Return the participants of a round of `policy_version`; None: look again."""
         seen = self._fresh()
         if seen is None or any(seeded_version(status) > policy_version for status in seen.present.replicas.values()):

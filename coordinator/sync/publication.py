@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from coordinator.clients.replica import Replica
 from coordinator.flow import ReplicaOutcome, SyncResult
 from coordinator.sync.blame import Blame
-from coordinator.sync.left_out import LeftOut
+from coordinator.sync.excluded_replicas import LeftOut
 from coordinator.sync.sync_report import RoundReports
 from servicekit.errors import (
     Aborted,
@@ -24,7 +24,7 @@ from servicekit.errors import (
     TooLarge,
     Unavailable,
 )
-from weightsync.group.rendezvous import Evicted
+from weightsync.membership.rendezvous import Evicted
 
 # A rank whose slot another process holds gets it when that one's lease ends, or exits after two leases (rendezvous.py).
 SLOT_PATIENCE_TTLS = 3.0
@@ -89,7 +89,7 @@ class Publication:
     failed_round: FailedRound | None = None
     # Whether a round has failed without a culprit.
     _is_puzzled: bool = False
-    # How long to wait for replicas while too few are present (roll_call.py).
+    # How long to wait for replicas while too few are present (participants.py).
     rejoin_timeout_s: float | None
     reports: RoundReports = field(default_factory=RoundReports)
     outcomes: dict[str, ReplicaOutcome] = field(default_factory=dict)

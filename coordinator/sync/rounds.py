@@ -7,17 +7,17 @@ from dataclasses import replace
 
 from coordinator.clients.trainer import Trainer
 from coordinator.flow import ReplicaOutcome
-from coordinator.lead import Lead
+from coordinator.leader_lease import LeaderLease
 from coordinator.sync.blame import blame
 from coordinator.sync.forecast import Forecast
+from coordinator.sync.participants import PresentServices, WeightGroup, parallel_sizes, replica_slots, trainer_slots
 from coordinator.sync.publication import FailedRound, Publication
-from coordinator.sync.roll_call import Present, WeightGroup, parallel_sizes, replica_slots, trainer_slots
 from coordinator.sync.slot_watch import SlotWatch
 from coordinator.sync.sync_round import SyncRound
 from coordinator.watch import metrics
-from coordinator.watch.observed import Observed
+from coordinator.watch.fleet_recorder import FleetRecorder
 from servicekit.errors import PeerLost, TandemError
-from servicekit.life.tasks import cancel
+from servicekit.lifecycle.tasks import cancel
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import SyncSection
 from weightsync.plans.limits import bucket_bytes
@@ -49,17 +49,17 @@ class Rounds:
         trainer: Trainer,
         group: WeightGroup,
         settings: SyncSection,
-        lead: Lead,
+        lead: LeaderLease,
         disk_folder: str,
         forecast: Forecast | None,
-        observed: Observed,
+        observed: FleetRecorder,
     ) -> None:
         self._trainer, self._group, self._settings, self._lead = trainer, group, settings, lead
         self._disk_folder, self._forecast, self._observed = disk_folder, forecast, observed
         self._failed_rounds = 0
         self.on_disk = (0, "")
 
-    async def run(self, work: Publication, present: Present) -> None:
+    async def run(self, work: Publication, present: PresentServices) -> None:
         """Run one round over `present`.
 
         Raises: TandemError: it failed and was aborted, on all or, from COMMIT on, on some.
@@ -110,7 +110,9 @@ class Rounds:
             work.failed_round = self._failed(sync_round, present, uncommitted, begun_s)
             raise uncommitted
 
-    def _failed(self, sync_round: SyncRound, present: Present, error: TandemError, begun_s: float) -> FailedRound:
+    def _failed(
+        self, sync_round: SyncRound, present: PresentServices, error: TandemError, begun_s: float
+    ) -> FailedRound:
         names = [replica.name for replica in present.replicas]
         cause = blame(sync_round.errors, self._trainer.name, names)
         if len(names) == 1 and cause.trainer is None and not cause.lost:
@@ -122,7 +124,7 @@ class Rounds:
             cost_s=time.perf_counter() - begun_s,
         )
 
-    def _describe(self, policy_version: int, present: Present) -> weights_pb2.Round:
+    def _describe(self, policy_version: int, present: PresentServices) -> weights_pb2.Round:
         """Describe the round: what its participants must agree on."""
         description = parallel_sizes(present)
         description.MergeFrom(

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from coordinator.clients.probing import NoAnswer
-from coordinator.sync.roll_call import WeightGroup
+from coordinator.sync.participants import WeightGroup
 from servicekit.errors import Unavailable
 
 # Between two looks; a slot is lost if it is missing in two of them.

@@ -12,7 +12,7 @@ Versions only grow, and a version names one policy. So the checkpoint's policy g
 from pathlib import Path
 
 from coordinator.clients.trainer import Trainer
-from coordinator.sync.weights import WeightSync
+from coordinator.sync.weight_sync import WeightSync
 from servicekit.logs import get_logger
 
 log = get_logger(__name__)

@@ -6,7 +6,7 @@ from typing import get_args
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
-from coordinator.flow import DataKey, ReplicaOutcome, Scored, SyncResult
+from coordinator.flow import DataKey, GroupScores, ReplicaOutcome, SyncResult
 from servicekit.buckets import fine_buckets
 from servicekit.errors import DigestMismatch, TandemError
 from servicekit.tracing import exemplar
@@ -315,7 +315,7 @@ def observe_outcomes(outcomes: Mapping[str, ReplicaOutcome]) -> None:
         SYNC_OUTCOMES.labels(outcome=outcome.value).inc()
 
 
-def observe_scores(data: DataKey, scored: Scored) -> None:
+def observe_scores(data: DataKey, scored: GroupScores) -> None:
     """Record a batch that was scored."""
     SCORED_COMPLETIONS.labels(data=data).inc(scored.rewards_PG.size)
     REWARD_ERRORS.labels(data=data).inc(scored.num_errors)

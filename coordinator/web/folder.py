@@ -9,10 +9,10 @@ from typing import Any
 import yaml
 
 from coordinator.record.health import logprob_limits
-from coordinator.record.report import numeric
-from coordinator.web.conditions import Alert, Conditions, alerts
+from coordinator.record.metrics_row import numeric
+from coordinator.web.alerts import Alert, Conditions, alerts
 from coordinator.web.history import History
-from coordinator.web.picture import Picture
+from coordinator.web.page_data import Picture
 from coordinator.web.snapshot import disk_free
 from servicekit.errors import ConfigError
 from tandem_files.metrics_file import METRICS_FILE, Baseline, Heldout, MetricsFile

@@ -9,10 +9,10 @@ from typing import Any
 
 from coordinator.record.state import RunState
 from coordinator.watch.control import RunControl
-from coordinator.watch.observed import Observed
-from coordinator.web.conditions import Alert, Conditions, alerts
+from coordinator.watch.fleet_recorder import FleetRecorder
+from coordinator.web.alerts import Alert, Conditions, alerts
 from coordinator.web.history import History
-from coordinator.web.picture import Picture
+from coordinator.web.page_data import Picture
 from tandem_files.metrics_file import Baseline, Heldout
 from tandem_files.pace import remaining_s
 
@@ -32,7 +32,7 @@ class Source:
     control: RunControl
     state: RunState
     history: History
-    observed: Observed
+    observed: FleetRecorder
     troubles: Callable[[], Sequence[str]]
 
     def snapshot(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from servicekit.cuda import WITHOUT_COMPILERS, Compilers, Gpus, compilers_here, 
 from servicekit.errors import ConfigError, Unavailable
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
-from weightsync.group.nccl_settings import STAGED_ADVICE, STAGED_MAY_HANG
+from weightsync.membership.nccl_settings import STAGED_ADVICE, STAGED_MAY_HANG
 
 _ENGINES = (("megatron", "trainer"), ("sglang", "rollout"), ("torch", "trainer"))
 

@@ -18,8 +18,8 @@ from functools import lru_cache
 
 from tandem_config.schema import RunConfig
 from tandem_config.sections.rollout import MAX_GRAPH_REQUESTS
-from trainer_service.batch.chunks import chunk_tokens
-from trainer_service.saved.files import EXPERTS
+from trainer_service.checkpoints.files import EXPERTS
+from trainer_service.micro_batches.chunks import chunk_tokens
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout, padded_vocabulary
 from weightsync.layouts.sglang import sglang_layout

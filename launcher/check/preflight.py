@@ -5,7 +5,7 @@
 
 from pathlib import Path
 
-from coordinator.data.index import RowIndex
+from coordinator.data.scan_cache import RowIndex
 from launcher.check.data.rows import check_data
 from launcher.check.data.tokenizer import check_tokenizer
 from launcher.check.host import check_host

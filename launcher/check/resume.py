@@ -6,8 +6,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from coordinator.data.copies import OLD_ORDER, Repeats, texts_of
 from coordinator.data.formatting import PromptFormat
+from coordinator.data.repeated_prompts import OLD_ORDER, Repeats, texts_of
 from coordinator.data.scan import Scan
 from coordinator.record.resuming import order_differences, order_of, reward_facts, reward_warning
 from coordinator.record.state import RunState

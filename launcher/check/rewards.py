@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from coordinator.learn.rewards.base import TakenColumns
-from coordinator.learn.rewards.servers.judge import columns_in
-from coordinator.learn.rewards.taken import columns_of, rows_without
+from coordinator.rewards.base import TakenColumns
+from coordinator.rewards.servers.judge import columns_in
+from coordinator.rewards.taken import columns_of, rows_without
 from launcher.check.data.columns import unused_columns, unused_line
 from launcher.check.data.rows import CheckedData
 from launcher.check.patterns import check_patterns
-from launcher.check.trial import Trial, Tried
+from launcher.check.trial import Trial, TrialResult
 from tandem_config.checks.reward import entry_key
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
@@ -57,7 +57,7 @@ def check_rewards(config: RunConfig, usable: Callable[..., bool], data: CheckedD
             yield ConfigProblem(key=key, value=problem.place, message=problem.text)
 
 
-def takes_of(section: RewardSection, tried: Tried | None) -> TakenColumns:
+def takes_of(section: RewardSection, tried: TrialResult | None) -> TakenColumns:
     """Return the columns that a reward takes; a server's that it may."""
     if isinstance(section, JudgeReward):
         return columns_in(section.prompt)
@@ -100,7 +100,7 @@ def check_imports(config: RunConfig, usable: Callable[..., bool], columns: Seque
 
 def try_functions(
     config: RunConfig, usable: Callable[..., bool], columns: Sequence[str] | None, trial: Trial | None
-) -> Mapping[int, Tried]:
+) -> Mapping[int, TrialResult]:
     """Try all own functions at the same time. Returns: what was found, by the reward's place."""
     sections = {
         place: section
@@ -108,14 +108,14 @@ def try_functions(
         if isinstance(section, FunctionReward) and usable(entry_key(config, place))
     }
 
-    async def try_all() -> list[Tried]:
-        return await asyncio.gather(*(Tried.of(section, columns, trial) for section in sections.values()))
+    async def try_all() -> list[TrialResult]:
+        return await asyncio.gather(*(TrialResult.of(section, columns, trial) for section in sections.values()))
 
     return dict(zip(sections, asyncio.run(try_all()), strict=True)) if sections else {}
 
 
 def _without_data(
-    config: RunConfig, usable: Callable[..., bool], tried: Mapping[int, Tried]
+    config: RunConfig, usable: Callable[..., bool], tried: Mapping[int, TrialResult]
 ) -> Iterator[ConfigProblem]:
     for place, section in enumerate(config.reward):
         key = entry_key(config, place)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coordinator.data.formatting import PromptText
-from coordinator.learn.rewards.base import ScoredText, TakenColumns
-from coordinator.learn.rewards.function import OwnFunction
+from coordinator.rewards.base import ScoredText, TakenColumns
+from coordinator.rewards.function import OwnFunction
 from tandem_config.problems import ConfigProblem
 from tandem_config.sections.reward import FunctionReward
 from tandem_files.rows.reading import Row
@@ -70,7 +70,7 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tried:
+class TrialResult:
     """What trying a function has shown.
 
     Attributes:
@@ -87,7 +87,7 @@ class Tried:
     unknown: Sequence[str] = ()
 
     @classmethod
-    async def of(cls, section: FunctionReward, columns: Sequence[str] | None, trial: Trial | None) -> "Tried":
+    async def of(cls, section: FunctionReward, columns: Sequence[str] | None, trial: Trial | None) -> "TrialResult":
         """Try a function in one worker.
 
         Args:

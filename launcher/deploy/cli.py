@@ -169,7 +169,7 @@ def diff(folder: _Folder, kubeconfig: _Kubeconfig = None, context: _Context = ""
     Examples:
         tandem deploy diff math
     """
-    from launcher.deploy.live_commands import diff_command
+    from launcher.deploy.running_commands import diff_command
 
     raise typer.Exit(diff_command(folder, _where(None, kubeconfig, context)))
 
@@ -186,7 +186,7 @@ def status(run: _Run, namespace: _Namespace = None, kubeconfig: _Kubeconfig = No
         tandem deploy status math
         tandem deploy status math -n team --context prod
     """
-    from launcher.deploy.live_commands import status_command
+    from launcher.deploy.running_commands import status_command
 
     raise typer.Exit(status_command(run, _where(namespace, kubeconfig, context)))
 
@@ -219,7 +219,7 @@ def logs(
         tandem deploy logs math coordinator --follow
         tandem deploy logs math trainer --previous --level warning
     """
-    from launcher.deploy.live_commands import logs_command
+    from launcher.deploy.running_commands import logs_command
     from launcher.view.logs.lines import LEVELS
 
     if level not in LEVELS:
@@ -315,8 +315,8 @@ def delete(
         tandem deploy delete math --yes -n team
         tandem deploy delete math --files
     """
-    from launcher.deploy.live_commands import delete_command
     from launcher.deploy.results.commands import RunFiles
+    from launcher.deploy.running_commands import delete_command
 
     if not yes and not sys.stdin.isatty():
         raise typer.BadParameter("give --yes: there is no terminal to ask on")

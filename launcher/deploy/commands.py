@@ -12,18 +12,18 @@ from rich.text import Text
 from launcher.deploy.answers import Answers
 from launcher.deploy.check.cluster import cluster_problems, dns_addresses
 from launcher.deploy.check.overlay import overlay_problems
-from launcher.deploy.live.api import OperatorApi
 from launcher.deploy.models.job import FetchRequest, fetch_job
-from launcher.deploy.new.configuration import RUN_FILE, PodConfiguration, read_configuration
-from launcher.deploy.new.images import read_digests, without_registry
-from launcher.deploy.new.kustomize import Manifest, build
-from launcher.deploy.new.layout import layout_of, misfits
-from launcher.deploy.new.manifests import find_manifests, names_of
-from launcher.deploy.new.overlay import ONCE, beside, write_overlay
+from launcher.deploy.overlay.configuration import RUN_FILE, PodConfiguration, read_configuration
+from launcher.deploy.overlay.images import read_digests, without_registry
+from launcher.deploy.overlay.kustomize import Manifest, build
+from launcher.deploy.overlay.layout import layout_of, misfits
+from launcher.deploy.overlay.manifests import find_manifests, names_of
+from launcher.deploy.overlay.overlay import ONCE, beside, write_overlay
+from launcher.deploy.running.api import OperatorApi
 from launcher.report import headline, print_problems
 from launcher.view.run_view import make_console
 from servicekit.errors import ConfigError, TandemError
-from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
+from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
 from tandem_config.problems import ConfigErrors, ConfigProblem, errors_only
 from tandem_config.schema import RunConfig
 

@@ -19,7 +19,7 @@ from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from servicekit.errors import ConfigError, TandemError, Unavailable
-from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
+from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
 
 CONNECT_S, TRIES = 10.0, 5
 # Of one request, which carries a part at most: 140 kB/s. Tries together end after RETRY_S.
@@ -39,7 +39,7 @@ _REFUSED = re.compile(r"status code: 40[13]|incorrectly configured region")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stored:
+class StoredObject:
     """An object of a bucket.
 
     Attributes:
@@ -80,14 +80,14 @@ class Bucket:
             retry_config={"max_retries": TRIES - 1, "retry_timeout": timedelta(seconds=RETRY_S)},
         )
 
-    def list(self, prefix: str) -> list[Stored]:
+    def list(self, prefix: str) -> list[StoredObject]:
         """List the objects below a prefix, in the order of their keys. Raises: ConfigError, Unavailable."""
         with self._translated(prefix):
             found = [meta for page in obstore.list(self._store, prefix or None) for meta in page]
-        objects = (Stored(key=meta["path"], size=meta["size"], etag=_bare(meta["e_tag"])) for meta in found)
+        objects = (StoredObject(key=meta["path"], size=meta["size"], etag=_bare(meta["e_tag"])) for meta in found)
         return sorted(objects, key=lambda stored: stored.key)
 
-    def find(self, key: str) -> Stored | None:
+    def find(self, key: str) -> StoredObject | None:
         """Return an object; None: there is none. Raises: ConfigError, Unavailable."""
         with self._translated(key):
             try:
@@ -97,9 +97,9 @@ class Bucket:
                 return None
         meta = found.meta
         sha256 = str(found.attributes.get(_SHA256, ""))
-        return Stored(key=key, size=meta["size"], etag=_bare(meta["e_tag"]), sha256=sha256)
+        return StoredObject(key=key, size=meta["size"], etag=_bare(meta["e_tag"]), sha256=sha256)
 
-    def read(self, stored: Stored) -> Iterator[bytes]:
+    def read(self, stored: StoredObject) -> Iterator[bytes]:
         """Read an object in blocks, a request each. Raises: ConfigError, Unavailable, also if it changes."""
         for begin in range(0, stored.size, PART_BYTES):
             end = min(begin + PART_BYTES, stored.size)

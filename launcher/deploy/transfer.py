@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from launcher.deploy import restricted
 from servicekit.errors import ConfigError
-from servicekit.life.exit_codes import EXIT_BAD_CONFIG
+from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG
 
 S3 = "s3://"
 # Of the Secret for S3: key -> variable.

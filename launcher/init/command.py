@@ -19,7 +19,7 @@ from launcher.init.suggest import suggest_all
 from launcher.init.text import render
 from launcher.report import headline, print_problems
 from launcher.view.run_view import make_console
-from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
+from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
 from tandem_config.cross_checks import cross_check
 from tandem_config.loading import Draft, draft_config
 from tandem_config.overrides import parse_overrides

@@ -15,7 +15,7 @@ from launcher.plan.simulated import simulated, simulation_table
 from launcher.plan.sizes import rollout_sizes, trainer_sizes
 from launcher.report import print_problems
 from launcher.view.run_view import make_console
-from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
+from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
 from tandem_config.problems import ConfigErrors
 from weightsync.plans.cost import Speeds
 from weightsync.plans.limits import bucket_bytes, largest_message

@@ -15,8 +15,8 @@ from launcher.run.supervisor import Supervisor
 from launcher.view.run_view import RunView
 from servicekit.cuda import find_gpus
 from servicekit.errors import TandemError
-from servicekit.life.exit_codes import EXIT_FAILED, EXIT_OK
-from servicekit.life.tasks import cancel, end_of, first_of
+from servicekit.lifecycle.exit_codes import EXIT_FAILED, EXIT_OK
+from servicekit.lifecycle.tasks import cancel, end_of, first_of
 from tandem_config.schema import RunConfig
 from tandem_files.run_folder import make_token, note_launch
 

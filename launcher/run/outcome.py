@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.run.supervisor import ProcessExit
-from servicekit.life.exit_codes import EXIT_FAILED, EXIT_OK
+from servicekit.lifecycle.exit_codes import EXIT_FAILED, EXIT_OK
 from tandem_files.checkpoints import newest_iteration
 from tandem_files.run_folder import metrics_rows, noted_troubles, read_state
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from launcher.run.supervisor import ProcessSpec, Supervisor
 from servicekit.errors import ConfigError, Unavailable
-from servicekit.life.temporary import OwnedFolder, remove_orphans
+from servicekit.lifecycle.temporary import OwnedFolder, remove_orphans
 
 NAME = "redis"
 _PREFIX = "tandem-"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from launcher.run.processes import is_rollout, is_trainer
 from launcher.run.supervisor import ProcessExit, ProcessSpec
-from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_LOST_TRAINER
+from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_LOST_TRAINER
 from servicekit.redis.records import COORDINATOR
 from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import newest_iteration

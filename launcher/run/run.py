@@ -19,7 +19,7 @@ from launcher.view.run_view import RunView
 from launcher.view.view_task import ViewTask
 from servicekit.cuda import find_gpus
 from servicekit.errors import TandemError
-from servicekit.life.tasks import cancel, end_of, first_of
+from servicekit.lifecycle.tasks import cancel, end_of, first_of
 from servicekit.redis.records import COORDINATOR
 from tandem_config.schema import RunConfig
 from tandem_files.run_config import NEXT_CONFIG

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from launcher.run import guard
 from launcher.run.logs import last_error
-from servicekit.life.processes import Child, Program
-from servicekit.life.tasks import first_of
+from servicekit.lifecycle.processes import Child, Program
+from servicekit.lifecycle.tasks import first_of
 
 # Time that a guard needs, after its grace period, to kill and reap the processes that are left.
 _GUARD_MARGIN_S = 6.0

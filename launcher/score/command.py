@@ -12,7 +12,7 @@ from launcher.score.scoring import Report, score, shown
 from launcher.view.run_view import make_console
 from launcher.view.samples.draw import visible
 from servicekit.errors import ConfigError
-from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
+from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
 from servicekit.logs import configure_logging
 from tandem_config.problems import ConfigErrors
 from tandem_files.rows.problems import DataError

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.data.formatting import PromptFormat, PromptText, prompt_format
-from coordinator.learn.rewards.base import ScoredText
+from coordinator.rewards.base import ScoredText
 from launcher.check.rewards import decoding_of
 from servicekit.errors import ConfigError
 from tandem_config.schema import RunConfig

@@ -28,7 +28,7 @@ def page(
     from launcher.view.run_view import make_console
     from launcher.view.status import current_run
     from servicekit.errors import ConfigError
-    from servicekit.life.exit_codes import EXIT_BAD_CONFIG
+    from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG
 
     key = secrets.token_hex(16)
     try:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from rollout_service.hosts.connection import RETRY_S, Leader, WorkerConnection, join_worker
 from rollout_service.hosts.host_ranks import HostRanks
 from servicekit.errors import Unavailable, rpc_errors
-from servicekit.life.tasks import cancel
+from servicekit.lifecycle.tasks import cancel
 from servicekit.redis.registry import Registry
 from servicekit.rpc.channel import DeadlineChannel
 from servicekit.security.tls import Identity

@@ -3,7 +3,7 @@
 from typing import Any
 
 from rollout_service.hosts.membership import WorkerMembership
-from rollout_service.weights.ranks import Ranks
+from rollout_service.weight_updates.ranks import Ranks
 from servicekit.errors import NotReady
 from tandem_api.rollout.v1 import worker_pb2 as pb
 from tandem_api.rollout.v1 import worker_pb2_grpc

@@ -29,7 +29,7 @@ from rollout_service.sglang_engine.rank_errors import explain
 from rollout_service.sglang_engine.receiver import ReceiverSettings
 from servicekit.cuda import WITHOUT_COMPILERS, Compilers, compilers_here
 from servicekit.errors import ConfigError
-from servicekit.life.temporary import OwnedFolder, remove_orphans, shared_memory_of
+from servicekit.lifecycle.temporary import OwnedFolder, remove_orphans, shared_memory_of
 from servicekit.logs import get_logger
 from tandem_config.schema import RunConfig
 from weightsync.layouts.layout import Parallel

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from types import FrameType
 
-from servicekit.life.children import die_with_parent
+from servicekit.lifecycle.children import die_with_parent
 
 SERVICE_PID = "TANDEM_SERVICE_PID"
 

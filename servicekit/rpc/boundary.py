@@ -40,7 +40,7 @@ _LINES, _LINES_S = 10, 60.0
 
 
 @dataclass(frozen=True)
-class Malformed:
+class MalformedRequest:
     """Represents a request that could not be parsed, for the boundary to answer: gRPC itself would answer UNKNOWN."""
 
     why: str
@@ -97,9 +97,9 @@ def _lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], An
         try:
             return deserialize(data)
         except InvalidRequest as error:
-            return Malformed(str(error))
+            return MalformedRequest(str(error))
         except DecodeError as error:
-            return Malformed(f"{len(data)} bytes that are no request of this method: {error}")
+            return MalformedRequest(f"{len(data)} bytes that are no request of this method: {error}")
 
     return read
 
@@ -117,7 +117,7 @@ def checked(request: Any) -> Any:
 
 
 def _checked_one(request: Any) -> Any:
-    if isinstance(request, Malformed):
+    if isinstance(request, MalformedRequest):
         raise InvalidRequest(request.why)
     check_request(request)
     return request

@@ -1,5 +1,7 @@
 """Sizes and times of the wire, for servers and channels."""
 
+from collections.abc import Sequence
+
 # gRPC's default of 4 MiB is less than a group of long completions. What can exceed this is streamed.
 MAX_MESSAGE_BYTES = 64 * 2**20
 # Of a message in a stream of samples: far from the limit, and enough that a message's own cost does not count. A
@@ -46,3 +48,23 @@ LONGEST_DEADLINE_S = 7 * 86_400.0
 # The longest pause of a client within a stream that it sends. A coordinator has a step's samples at hand; one that was
 # stopped for a while continues. After it nothing of the stream stays in memory.
 STREAM_SILENCE_S = 300.0
+
+
+def chunk_starts(bytes_S: Sequence[int], max_bytes: int) -> list[int]:
+    """Cut consecutive samples into chunks of at most `max_bytes`; a larger sample is a chunk of its own.
+
+    Args:
+        bytes_S: [S] bytes of each sample.
+    Returns: index of the first sample of every chunk but the first.
+
+    >>> chunk_starts([3, 4, 5, 20, 1], 8)
+    [2, 3, 4]
+    """
+    starts: list[int] = []
+    size = 0
+    for index, num_bytes in enumerate(bytes_S):
+        if size > 0 and size + num_bytes > max_bytes:
+            starts.append(index)
+            size = 0
+        size += num_bytes
+    return starts

@@ -93,7 +93,7 @@ BOUNDS: Table = {
     "tandem_api.trainer.v1.SampleChunk": {
         "update_index": Number(low=0, high=2**20),
         "sample_ids": Items(most=2**18, each=_NAME),
-        # What the samples hold is judged by trainer_service/batch/checks.py, with the model's sizes at hand.
+        # What the samples hold is judged by trainer_service/micro_batches/checks.py, with the model's sizes at hand.
         "prompt_lengths": Items(most=2**18, each=None),
         "completion_lengths": Items(most=2**18, each=None),
         "token_ids": Items(most=2**25, each=None),

@@ -10,17 +10,17 @@ from typing import Any
 from coordinator.clients.trainer import Trainer
 from coordinator.fleet.watched import WatchedFleet
 from coordinator.sync.take_over import take_over
-from coordinator.sync.weights import WeightSync
+from coordinator.sync.weight_sync import WeightSync
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import TandemError
-from servicekit.life.lifecycle import run_main
+from servicekit.lifecycle.termination import run_main
 from servicekit.redis.registry import Registry
 from tandem_config.schema import RunConfig
 from tandem_files.atomic import write_bytes_atomic
 from tests.chaos.members import begin, leave
 from tests.kit.waiting import until
-from weightsync.group.coordinator_lease import CoordinatorLease
-from weightsync.group.rendezvous import Rendezvous
+from weightsync.membership.coordinator_lease import CoordinatorLease
+from weightsync.membership.rendezvous import Rendezvous
 
 
 def main(settings: dict[str, Any]) -> None:

@@ -29,8 +29,8 @@ from tests.kit.processes import fork_server
 from tests.kit.redis import RedisProcess
 from tests.kit.waiting import until
 from tests.unit.trainer.batches import message
-from weightsync.group.coordinator_lease import CoordinatorLease
-from weightsync.group.rendezvous import Rendezvous
+from weightsync.membership.coordinator_lease import CoordinatorLease
+from weightsync.membership.rendezvous import Rendezvous
 
 REPLICAS = ("rollout-0", "rollout-1", "rollout-2")
 TRAINERS = ("trainer-0", "trainer-1")

@@ -9,7 +9,7 @@ from typing import Any
 from rollout_service import app as rollout_app
 from rollout_service.engine import FinishedGroup, GroupRequest, SamplingSettings
 from rollout_service.sglang_engine.receiver import ShardReceiver, add_receiver
-from servicekit.life.lifecycle import run_main
+from servicekit.lifecycle.termination import run_main
 from servicekit.rpc.sync_server import start_sync_server
 from tests.chaos.gates import Gate
 from tests.chaos.members import GatedMember, begin, leave, set_up_gates

@@ -12,16 +12,16 @@ from coordinator.clients.trainer import Trainer
 from coordinator.fleet.watched import WatchedFleet
 from coordinator.flow import Generation, Prompt
 from coordinator.generate.joiners import Patience
-from coordinator.generate.order import Order, Sampling
 from coordinator.generate.rollouts import Rollouts
-from coordinator.sync.weights import WeightSync
+from coordinator.generate.sampling import Order, Sampling
+from coordinator.sync.weight_sync import WeightSync
 from servicekit.redis.registry import Registry
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_config.schema import SyncSection
 from tests.chaos.conftest import Fleets
 from tests.chaos.fleet import REPLICAS, RUN_ID, ChaosFleet
-from weightsync.group.coordinator_lease import CoordinatorLease
-from weightsync.group.rendezvous import Rendezvous
+from weightsync.membership.coordinator_lease import CoordinatorLease
+from weightsync.membership.rendezvous import Rendezvous
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 

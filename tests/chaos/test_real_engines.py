@@ -21,7 +21,7 @@ from coordinator.clients.trainer import Trainer
 from coordinator.fleet.watched import WatchedFleet
 from coordinator.flow import ReplicaOutcome, SyncResult
 from coordinator.sync.take_over import take_over
-from coordinator.sync.weights import WeightSync
+from coordinator.sync.weight_sync import WeightSync
 from servicekit.errors import StaleVersion, TandemError
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
@@ -31,7 +31,7 @@ from tests.kit.processes import START_S, Services
 from tests.kit.redis import RedisProcess
 from tests.kit.waiting import until
 from tools.gpu_check.services.settings import BUCKET_MIB, SCALES, model_config, write_model
-from weightsync.group.rendezvous import Rendezvous
+from weightsync.membership.rendezvous import Rendezvous
 from weightsync.round.client import RoundClient
 from weightsync.round.phases import COMMIT, PREPARE, TRANSFER, Phase
 

@@ -14,9 +14,9 @@ import trainer_service.worker as trainer_worker
 from tandem_files.run_folder import RunIdentity
 from tests.chaos.members import GatedMember, begin, set_up_gates
 from tests.chaos.policy import SPECS, TRAINER, shard_of
-from trainer_service.batch.checks import Limits
-from trainer_service.batch.samples import FloatArray, Samples
 from trainer_service.engine import StepResult
+from trainer_service.micro_batches.checks import Limits
+from trainer_service.micro_batches.samples import FloatArray, Samples
 from trainer_service.ranks.world import Place
 from trainer_service.worker import WorkerSettings
 from weightsync.layouts.megatron import megatron_layout

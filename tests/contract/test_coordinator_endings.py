@@ -9,7 +9,7 @@ from prometheus_client import REGISTRY
 
 from coordinator.app import conduct
 from servicekit.environment import ServiceEnvironment
-from servicekit.life.exit_codes import EXIT_LOST_TRAINER
+from servicekit.lifecycle.exit_codes import EXIT_LOST_TRAINER
 from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import newest_sound
 from tests.contract.coordinator_runs import launched_again, rows, saved_state, with_settings
@@ -17,7 +17,7 @@ from tests.fakes.fake_fleet import announced_fleet
 from tests.fakes.fake_trainer import FakeTrainer
 from tests.kit.folders import fill, small_disk
 from tests.kit.waiting import until
-from weightsync.group.rendezvous import COORDINATOR_SLOT, Rendezvous
+from weightsync.membership.rendezvous import COORDINATOR_SLOT, Rendezvous
 
 SELDOM = {"checkpoint_every": 100, "evaluate_every": 100, "iterations": 100}
 

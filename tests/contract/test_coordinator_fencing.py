@@ -14,7 +14,7 @@ import pytest
 from coordinator.app import conduct
 from coordinator.clients.trainer import Trainer
 from coordinator.flow import ReplicaOutcome
-from coordinator.sync.weights import WeightSync
+from coordinator.sync.weight_sync import WeightSync
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import Fenced, SlotTaken
 from servicekit.rpc.fence import FenceGuard
@@ -26,8 +26,8 @@ from tests.fakes.fake_sync import FakeGroup, Fault
 from tests.fakes.fake_trainer import FakeTrainer
 from tests.fakes.sole_lead import SoleLead
 from tests.kit.waiting import until
-from weightsync.group.coordinator_lease import CoordinatorLease
-from weightsync.group.rendezvous import Evicted
+from weightsync.membership.coordinator_lease import CoordinatorLease
+from weightsync.membership.rendezvous import Evicted
 from weightsync.round.phases import PREPARE
 
 TTL_S = 1.0

@@ -12,8 +12,8 @@ from coordinator.fleet.services import Services
 from coordinator.fleet.view import FleetView
 from coordinator.fleet.watched import WatchedFleet
 from coordinator.flow import Prompt
-from coordinator.generate.order import Order, Sampling
 from coordinator.generate.rollouts import Rollouts
+from coordinator.generate.sampling import Order, Sampling
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import Unavailable
 from servicekit.redis.records import ServiceRecord
@@ -25,8 +25,8 @@ from tests.fakes.fake_fleet import announced_fleet, fake_fleet, served
 from tests.fakes.fake_rollout import FakeRollout, GenerateFault
 from tests.kit.folders import EOS, encode
 from tests.kit.waiting import until
-from weightsync.group.coordinator_lease import CoordinatorLease
-from weightsync.group.rendezvous import Rendezvous
+from weightsync.membership.coordinator_lease import CoordinatorLease
+from weightsync.membership.rendezvous import Rendezvous
 
 DEADLINE_S = 20.0
 TTL_S = 30.0

@@ -12,11 +12,11 @@ import pytest
 import yaml
 
 from coordinator.app import conduct
-from coordinator.leaving import Exits
-from coordinator.record.failures import FAILURES_FILE, MAX_FAILURES
+from coordinator.record.failure_count import FAILURES_FILE, MAX_FAILURES
+from coordinator.shutdown import Exits
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import Internal
-from servicekit.life.exit_codes import EXIT_GIVEN_UP
+from servicekit.lifecycle.exit_codes import EXIT_GIVEN_UP
 from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import newest_iteration
 from tests.contract.coordinator_runs import rows, variables_of, with_settings, write_config

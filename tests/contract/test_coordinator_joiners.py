@@ -10,9 +10,9 @@ from prometheus_client import REGISTRY
 from coordinator.clients.replica import Replica
 from coordinator.flow import Generation, Prompt
 from coordinator.generate.joiners import Patience, Seed
-from coordinator.generate.order import Order, Sampling
 from coordinator.generate.rollouts import Rollouts
-from coordinator.sync.weights import WeightSync
+from coordinator.generate.sampling import Order, Sampling
+from coordinator.sync.weight_sync import WeightSync
 from servicekit.errors import Unavailable, WrongVersion
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import SyncSection

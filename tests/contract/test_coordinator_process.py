@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from servicekit.environment import ServiceEnvironment
-from servicekit.life.exit_codes import EXIT_LOST_TRAINER
+from servicekit.lifecycle.exit_codes import EXIT_LOST_TRAINER
 from servicekit.redis.records import ServiceRecord
 from servicekit.redis.registry import Registry
 from tandem_config.schema import RunConfig

@@ -15,17 +15,17 @@ import pytest
 import redis
 
 from coordinator.app import conduct
+from coordinator.checkpoints import writing
 from coordinator.clients.replica import Replica
 from coordinator.clients.trainer import Trainer
 from coordinator.data.cursor import DataCursor
 from coordinator.generate.rollouts import Rollouts
 from coordinator.learn.evaluation import Evaluator
-from coordinator.learn.rewards.exact_match import ExactMatch
-from coordinator.record.checkpoints import writing
 from coordinator.record.progress import Progress
 from coordinator.record.samples.sink import SampleSink
 from coordinator.record.state import RunState
-from coordinator.sync.weights import WeightSync
+from coordinator.rewards.exact_match import ExactMatch
+from coordinator.sync.weight_sync import WeightSync
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ERRORS
 from servicekit.redis.registry import Registry
@@ -34,7 +34,7 @@ from tandem_files.metrics_file import MetricsFile
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
 from tests.fakes.fake_fleet import announced_fleet
 from tests.fakes.fake_trainer import FakeTrainer
-from weightsync.group.coordinator_lease import CoordinatorLease
+from weightsync.membership.coordinator_lease import CoordinatorLease
 
 FILE = "/nowhere/file"
 OF_FILES = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO, errno.ENOENT)

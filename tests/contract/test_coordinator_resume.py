@@ -13,7 +13,7 @@ import yaml
 from coordinator.app import conduct
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError
-from servicekit.life.exit_codes import EXIT_BAD_CONFIG
+from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG
 from tandem_config.loading import dump_resolved
 from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import list_complete, mark_complete, read_complete

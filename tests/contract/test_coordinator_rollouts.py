@@ -7,8 +7,8 @@ import pytest
 
 from coordinator.flow import Prompt
 from coordinator.generate import rollouts
-from coordinator.generate.order import Order, Sampling
 from coordinator.generate.rollouts import Rollouts
+from coordinator.generate.sampling import Order, Sampling
 from servicekit.errors import InvalidRequest, Unavailable
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2

@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY
 
 from coordinator.clients.replica import Replica
 from coordinator.flow import ReplicaOutcome
-from coordinator.sync.weights import MAX_ROUNDS, WeightSync
+from coordinator.sync.weight_sync import MAX_ROUNDS, WeightSync
 from servicekit.errors import (
     Aborted,
     DeadlineExceeded,
@@ -28,7 +28,7 @@ from tandem_config.schema import SyncSection
 from tests.fakes.fake_fleet import FakeFleet, StaticFleet, fake_fleet
 from tests.fakes.fake_sync import FakeGroup, Fault
 from tests.fakes.sole_lead import SoleLead
-from weightsync.group.rendezvous import Evicted
+from weightsync.membership.rendezvous import Evicted
 from weightsync.round.phases import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY
 
 ON_ROLLOUT = [PREPARE, PAUSE, TRANSFER, VERIFY, COMMIT]

@@ -15,7 +15,7 @@ import pytest
 from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.hosts.leader import HostWorkers
 from rollout_service.sglang_engine.receiver import add_receiver
-from rollout_service.weights.ranks import RankGroups, rank_clients
+from rollout_service.weight_updates.ranks import RankGroups, rank_clients
 from rollout_service.worker_app import serve_worker
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import DeadlineExceeded, DigestMismatch, InvalidRequest, NotReady, PermissionDenied, Unavailable

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from coordinator.fleet.view import FleetView
-from coordinator.sync import left_out
-from coordinator.sync.roll_call import RollCall
-from coordinator.sync.weights import MAX_ROUNDS, WeightSync
+from coordinator.sync import excluded_replicas as left_out
+from coordinator.sync.participants import RollCall
+from coordinator.sync.weight_sync import MAX_ROUNDS, WeightSync
 from servicekit.errors import (
     ERRORS,
     Aborted,
@@ -253,7 +253,7 @@ async def test_a_slot_that_another_process_holds_does_not_hold_up_the_others() -
 async def test_a_call_outside_of_rounds_that_hangs_is_given_up(
     takes_over: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.sync.weights.TAKE_OVER_S", 0.2)
+    monkeypatch.setattr("coordinator.sync.weight_sync.TAKE_OVER_S", 0.2)
 
     async def hang(*_: Any, **__: Any) -> None:
         await asyncio.Event().wait()

@@ -9,9 +9,9 @@ import pytest
 
 from coordinator.flow import ReplicaOutcome
 from coordinator.sync import look_ahead
-from coordinator.sync.weights import WeightSync
+from coordinator.sync.weight_sync import WeightSync
 from servicekit.errors import Aborted, Unavailable
-from servicekit.life.tasks import cancel
+from servicekit.lifecycle.tasks import cancel
 from tests.contract.test_coordinator_weights import sync_of
 from tests.fakes.fake_fleet import FakeFleet, StaticFleet, fake_fleet
 from tests.fakes.fake_sync import FakeGroup
@@ -31,7 +31,7 @@ class CountingFleet(StaticFleet):
         return await super().look()
 
 
-class Lead(SoleLead):
+class LeaderLease(SoleLead):
     """Refuses to confirm the epochs of `refused`, each with its error."""
 
     def __init__(self, refused: dict[int, Exception]) -> None:
@@ -105,7 +105,7 @@ async def test_a_look_that_something_contradicts_is_made_again(change: Callable[
 
 @pytest.mark.parametrize("error", [Aborted("epoch 2 is over"), Unavailable("Redis does not answer")])
 async def test_a_group_that_has_changed_is_looked_at_again_and_costs_no_round(error: Exception) -> None:
-    lead = Lead({})
+    lead = LeaderLease({})
     async with seen_ahead(lead=lead) as (_, members, group, sync):
         lead.refused = {group.epoch: error}
         looks = members.looks

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.flow import Completion, Prompt, TrainBatch
-from coordinator.learn.batches import Sample, make_batch
+from coordinator.learn.updates import Sample, make_batch
 from servicekit.rpc.limits import SAMPLE_CHUNK_BYTES
 from tandem_config.schema import GrpoSection
-from trainer_service.batch.checks import Limits, check_updates
-from trainer_service.batch.merge import merge
-from trainer_service.batch.plan import RankShare, plan_step
-from trainer_service.batch.samples import Samples
+from trainer_service.micro_batches.checks import Limits, check_updates
+from trainer_service.micro_batches.merge import merge
+from trainer_service.micro_batches.plan import RankShare, plan_step
+from trainer_service.micro_batches.samples import Samples
 
 LIMITS = Limits(vocab_size=1000, max_positions=64, max_tokens=128)
 RANKS = [

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem_config.schema import RunConfig
-from trainer_service.batch.samples import Samples
+from trainer_service.micro_batches.samples import Samples
 
 ROW = 1024  # tokens of each sample; one in eight is its prompt's
 _LARGE = 2**16  # bytes of a new tensor that can make a new peak worth counting
@@ -238,9 +238,9 @@ def _made(config: RunConfig) -> Any:
 
 
 def _on_host(made: Any, counted: CountedFakes) -> dict[str, int]:
+    from trainer_service.checkpoints.writing import HostCopies
     from trainer_service.megatron_engine import checkpoint
     from trainer_service.megatron_engine.options.zero import gathered
-    from trainer_service.saved.writing import HostCopies
 
     made._adam.remember()
     host = counted.locked

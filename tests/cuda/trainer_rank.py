@@ -35,8 +35,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tandem_config.schema import RunConfig
 from tests.cuda.fake_tensors import Recorded, fake_cuda
-from trainer_service.batch.samples import Samples, span_indices, starts
-from trainer_service.saved.parts import values_of
+from trainer_service.checkpoints.parts import values_of
+from trainer_service.micro_batches.samples import Samples, span_indices, starts
 from weightsync.transfer.spare import SpareShard
 
 DEVICE = torch.device("cuda", 3)  # not 0: what names no device would be there
@@ -136,7 +136,7 @@ def pretend_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     import megatron.core.tensor_parallel.random as states
     from megatron.core.models.gpt import GPTModel
 
-    from trainer_service.saved import writing
+    from trainer_service.checkpoints import writing
     from weightsync.transfer import tensors
 
     monkeypatch.setattr(states, "_get_cuda_rng_state", lambda *_, **__: torch.zeros(16, dtype=torch.uint8))

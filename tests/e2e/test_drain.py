@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from servicekit.life.exit_codes import EXIT_LOST_TRAINER, EXIT_OK
+from servicekit.lifecycle.exit_codes import EXIT_LOST_TRAINER, EXIT_OK
 from tandem_config.loading import draft_config
 from tandem_files.checkpoints import newest_sound
 from tandem_files.metrics_file import MetricsFile

@@ -14,7 +14,7 @@ from typing import Any
 
 from coordinator.clients.replica import Replica
 from coordinator.clients.trainer import Trainer
-from servicekit.life.lifecycle import run_main
+from servicekit.lifecycle.termination import run_main
 from servicekit.redis.records import AgreedSettings, ServiceRecord
 from servicekit.redis.registry import Registry
 from servicekit.rpc.server import GrpcServer
@@ -25,7 +25,7 @@ from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2_grpc
 from tests.fakes.fake_rollout import FakeRollout
 from tests.fakes.fake_trainer import FakeTrainer
-from weightsync.group.rendezvous import Rendezvous, SlotLease
+from weightsync.membership.rendezvous import Rendezvous, SlotLease
 from weightsync.round.client import SERVICE
 
 SLOTS = ("trainer/0", "trainer/1", "rollout-0/0", "rollout-1/0")

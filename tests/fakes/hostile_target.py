@@ -24,9 +24,9 @@ from google.protobuf.message import Message
 from servicekit.logs import configure_logging
 from servicekit.rpc.server import GrpcServer
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
-from trainer_service.batch.checks import Limits
-from trainer_service.batch.samples import Samples
 from trainer_service.engine import StepResult
+from trainer_service.micro_batches.checks import Limits
+from trainer_service.micro_batches.samples import Samples
 from weightsync.layouts.layout import Parallel
 from weightsync.plans.participants import Participants
 

@@ -4,7 +4,7 @@ from tandem_api.common.v1.common_pb2 import CoordinatorFence
 
 
 class SoleLead:
-    """The claim of a coordinator that cannot have a rival (coordinator.lead.Lead)."""
+    """The claim of a coordinator that cannot have a rival (coordinator.leader_lease.Lead)."""
 
     fence = CoordinatorFence()
     left_s = float("inf")

@@ -1,4 +1,4 @@
-"""Collectives of the trainer: a device's are for its work; what ranks do alone they agree on over gloo (agree.py).
+"""Collectives of the trainer: a device's are for its work; what ranks do alone they agree on over gloo (agreement.py).
 
 NCCL counts trainer.collective_timeout_s from when the first rank calls a collective, so none may wait for a rank that
 reads, writes, measures or takes memory: `RankAgreement.meet` comes between.
@@ -21,7 +21,7 @@ NAMES = {f"{module}.{name}" for module in ("dist", "distributed") for name in CO
 # All of whose collectives are over a group that they are given, of gloo.
 OVER_GLOO = {
     "trainer_service/measure/meter.py",
-    "trainer_service/megatron_engine/agree.py",
+    "trainer_service/megatron_engine/agreement.py",
     "trainer_service/ranks/commands.py",
     "trainer_service/worker.py",
     "weightsync/transfer/hf_files.py",

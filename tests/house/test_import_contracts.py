@@ -57,17 +57,29 @@ def test_our_packages_keep_the_contracts(tree: Path) -> None:
         ("weightsync/transfer/session.py", "import tandem_config", "weightsync and tandem_files know nothing of the"),
         ("tandem_files/digests.py", "import weightsync", "tandem_files knows nothing of weight sync"),
         ("weightsync/plans/cost.py", "import torch", "weightsync need no torch"),
-        ("weightsync/group/rendezvous.py", "import weightsync.transfer.session", "weightsync: no import runs back up"),
+        (
+            "weightsync/membership/rendezvous.py",
+            "import weightsync.transfer.session",
+            "weightsync: no import runs back up",
+        ),
         ("coordinator/run.py", "def f():\n    import torch", "never loads an engine or torch"),
         ("weightsync/transfer/session.py", "import torch, servicekit.errors", None),
         ("trainer_service/objectives/clipping.py", "from megatron.core import mpu", "Megatron is imported in"),
         ("rollout_service/engine.py", "import sglang", "SGLang is imported in"),
         ("coordinator/run.py", "import redis", "Redis is spoken in"),
         ("coordinator/run.py", "import kubernetes", "The Kubernetes client is imported in"),
-        ("coordinator/clients/trainer.py", "import coordinator.sync.weights", "coordinator: no import runs back up"),
+        (
+            "coordinator/clients/trainer.py",
+            "import coordinator.sync.weight_sync",
+            "coordinator: no import runs back up",
+        ),
         ("launcher/view/top.py", "import launcher.run.run", "launcher: no import runs back up"),
         ("servicekit/redis/client.py", "import servicekit.rpc.server", "servicekit: no import runs back up"),
-        ("trainer_service/batch/cuts.py", "import trainer_service.engine", "trainer_service: no import runs back up"),
+        (
+            "trainer_service/micro_batches/cuts.py",
+            "import trainer_service.engine",
+            "trainer_service: no import runs back up",
+        ),
         ("rollout_service/engine.py", "import rollout_service.app", "rollout_service: no import runs back up"),
         ("tandem_config/schema.py", "import tandem_config.loading", "tandem_config: no import runs back up"),
     ],
@@ -84,7 +96,7 @@ def test_a_broken_rule_is_found(tree: Path, name: str, source: str, broken: str 
 
 
 def test_torch_behind_another_package_is_found(tree: Path) -> None:
-    with (tree / "coordinator/sync/weights.py").open("a", encoding="utf-8") as file:
+    with (tree / "coordinator/sync/weight_sync.py").open("a", encoding="utf-8") as file:
         file.write("import weightsync.transfer.session\n")
     assert "weightsync.transfer.session -> torch" in lint(tree).stdout
 

@@ -18,7 +18,7 @@ from tests.images.dockerfiles import read
 from tests.images.test_dockerfiles import ENTRYPOINTS, GPU_BASE
 from tests.manifests.nccl_rule import EVERY, GpuContainer, faults, transport
 from tests.manifests.test_settings import known_flags
-from weightsync.group.nccl_settings import settle_nccl_settings
+from weightsync.membership.nccl_settings import settle_nccl_settings
 
 KIND = {name: kind for kind, names in OURS.items() for name in names}
 SERVICES = sorted(KIND)

@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 
 from tandem_files.digests import file_digest, write_manifest
 from tests.kit.stores import Tensors, cut, empty_like_rank
-from trainer_service.saved.files import FORMAT, META, WEIGHTS, file_of
-from trainer_service.saved.shards import SavedShards
-from trainer_service.saved.states import SavedStates
+from trainer_service.checkpoints.files import FORMAT, META, WEIGHTS, file_of
+from trainer_service.checkpoints.shards import SavedShards
+from trainer_service.checkpoints.states import SavedStates
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.model.spec import ModelSpec

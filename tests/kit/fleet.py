@@ -18,10 +18,10 @@ from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.kit.processes import fork_server
 from tests.kit.round import RunPhase, new_round, outcomes, run_round
 from tests.kit.stores import Tensors, canonical_tensors, cut, empty_like_rank
-from weightsync.group.rendezvous import Rendezvous
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.layouts.sglang import sglang_layout
+from weightsync.membership.rendezvous import Rendezvous
 from weightsync.model.spec import ModelSpec
 from weightsync.plans.participants import Participants
 from weightsync.round.phases import TRANSFER, Phase

@@ -18,8 +18,8 @@ from tandem_config.schema import RunConfig
 from tests.kit.fleet import Fleet
 from tests.kit.processes import Services
 from tests.kit.round import CALL_S, RunPhase, new_round, run_phase, run_round, service_at
-from weightsync.group.rendezvous import Rendezvous
 from weightsync.layouts.layout import Parallel
+from weightsync.membership.rendezvous import Rendezvous
 from weightsync.model.spec import ModelSpec
 
 SLOTS_S = 30.0

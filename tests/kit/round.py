@@ -9,8 +9,8 @@ import grpc
 
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
-from weightsync.group.rendezvous import Rendezvous
 from weightsync.layouts.layout import Parallel
+from weightsync.membership.rendezvous import Rendezvous
 from weightsync.plans.participants import Participants
 from weightsync.round.phases import Phase, rules_of
 

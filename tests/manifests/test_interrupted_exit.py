@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_GIVEN_UP
+from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_GIVEN_UP
 from servicekit.redis.registry import Registry
 from tests.house.repository import REPO
 from tests.manifests.kustomize import find, overlay

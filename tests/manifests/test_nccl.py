@@ -16,7 +16,7 @@ from tests.manifests.kustomize import (
     pod_templates,
 )
 from tests.manifests.nccl_rule import EVERY, GpuContainer, faults, transport
-from weightsync.group.nccl_settings import settle_nccl_settings
+from weightsync.membership.nccl_settings import settle_nccl_settings
 
 GPUS = "nvidia.com/gpu"
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from coordinator.record import health
-from coordinator.web import conditions
+from coordinator.web import alerts as conditions
 from tandem_config.keys import fields_of, sections
 from tests.house.repository import PACKAGES, REPO, python_files
 from tests.monitoring.promql import problems, selectors

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from trainer_service.batch.samples import IntArray, Samples
 from trainer_service.measure.flops import BACKWARD, FlopCosts
+from trainer_service.micro_batches.samples import IntArray, Samples
 from weightsync.layouts.layout import Parallel
 from weightsync.model.spec import ModelSpec
 

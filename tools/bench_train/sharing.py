@@ -22,8 +22,8 @@ from servicekit.versions import software_versions
 from tools.bench_train.shapes import LAYOUTS, SHAPES, UPDATES, write_model
 from tools.bench_train.workers.ours import configuration
 from tools.conditions import commit, cpu, now
-from trainer_service.batch.samples import Samples
 from trainer_service.megatron_engine.engine import MegatronEngine
+from trainer_service.micro_batches.samples import Samples
 
 SHAPE, GROUP = SHAPES["0.45m"], 16
 # By name: prompt tokens, completion tokens on average, prompts, and whether lengths differ (0.5 to 1.5 x the mean).

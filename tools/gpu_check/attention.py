@@ -81,8 +81,8 @@ def compare(case: AttentionCase, device: str) -> tuple[list[str], dict[str, Any]
 
 def row_of(case: AttentionCase) -> Any:
     """Pack six samples of two prompts, of lengths that are no multiples of a kernel's blocks."""
-    from trainer_service.batch.packed import pack
-    from trainer_service.batch.samples import Samples
+    from trainer_service.micro_batches.packed import pack
+    from trainer_service.micro_batches.samples import Samples
 
     prompts, completions = np.array([300, 65, 300, 65, 300, 65]), np.array([1, 2, 130, 500, 258, 66])
     samples = Samples(
@@ -103,10 +103,10 @@ def attended(case: AttentionCase, whole: Any, of: list[Any]) -> Any:
     """Attend as the trainer does, rank by rank: [T, heads, head_dim]."""
     import torch
 
-    from trainer_service.batch.packed import context_share
     from trainer_service.megatron_engine.attention.core import PackedAttention
     from trainer_service.megatron_engine.attention.packing import RowPacking
     from trainer_service.megatron_engine.build import transformer_config
+    from trainer_service.micro_batches.packed import context_share
     from weightsync.layouts.layout import Parallel
 
     query, key, value = of

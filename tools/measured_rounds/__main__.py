@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tools.gpu_check.fleet import redis_url
-from tools.measured_rounds.compare import Case, Compared, UnsteadyMachine, compare
+from tools.measured_rounds.compare import Case, RoundComparison, UnsteadyMachine, compare
 from weightsync.layouts.layout import Parallel
 
 CASES = tuple(
@@ -46,7 +46,7 @@ def main() -> None:
         arguments.json.write_text(text, encoding="utf-8")
 
 
-def _row(row: Compared) -> str:
+def _row(row: RoundComparison) -> str:
     case, ms = row.case, 1000.0
     who = f"{case.trainer.tensor} -> {case.replicas} x {case.rollout.tensor}"
     phases = " | ".join(

@@ -11,9 +11,9 @@ import torch
 
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tools.measured_rounds.speeds import BUCKET_BYTES, mean_speeds, measure_speeds, pair
-from weightsync.group.rendezvous import Rendezvous
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.sglang import sglang_layout
+from weightsync.membership.rendezvous import Rendezvous
 from weightsync.model.spec import ModelSpec
 from weightsync.plans.cost import Speeds
 from weightsync.plans.messages import cut_messages
@@ -61,7 +61,7 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
+class RoundComparison:
     """Medians of the measured rounds, and of one simulation for each of them, in seconds by phase and "total".
 
     ratio: median of simulated / measured total, round by round: each is simulated with the speeds just before and
@@ -140,7 +140,7 @@ def fleet_of(case: Case, redis_url: str) -> Iterator[Fleet]:
         fleet.close()
 
 
-def compare(case: Case, redis_url: str, rounds: int = 7) -> Compared:
+def compare(case: Case, redis_url: str, rounds: int = 7) -> RoundComparison:
     """Measure speeds and rounds in turns, and simulate each round.
 
     A round counts if the machine was as fast after it as before it, so that its own speed is known; up to four times
@@ -165,7 +165,7 @@ def compare(case: Case, redis_url: str, rounds: int = 7) -> Compared:
             before = after
     if not taken:
         raise UnsteadyMachine(f"speeds changed by more than {STEADY} in each of {tried} rounds")
-    return Compared(
+    return RoundComparison(
         case=case,
         shard_bytes=stage.plan.target.elements_of(0) * 4,
         rounds=len(taken),

@@ -19,9 +19,9 @@ from megatron.core.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from servicekit.errors import ConfigError
+from trainer_service.checkpoints.parts import FlatPart, Held, values_of
 from trainer_service.host_memory import host_like
 from trainer_service.megatron_engine.options.zero import finish_gathering, gather_again, gather_next, own_parts
-from trainer_service.saved.parts import FlatPart, Held, values_of
 
 _STATES = ("exp_avg", "exp_avg_sq", "step")
 

@@ -15,11 +15,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from servicekit.errors import ConfigError
 from tandem_config.schema import TrainerSection
+from trainer_service.checkpoints.files import EXPERTS
 from trainer_service.megatron_engine import ON_CPU
-from trainer_service.megatron_engine.agree import WAIT_S
+from trainer_service.megatron_engine.agreement import WAIT_S
 from trainer_service.megatron_engine.head.policy_model import PolicyModel
 from trainer_service.megatron_engine.layers.layer_spec import Modules, decoder_spec
-from trainer_service.saved.files import EXPERTS
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import padded_vocabulary
 from weightsync.model.megatron_names import in_local_spelling

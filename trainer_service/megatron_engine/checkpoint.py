@@ -1,8 +1,8 @@
 """Checkpoints of the trainer: safetensors files of model shards and a meta.json, published by one rename.
 
-trainer_service/saved/files.py says what is in which file. Of ranks with equal state, the first one writes, and all
-read. The reading trainer may have any other layout: a rank reads the blocks that it holds, from whichever files have
-them (trainer_service/saved/states.py). All files are compared with their digests before any rank changes anything.
+trainer_service/checkpoints/files.py says what is in which file. Of ranks with equal state, the first one writes, and
+all read. The reading trainer may have any other layout: a rank reads the blocks that it holds, from whichever files
+have them (checkpoints/states.py). All files are compared with their digests before any rank changes anything.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,10 +24,7 @@ from servicekit.logs import get_logger
 from tandem_files.checkpoints import DamagedCheckpoint
 from tandem_files.digests import damages
 from tandem_files.room import check_room
-from trainer_service.engine import Saving
-from trainer_service.megatron_engine.agree import WAIT_S, RankAgreement
-from trainer_service.megatron_engine.options.zero import gathered
-from trainer_service.saved.files import (
+from trainer_service.checkpoints.files import (
     EXPERTS,
     experts_file,
     fitting_meta,
@@ -39,10 +36,10 @@ from trainer_service.saved.files import (
     read_meta,
     shard_file,
 )
-from trainer_service.saved.parts import FlatPart, Held, shape_of
-from trainer_service.saved.shards import SavedShards
-from trainer_service.saved.states import SavedStates
-from trainer_service.saved.writing import (
+from trainer_service.checkpoints.parts import FlatPart, Held, shape_of
+from trainer_service.checkpoints.shards import SavedShards
+from trainer_service.checkpoints.states import SavedStates
+from trainer_service.checkpoints.writing import (
     HostCopies,
     SavedFile,
     discard,
@@ -52,6 +49,9 @@ from trainer_service.saved.writing import (
     write_file,
     write_files,
 )
+from trainer_service.engine import Saving
+from trainer_service.megatron_engine.agreement import WAIT_S, RankAgreement
+from trainer_service.megatron_engine.options.zero import gathered
 from weightsync.layouts.layout import Layout, Parallel
 from weightsync.model.spec import ModelSpec
 
@@ -89,7 +89,7 @@ def save(
     """Save a checkpoint; every rank must call this. The folder appears, or is replaced, when all shards are on disk.
 
     Args:
-        meta: entries that must be equal when the folder is loaded, and the others of trainer_service/saved/files.py.
+        meta: entries that must be equal when the folder is loaded, and the others of checkpoints/files.py.
     Returns: bytes of all shards, on every rank.
     Raises: Internal: on every rank, if any of them could not write, e.g. since the disk has no room.
     """
@@ -281,7 +281,7 @@ def _rng_state(device: torch.device) -> dict[str, Tensor]:
 def _restore_rng(path: Path, device: torch.device) -> None:
     with safe_open(path, framework="pt") as file:
         states = {name: file.get_tensor(name) for name in set(file.keys()) if name.startswith("rng/")}
-    if not states:  # trainer.checkpoint_extra was false, or it is an imported policy (saved/importing.py)
+    if not states:  # trainer.checkpoint_extra was false, or it is an imported policy (checkpoints/importing.py)
         return
     torch.set_rng_state(states["rng/cpu"])
     if device.type == "cuda" and "rng/device" in states:

@@ -15,12 +15,12 @@ from megatron.core import dist_checkpointing, parallel_state
 from servicekit.errors import ConfigError
 from tandem_files.atomic import replace_folder, sync_file, sync_folder
 from tandem_files.room import check_room
+from trainer_service.checkpoints.files import WEIGHTS
+from trainer_service.checkpoints.shards import SavedShards
+from trainer_service.checkpoints.states import SavedStates
+from trainer_service.checkpoints.writing import partial_of
 from trainer_service.megatron_engine import build
 from trainer_service.megatron_engine.head.policy_model import PolicyModel
-from trainer_service.saved.files import WEIGHTS
-from trainer_service.saved.shards import SavedShards
-from trainer_service.saved.states import SavedStates
-from trainer_service.saved.writing import partial_of
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.model.spec import ModelSpec

@@ -16,9 +16,16 @@ from servicekit.errors import ConfigError, InvalidRequest
 from tandem_config.schema import RunConfig
 from tandem_files.exports import noted_template
 from tandem_files.run_folder import run_id_of
-from trainer_service.batch.checks import Limits
-from trainer_service.batch.plan import RankShare, measure_all
-from trainer_service.batch.samples import FloatArray, Samples
+from trainer_service.checkpoints.files import (
+    EXTRA,
+    OPTIMIZER,
+    RUN_ID,
+    has_extra,
+    has_optimizer,
+    read_meta,
+    weights_only,
+)
+from trainer_service.checkpoints.parts import Held
 from trainer_service.engine import Saving, StepResult
 from trainer_service.identity import identity
 from trainer_service.measure.flops import FlopCosts
@@ -26,7 +33,7 @@ from trainer_service.measure.meter import StepMeter
 from trainer_service.measure.profiler import StepProfiler
 from trainer_service.megatron_engine import build, checkpoint
 from trainer_service.megatron_engine.adam_state import AdamState
-from trainer_service.megatron_engine.agree import RankAgreement
+from trainer_service.megatron_engine.agreement import RankAgreement
 from trainer_service.megatron_engine.layers.layer_spec import chosen_modules
 from trainer_service.megatron_engine.offload.build import build_offload
 from trainer_service.megatron_engine.offload.states import CHECKPOINT, STEP, EngineState
@@ -34,9 +41,10 @@ from trainer_service.megatron_engine.options.recompute import recompute_argument
 from trainer_service.megatron_engine.reference import ReferencePolicy, check_reference
 from trainer_service.megatron_engine.schedule import MicroBatchTensors, Schedule, to_device
 from trainer_service.megatron_engine.step import StepRunner
+from trainer_service.micro_batches.checks import Limits
+from trainer_service.micro_batches.plan import RankShare, measure_all
+from trainer_service.micro_batches.samples import FloatArray, Samples
 from trainer_service.objectives.learning_rate import learning_rate_at
-from trainer_service.saved.files import EXTRA, OPTIMIZER, RUN_ID, has_extra, has_optimizer, read_meta, weights_only
-from trainer_service.saved.parts import Held
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.model.spec import ModelSpec

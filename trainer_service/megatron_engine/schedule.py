@@ -12,14 +12,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
-from trainer_service.batch.packed import Packed
 from trainer_service.megatron_engine.attention.packing import RowPacking
 from trainer_service.megatron_engine.head.policy_model import ChosenTokens
+from trainer_service.micro_batches.packed import PackedRow
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchTensors:
-    """`Packed` on the device: T tokens, of which t are completion tokens."""
+    """`PackedRow` on the device: T tokens, of which t are completion tokens."""
 
     input_ids: Tensor  # [1, T]
     position_ids: Tensor  # [1, T]
@@ -34,7 +34,7 @@ class MicroBatchTensors:
 TokenFunction = Callable[[MicroBatchTensors, Tensor, Tensor], Tensor]
 
 
-def to_device(batch: Packed, device: torch.device) -> MicroBatchTensors:
+def to_device(batch: PackedRow, device: torch.device) -> MicroBatchTensors:
     """Copy the index arrays (no copy on a CPU)."""
 
     def move(array: Any) -> Tensor:

@@ -20,18 +20,18 @@ from servicekit.errors import NotFinite
 from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
 from tandem_config.schema import GrpoSection
-from trainer_service.batch.epochs import reordered
-from trainer_service.batch.packed import Packed
-from trainer_service.batch.plan import RankShare, plan_step, plan_updates
-from trainer_service.batch.samples import Samples
 from trainer_service.engine import StepResult
 from trainer_service.measure.flops import FlopCosts
 from trainer_service.measure.meter import StepMeter
 from trainer_service.megatron_engine.adam_state import AdamState
-from trainer_service.megatron_engine.agree import RankAgreement
+from trainer_service.megatron_engine.agreement import RankAgreement
 from trainer_service.megatron_engine.reference import ReferencePolicy
 from trainer_service.megatron_engine.schedule import MicroBatchTensors, Schedule, to_device
 from trainer_service.megatron_engine.token_state import MEASURED_SUMS, SUMS, TokenState
+from trainer_service.micro_batches.epochs import reordered
+from trainer_service.micro_batches.packed import PackedRow
+from trainer_service.micro_batches.plan import RankShare, plan_step, plan_updates
+from trainer_service.micro_batches.samples import Samples
 from trainer_service.objectives.quantile import quantile_of
 from trainer_service.objectives.step_metrics import step_metrics
 
@@ -179,7 +179,7 @@ class StepRunner:
             return self._context_group
         return parallel_state.get_data_parallel_group(with_context_parallel=over_chunks) if over_copies else None
 
-    def _load(self, batches: list[Packed]) -> list[MicroBatchTensors]:
+    def _load(self, batches: list[PackedRow]) -> list[MicroBatchTensors]:
         return [to_device(batch, self.device) for batch in batches]
 
     def _gradients(self, batches: list[MicroBatchTensors], state: TokenState) -> None:

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tandem_config.schema import GrpoSection
-from trainer_service.batch.samples import Samples
 from trainer_service.megatron_engine.schedule import MicroBatchTensors
+from trainer_service.micro_batches.samples import Samples
 from trainer_service.objectives.aggregation import update_weights
 from trainer_service.objectives.corrections import correct
 from trainer_service.objectives.kl import kl_estimate, kl_k3

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem_config.schema import GrpoSection
-from trainer_service.batch.samples import FloatArray, Samples
+from trainer_service.micro_batches.samples import FloatArray, Samples
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer_service.batch.samples import Samples
+from trainer_service.micro_batches.samples import Samples
 
 
 def step_metrics(

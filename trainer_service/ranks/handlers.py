@@ -6,8 +6,8 @@ from pathlib import Path
 from servicekit.errors import TandemError, WrongVersion
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2
-from trainer_service.batch.samples import Samples
 from trainer_service.engine import TrainerEngine
+from trainer_service.micro_batches.samples import Samples
 from trainer_service.ranks.commands import Command, Handlers
 from trainer_service.ranks.publish import Publisher
 

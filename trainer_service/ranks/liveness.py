@@ -17,7 +17,7 @@ from concurrent.futures import Future
 
 import torch.distributed as dist
 
-from servicekit.life.exit_codes import EXIT_FAILED
+from servicekit.lifecycle.exit_codes import EXIT_FAILED
 from servicekit.logs import get_logger
 from servicekit.redis.failures import record_failure
 

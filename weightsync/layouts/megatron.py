@@ -10,7 +10,7 @@ from servicekit.errors import ConfigError
 from weightsync.layouts.layout import Layout, LayoutBuilder, Parallel, Piece, PieceArray, exact_share, piece_array
 from weightsync.layouts.placement import (
     SAME_ON_BOTH_SIDES,
-    Cut,
+    ParameterCut,
     check_kv_heads,
     part_shape,
     rule_applies,
@@ -138,7 +138,7 @@ def _on_each_expert_rank(pieces: PieceArray, rule: Rule, parallel: Parallel) -> 
     return repeated
 
 
-def _cut(rule: Rule, grid: _Grid) -> Cut:
+def _cut(rule: Rule, grid: _Grid) -> ParameterCut:
     spec, tp = grid.spec, grid.parallel.tensor
     if rule.per_expert:
         return SAME_ON_BOTH_SIDES[rule.placement](rule, spec, grid.parallel.expert_tensor)
@@ -149,7 +149,7 @@ def _cut(rule: Rule, grid: _Grid) -> Cut:
     return SAME_ON_BOTH_SIDES[rule.placement](rule, spec, tp)
 
 
-def _cut_qkv(rule: Rule, spec: ModelSpec, tp: int) -> Cut:
+def _cut_qkv(rule: Rule, spec: ModelSpec, tp: int) -> ParameterCut:
     """Cut the rows, which are in order of query group [its q heads | its k head | its v head], evenly over the ranks.
 
     With more ranks than groups, several ranks share a group, and a cut may be anywhere in q, k or v: mcore gathers the
@@ -177,7 +177,7 @@ def _cut_qkv(rule: Rule, spec: ModelSpec, tp: int) -> Cut:
                 param_row=first - rank * share,
             )
         )
-    return Cut(rows=share, cols=cols, pieces=piece_array(pieces))
+    return ParameterCut(rows=share, cols=cols, pieces=piece_array(pieces))
 
 
 def _parts_on_ranks(tp: int, share: int, group_rows: int) -> Iterator[tuple[int, int, int]]:

@@ -9,7 +9,7 @@ from weightsync.model.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class ParameterCut:
     """A parameter cut over ranks: its local [rows, cols] and the pieces of each rank."""
 
     rows: int
@@ -43,22 +43,22 @@ def check_kv_heads(spec: ModelSpec, tp: int) -> None:
         )
 
 
-def replicated(rule: Rule, spec: ModelSpec, tp: int) -> Cut:
+def replicated(rule: Rule, spec: ModelSpec, tp: int) -> ParameterCut:
     """Put the whole parameter on every rank."""
     rows, cols = part_shape(rule, 0, spec)
     pieces = [Piece(tp_rank=r, part=0, row=0, rows=rows, col=0, cols=cols, param_row=0) for r in range(tp)]
-    return Cut(rows=rows, cols=cols, pieces=piece_array(pieces))
+    return ParameterCut(rows=rows, cols=cols, pieces=piece_array(pieces))
 
 
-def split_columns(rule: Rule, spec: ModelSpec, tp: int) -> Cut:
+def split_columns(rule: Rule, spec: ModelSpec, tp: int) -> ParameterCut:
     """Give each rank a block of columns (row-parallel linear layers)."""
     rows, cols = part_shape(rule, 0, spec)
     share = exact_share(cols, tp, f"{rule.parts[0].cols} size of {rule.parts[0].name}")
     pieces = [Piece(tp_rank=r, part=0, row=0, rows=rows, col=r * share, cols=share, param_row=0) for r in range(tp)]
-    return Cut(rows=rows, cols=share, pieces=piece_array(pieces))
+    return ParameterCut(rows=rows, cols=share, pieces=piece_array(pieces))
 
 
-def split_gate_up(rule: Rule, spec: ModelSpec, tp: int) -> Cut:
+def split_gate_up(rule: Rule, spec: ModelSpec, tp: int) -> ParameterCut:
     """Give each rank [gate shard | up shard]."""
     rows, cols = part_shape(rule, 0, spec)
     share = exact_share(rows, tp, "FFN size")
@@ -67,10 +67,10 @@ def split_gate_up(rule: Rule, spec: ModelSpec, tp: int) -> Cut:
         for r in range(tp)
         for part in range(2)
     ]
-    return Cut(rows=2 * share, cols=cols, pieces=piece_array(pieces))
+    return ParameterCut(rows=2 * share, cols=cols, pieces=piece_array(pieces))
 
 
-def split_vocabulary(rule: Rule, spec: ModelSpec, tp: int, padded_rows: int) -> Cut:
+def split_vocabulary(rule: Rule, spec: ModelSpec, tp: int, padded_rows: int) -> ParameterCut:
     """Give each rank a block of rows of the padded vocabulary.
 
     Padding is not canonical, so the last pieces may be short or empty.
@@ -86,7 +86,7 @@ def split_vocabulary(rule: Rule, spec: ModelSpec, tp: int, padded_rows: int) -> 
         )
         for r in range(tp)
     ]
-    return Cut(rows=share, cols=cols, pieces=piece_array(pieces))
+    return ParameterCut(rows=share, cols=cols, pieces=piece_array(pieces))
 
 
 SAME_ON_BOTH_SIDES = {

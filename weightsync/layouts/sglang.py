@@ -6,7 +6,7 @@ from servicekit.errors import ConfigError
 from weightsync.layouts.layout import Layout, LayoutBuilder, Parallel, Piece, PieceArray, exact_share, piece_array
 from weightsync.layouts.placement import (
     SAME_ON_BOTH_SIDES,
-    Cut,
+    ParameterCut,
     check_kv_heads,
     part_shape,
     rule_applies,
@@ -53,7 +53,9 @@ def _layers(rule: Rule, spec: ModelSpec) -> list[int]:
     return [layer for layer in range(spec.num_layers) if rule_applies(rule, spec, layer)]
 
 
-def _place(builder: LayoutBuilder, rule: Rule, spec: ModelSpec, parallel: Parallel, cut: Cut, layer: int) -> None:
+def _place(
+    builder: LayoutBuilder, rule: Rule, spec: ModelSpec, parallel: Parallel, cut: ParameterCut, layer: int
+) -> None:
     shape = cut.shape(rule)
     pieces = cut.pieces
     experts = range(spec.num_experts) if rule.per_expert else range(1)
@@ -72,7 +74,7 @@ def _place(builder: LayoutBuilder, rule: Rule, spec: ModelSpec, parallel: Parall
     )
 
 
-def _stacked(cut: Cut, rule: Rule, spec: ModelSpec, parallel: Parallel) -> PieceArray:
+def _stacked(cut: ParameterCut, rule: Rule, spec: ModelSpec, parallel: Parallel) -> PieceArray:
     """Return the pieces of all experts in the stacked parameter, whose rows are [experts of the rank x rows of one]."""
     per_rank = exact_share(spec.num_experts, parallel.expert, "number of experts", "expert parallel size")
     expert = np.repeat(np.arange(spec.num_experts), len(cut.pieces))
@@ -84,7 +86,7 @@ def _stacked(cut: Cut, rule: Rule, spec: ModelSpec, parallel: Parallel) -> Piece
     return pieces
 
 
-def _cut(rule: Rule, spec: ModelSpec, parallel: Parallel) -> Cut:
+def _cut(rule: Rule, spec: ModelSpec, parallel: Parallel) -> ParameterCut:
     tp = parallel.tensor
     if rule.per_expert:
         sharers = exact_share(tp, parallel.expert, "rollout tensor parallel size", "expert parallel size")
@@ -96,7 +98,7 @@ def _cut(rule: Rule, spec: ModelSpec, parallel: Parallel) -> Cut:
     return SAME_ON_BOTH_SIDES[rule.placement](rule, spec, tp)
 
 
-def _cut_qkv(rule: Rule, spec: ModelSpec, tp: int) -> Cut:
+def _cut_qkv(rule: Rule, spec: ModelSpec, tp: int) -> ParameterCut:
     """Give each rank [q shard | k shard | v shard]; with fewer KV heads than ranks, neighbouring ranks share a head."""
     check_kv_heads(spec, tp)
     q_heads = exact_share(spec.num_heads, tp, "number of attention heads")
@@ -116,4 +118,4 @@ def _cut_qkv(rule: Rule, spec: ModelSpec, tp: int) -> Cut:
         for r in range(tp)
         for part in range(3)
     ]
-    return Cut(rows=sum(heights), cols=cols, pieces=piece_array(pieces))
+    return ParameterCut(rows=sum(heights), cols=cols, pieces=piece_array(pieces))

@@ -21,7 +21,7 @@ import torch
 
 from servicekit.errors import ConfigError, SlotTaken, Unavailable
 from servicekit.versions import software_versions
-from weightsync.group.nccl_settings import NCCL_SETTINGS
+from weightsync.membership.nccl_settings import NCCL_SETTINGS
 from weightsync.plans.plan import PLAN_FORMAT
 
 _UNSET = "unset"

@@ -17,8 +17,8 @@ from servicekit.logs import get_logger
 from servicekit.rpc.fence import FenceGuard
 from tandem_api.common.v1 import common_pb2
 from tandem_api.weights.v1 import weights_pb2 as pb
-from weightsync.group.rendezvous import Rendezvous, SlotLease
 from weightsync.layouts.layout import Parallel
+from weightsync.membership.rendezvous import Rendezvous, SlotLease
 from weightsync.model.spec import ModelSpec
 from weightsync.round.guard import OpenRound, PhaseGuard
 from weightsync.round.phases import ABORT, COMMIT, PREPARE, Phase, Role, name_of

@@ -29,7 +29,7 @@ from weightsync.transfer.transports.transport import TransferJob, TransferStats,
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PreparedRound:
     """The result of PREPARE."""
 
     plan: RoundPlan
@@ -54,7 +54,7 @@ class Transfer:
         self._disk_folder = disk_folder
         self._links = Links(shard.slot)
         self._plan: RoundPlan | None = None
-        self._prepared: Prepared | None = None
+        self._prepared: PreparedRound | None = None
         self._written = shard.tensors
         self._stats = TransferStats()
 
@@ -109,7 +109,7 @@ class Transfer:
             self._drop()
             raise
         self._plan = terms.plan
-        self._prepared = Prepared(
+        self._prepared = PreparedRound(
             plan=terms.plan, participants=participants, communicator=communicator, transport=transport
         )
         report = pb.PhaseReport(shard_bytes=self._shard.num_bytes)

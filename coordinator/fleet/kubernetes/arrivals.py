@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from coordinator.fleet.arrivals import Announced, Outlook
+from coordinator.fleet.arrivals import AnnouncedServices, Outlook
 from coordinator.fleet.kubernetes.api.pods import Pod, PodOutlook
 from coordinator.fleet.kubernetes.cluster import Cluster
 from coordinator.fleet.kubernetes.engines import engines
@@ -38,12 +38,12 @@ class ClusterOutlook(Outlook):
         # How long after the begin of the wait what is needed was last seen in a queue.
         self._queued_s = 0.0
 
-    def update(self, announced: Announced) -> None:
+    def update(self, announced: AnnouncedServices) -> None:
         """Ask whether a trainer without pods is in a queue: a JobSet in one is suspended, and has none."""
         if not announced.trainers:
             self._cluster.look_at_trainer_set()
 
-    def may_come(self, announced: Announced) -> bool:
+    def may_come(self, announced: AnnouncedServices) -> bool:
         """Whether another replica is starting, or its pods are not known."""
         self._cluster.look()
         missing = _missing(announced, self._cluster.pods.pods)
@@ -51,7 +51,7 @@ class ClusterOutlook(Outlook):
             pod.outlook is not PodOutlook.DEAD and not pod.trouble for pod in missing
         )
 
-    def patience_s(self, announced: Announced) -> float:
+    def patience_s(self, announced: AnnouncedServices) -> float:
         """Return run.startup_timeout_s, or longer for pods that may still come; without end while some are queued.
 
         Raises: TrainerDead: with the troubles of its pods.
@@ -60,13 +60,13 @@ class ClusterOutlook(Outlook):
         longer_s = self._longest_s(announced) if self._cluster.pods.is_current else 0.0
         return self._queued_s + max(self._config.run.startup_timeout_s, longer_s)
 
-    def troubles(self, announced: Announced) -> list[str]:
+    def troubles(self, announced: AnnouncedServices) -> list[str]:
         """Return those of the trainer's pods, if it is missing, and the cluster's."""
         pods = self._cluster.pods
         trainer = self._cluster.trainer_outlook()[1] if not announced.trainers and pods.is_current else ""
         return list(dict.fromkeys([*([trainer] if trainer else []), *self._cluster.troubles()]))
 
-    def _longest_s(self, announced: Announced) -> float:
+    def _longest_s(self, announced: AnnouncedServices) -> float:
         pods, rollout = self._cluster.pods.pods, self._config.rollout
         outlook, reason = (PodOutlook.UP, "") if announced.trainers else self._cluster.trainer_outlook()
         if outlook is PodOutlook.DEAD:
@@ -84,7 +84,7 @@ class ClusterOutlook(Outlook):
         return self._config.fleet.reschedule_timeout_s if may_come else 0.0
 
 
-def _missing(announced: Announced, pods: Sequence[Pod]) -> list[Pod]:
+def _missing(announced: AnnouncedServices, pods: Sequence[Pod]) -> list[Pod]:
     """Return the pods of replicas that are not announced."""
     names = {record.name for record in announced.rollouts}
     return [pod for pod in engines(pods) if pod.name not in names]

@@ -20,7 +20,7 @@ from coordinator.fleet.kubernetes.arrivals import TrainerDead
 from coordinator.fleet.kubernetes.cluster import Cluster
 from servicekit.errors import Aborted, DeadlineExceeded, NotReady, PeerLost, TandemError, Unavailable, WrongVersion
 from servicekit.logs import get_logger
-from weightsync.group.rendezvous import Evicted
+from weightsync.membership.rendezvous import Evicted
 
 # Errors that a lost or replaced trainer can cause; after any other one, another attempt would fail too.
 _LOSSES = (Aborted, DeadlineExceeded, NotReady, PeerLost, Unavailable, WrongVersion)

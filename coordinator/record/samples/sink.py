@@ -7,12 +7,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.learn.evaluation import Evaluated
-from coordinator.learn.rewards.taken import ShownColumns
+from coordinator.learn.evaluation import EvaluationResult
+from coordinator.record.metrics_row import IterationRecord
 from coordinator.record.progress import no_left
-from coordinator.record.report import IterationRecord
 from coordinator.record.samples.table import Batch, table_of_batch
-from coordinator.record.sinks import Finished
+from coordinator.record.sinks import FinishedIteration
+from coordinator.rewards.taken import ShownColumns
 from tandem_config.schema import SamplesSection
 from tandem_files.atomic import no_check
 from tandem_files.samples.folder import SampleFolder
@@ -49,7 +49,7 @@ class SampleSink:
         """What the warning calls it when it fails."""
         return "storing samples"
 
-    def take(self, finished: Finished) -> None:
+    def take(self, finished: FinishedIteration) -> None:
         """Store an iteration."""
         iteration = int(finished.row["iteration"] or 0)
         sizes = self._begin(iteration)
@@ -98,7 +98,7 @@ class SampleSink:
             uses_PG=_uses(record, self.truncated),
         )
 
-    def _evaluated(self, iteration: int, evaluated: Evaluated) -> Batch:
+    def _evaluated(self, iteration: int, evaluated: EvaluationResult) -> Batch:
         return Batch(
             iteration=iteration,
             kind=evaluated.name,

@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from coordinator.flow import Completion, Generation, Group, Scored
-from coordinator.learn.rewards.taken import ShownColumns
+from coordinator.flow import Completion, Generation, Group, GroupScores
+from coordinator.rewards.taken import ShownColumns
 from tandem_files.samples.schema import MASKED_SPAN, SPAN, MaskedSpan, storable, table_of
 from tandem_files.tokenizer import TextCodec
 
@@ -34,7 +34,7 @@ class Batch:
     iteration: int
     kind: str
     generation: Generation
-    scored: Scored
+    scored: GroupScores
     advantages_PG: NDArray[np.float64] | None
     uses_PG: NDArray[np.str_]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from coordinator.record.sinks import Finished
+from coordinator.record.sinks import FinishedIteration
 from coordinator.record.trackers.completions import Shown, shown_of
 from coordinator.record.trackers.settings import Settings, without_login
 from servicekit.logs import get_logger
@@ -60,7 +60,7 @@ class Completions:
     number: int = 0
     codec: TextCodec | None = None
 
-    def of(self, finished: Finished) -> list[Shown]:
+    def of(self, finished: FinishedIteration) -> list[Shown]:
         """Return those of an iteration."""
         return [] if self.codec is None or self.number == 0 else shown_of(finished, self.number, self.codec)
 
@@ -126,7 +126,7 @@ class Tracker:
         """The tracker's kind."""
         return self._backend.kind
 
-    def take(self, finished: Finished) -> str | None:
+    def take(self, finished: FinishedIteration) -> str | None:
         """Send the iteration and those before it that the tracker lacks. Returns: a warning for the user, if any."""
         iteration = int(finished.row.get("iteration") or 0)
         if self._backend.rewinds and not self._is_open:

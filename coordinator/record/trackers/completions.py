@@ -5,8 +5,8 @@ from dataclasses import astuple, dataclass, fields
 
 import numpy as np
 
-from coordinator.flow import Generation, Scored
-from coordinator.record.sinks import Finished
+from coordinator.flow import Generation, GroupScores
+from coordinator.record.sinks import FinishedIteration
 from tandem_files.samples.schema import TRAIN
 from tandem_files.tokenizer import TextCodec
 
@@ -38,7 +38,7 @@ class Shown:
 COLUMNS = tuple(one.name for one in fields(Shown))
 
 
-def shown_of(finished: Finished, number: int, codec: TextCodec) -> list[Shown]:
+def shown_of(finished: FinishedIteration, number: int, codec: TextCodec) -> list[Shown]:
     """Choose completions of an iteration and of its evaluations: of each the worst, the best, and some between them.
 
     Args:
@@ -51,7 +51,7 @@ def shown_of(finished: Finished, number: int, codec: TextCodec) -> list[Shown]:
     return found
 
 
-def _shown(kind: str, generation: Generation, scored: Scored, number: int, codec: TextCodec) -> Iterator[Shown]:
+def _shown(kind: str, generation: Generation, scored: GroupScores, number: int, codec: TextCodec) -> Iterator[Shown]:
     rewards_S, present_S = scored.rewards_PG.ravel(), scored.present_PG.ravel()
     order = np.argsort(np.where(present_S, rewards_S, -np.inf), kind="stable")
     chosen = order[np.unique(np.linspace(0, order.size - 1, min(number, order.size)).round().astype(int))]

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from coordinator.learn.answers import was_read_otherwise
-from coordinator.learn.rewards.workers.pool import RewardWorkers
-from coordinator.learn.rewards.workers.task import Answer, Task
-from coordinator.learn.rewards.workers.tasks import ANSWERS
+from coordinator.answers import was_read_otherwise
+from coordinator.workers.pool import RewardWorkers
+from coordinator.workers.task import Answer, Task
+from coordinator.workers.tasks import ANSWERS
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
 from tandem_config.sections.reward import MathVerifyReward

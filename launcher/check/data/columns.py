@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from coordinator.data.formatting import PromptFormat, PromptText
 from coordinator.data.scan import Scan
-from coordinator.learn.rewards.base import TakenColumns
+from coordinator.rewards.base import TakenColumns
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
 from tandem_files.rows.reading import Row, RowKeys
@@ -18,7 +18,7 @@ _FOR_THE_POLICY = (*TOOLS, *SYSTEMS, "functions", "choices", "options", "context
 _NAMED = 10
 
 
-class Templated:
+class TemplateColumns:
     """Counts rows with tools or a system prompt in a column that no setting names, though the template writes such."""
 
     def __init__(self, config: RunConfig, formats: PromptFormat) -> None:

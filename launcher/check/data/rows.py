@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from coordinator.data.copies import Repeats, copy_warnings, texts_of
 from coordinator.data.formatting import PromptFormat, PromptText, prompt_format
-from coordinator.data.index import Indexer, RowIndex
+from coordinator.data.repeated_prompts import Repeats, copy_warnings, texts_of
 from coordinator.data.scan import Scan, Scanner
+from coordinator.data.scan_cache import Indexer, RowIndex
 from coordinator.data.sources import RowSource, find_sources
 from coordinator.flow import DataKey
 from launcher.check.data.answers import AnswerSample, check_answers
-from launcher.check.data.columns import Templated
+from launcher.check.data.columns import TemplateColumns
 from launcher.check.data.lengths import check_lengths, check_limits, check_set
 from launcher.check.data.template import PlainPrompts, check_arguments
 from tandem_config.problems import ConfigProblem
@@ -118,9 +118,9 @@ def _check_part(
     answers = AnswerSample(prompt_key=config.data.prompt_key)
     found.answers = found.answers or answers
     formats = found.formats
-    watching: list[PlainPrompts | Templated] = []
+    watching: list[PlainPrompts | TemplateColumns] = []
     if formats is not None:
-        watching = [PlainPrompts(config, formats), Templated(config, formats)]
+        watching = [PlainPrompts(config, formats), TemplateColumns(config, formats)]
     scanner = Scanner(
         format=found.formats,
         max_tokens=config.data.max_prompt_tokens,

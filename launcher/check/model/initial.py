@@ -7,8 +7,8 @@ from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import TRAINER_FOLDER
 from tandem_files.digests import size_damages
+from trainer_service.checkpoints.files import META, fitting_meta, parallel_of, read_digests
 from trainer_service.identity import identity
-from trainer_service.saved.files import META, fitting_meta, parallel_of, read_digests
 from weightsync.model.spec import ModelSpec
 
 

@@ -13,10 +13,10 @@ from launcher.deploy.answers import Answers
 from launcher.deploy.check.nodes import NodeRoom, node_problems
 from launcher.deploy.check.overlay import ClaimUse, claims_of
 from launcher.deploy.check.quotas import quota_problems
-from launcher.deploy.live.api import Object, OperatorApi, names, of_run
-from launcher.deploy.live.kinds import BY_NAME, CLAIM, MAKES_PODS, component_of, has_ended, templates
-from launcher.deploy.new.kustomize import Manifest
-from launcher.deploy.new.overlay import ONCE
+from launcher.deploy.overlay.kustomize import Manifest
+from launcher.deploy.overlay.overlay import ONCE
+from launcher.deploy.running.api import Object, OperatorApi, names, of_run
+from launcher.deploy.running.kinds import BY_NAME, CLAIM, MAKES_PODS, component_of, has_ended, templates
 from servicekit.errors import InvalidRequest, PermissionDenied
 from tandem_config.problems import ConfigProblem
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from kubernetes.utils.quantity import parse_quantity
 
-from launcher.deploy.live.kinds import has_ended, templates
-from launcher.deploy.new.kustomize import Manifest
-from launcher.deploy.new.patches import GPU
+from launcher.deploy.overlay.kustomize import Manifest
+from launcher.deploy.overlay.patches import GPU
+from launcher.deploy.running.kinds import has_ended, templates
 from tandem_config.problems import ConfigProblem
 
 _RESOURCES = (GPU, "cpu", "memory")

@@ -9,11 +9,11 @@ from kubernetes.utils.quantity import parse_quantity
 from coordinator.fleet.kubernetes.api.pods import RUN_LABEL
 from launcher.check.memory import GIB, host_problems
 from launcher.deploy.answers import Answers
-from launcher.deploy.live.kinds import SHARED, component_of, templates
-from launcher.deploy.new.configuration import IMAGE, MODELS, paths_of
-from launcher.deploy.new.images import containers_of, is_ours, without_registry
-from launcher.deploy.new.kustomize import Manifest
-from launcher.deploy.new.patches import GPU
+from launcher.deploy.overlay.configuration import IMAGE, MODELS, paths_of
+from launcher.deploy.overlay.images import containers_of, is_ours, without_registry
+from launcher.deploy.overlay.kustomize import Manifest
+from launcher.deploy.overlay.patches import GPU
+from launcher.deploy.running.kinds import SHARED, component_of, templates
 from servicekit.errors import ConfigError
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig

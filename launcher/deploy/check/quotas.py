@@ -6,8 +6,8 @@ from typing import Any
 
 from kubernetes.utils.quantity import parse_quantity
 
-from launcher.deploy.live.kinds import templates
-from launcher.deploy.new.kustomize import Manifest
+from launcher.deploy.overlay.kustomize import Manifest
+from launcher.deploy.running.kinds import templates
 from tandem_config.problems import ConfigProblem
 
 # Requests that a quota may name without `requests.`.

@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from launcher.deploy.s3 import Bucket, Stored, run_program, split_place
+from launcher.deploy.s3 import Bucket, StoredObject, run_program, split_place
 from servicekit.errors import ConfigError, DigestMismatch
-from servicekit.life.exit_codes import EXIT_BAD_CONFIG
+from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG
 
 _MD5 = re.compile(r"[0-9a-f]{32}")
 
@@ -43,13 +43,13 @@ def fetch(bucket: Bucket, prefix: str, target: Path) -> int:
     return copied
 
 
-def _files(found: Sequence[Stored], prefix: str) -> list[Stored]:
+def _files(found: Sequence[StoredObject], prefix: str) -> list[StoredObject]:
     """Leave out what stands for a folder: an empty object with the name of one."""
     folders = {prefix} | {str(parent) for stored in found for parent in PurePosixPath(stored.key).parents}
     return [stored for stored in found if stored.size or stored.key not in folders]
 
 
-def _fetch_one(bucket: Bucket, stored: Stored, place: Path) -> None:
+def _fetch_one(bucket: Bucket, stored: StoredObject, place: Path) -> None:
     """Copy a file. Raises: DigestMismatch, ConfigError, Unavailable, OSError."""
     place.parent.mkdir(parents=True, exist_ok=True)
     part, digest, size = place.with_name(place.name + ".part"), hashlib.md5(usedforsecurity=False), 0

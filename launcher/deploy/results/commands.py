@@ -10,15 +10,15 @@ from rich.text import Text
 
 from coordinator.fleet.kubernetes.api.pods import RUN_LABEL
 from launcher.deploy.commands import Where, guarded, write_job
-from launcher.deploy.live.api import OperatorApi
-from launcher.deploy.live.kinds import BY_NAME
-from launcher.deploy.live.run import JOB, RUN_ROOT, LiveRun, find_run
 from launcher.deploy.results.fetch import chosen, fetch, list_files
 from launcher.deploy.results.helper_pod import helper_pod
 from launcher.deploy.results.selection import skipped_folders
+from launcher.deploy.running.api import OperatorApi
+from launcher.deploy.running.kinds import BY_NAME
+from launcher.deploy.running.run import JOB, RUN_ROOT, LiveRun, find_run
 from launcher.deploy.transfer import SECRET_KEYS, FileJob, job_name, s3_place, s3_variables
 from servicekit.errors import ConfigError, NotReady, PermissionDenied
-from servicekit.life.exit_codes import EXIT_OK
+from servicekit.lifecycle.exit_codes import EXIT_OK
 
 SECRET = BY_NAME["", "Secret"]
 

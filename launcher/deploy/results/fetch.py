@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from launcher.deploy.live.api import OperatorApi
-from launcher.deploy.live.streams import STDERR, STDOUT, run_in_pod
 from launcher.deploy.results.helper_pod import CONTAINER
 from launcher.deploy.results.selection import is_chosen
+from launcher.deploy.running.api import OperatorApi
+from launcher.deploy.running.streams import STDERR, STDOUT, run_in_pod
 from servicekit.errors import ConfigError, DigestMismatch, Unavailable
 from tandem_files.atomic import write_json_atomic
 
@@ -35,7 +35,7 @@ class RemoteFile:
 
 
 @dataclass(kw_only=True)
-class Copied:
+class CopyResult:
     """What `fetch` did."""
 
     files: int = 0
@@ -61,13 +61,13 @@ def list_files(api: OperatorApi, pod: str, root: str, skipped: Sequence[str]) ->
 
 def fetch(
     api: OperatorApi, pod: str, root: str, files: Sequence[RemoteFile], target: Path, say: Callable[[str], None]
-) -> Copied:
+) -> CopyResult:
     """Copy files below `root` of a pod into a folder; those that came before, and still match, are kept.
 
     Raises: DigestMismatch: a file differs from what was sent, again and again; Unavailable; OSError.
     """
     target.mkdir(parents=True, exist_ok=True)
-    record, done = _read_record(target), Copied()
+    record, done = _read_record(target), CopyResult()
     for file in files:
         place = target / file.path
         known = record.get(file.path)

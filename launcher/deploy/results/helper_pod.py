@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from coordinator.fleet.kubernetes.api.pods import COMPONENT_LABEL, NAME, NAME_LABEL, RUN_LABEL
 from launcher.deploy import restricted
-from launcher.deploy.live.api import Object, OperatorApi
-from launcher.deploy.live.run import POD, RUN_ROOT
+from launcher.deploy.running.api import Object, OperatorApi
+from launcher.deploy.running.run import POD, RUN_ROOT
 from servicekit.errors import DeadlineExceeded, NotReady, PermissionDenied, TandemError
 
 CONTAINER = "files"

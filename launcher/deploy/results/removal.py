@@ -4,11 +4,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
-from launcher.deploy.live.api import OperatorApi
-from launcher.deploy.live.run import JOB, RUN_ROOT
-from launcher.deploy.live.streams import STDOUT, run_in_pod
 from launcher.deploy.results.commands import RunFiles
 from launcher.deploy.results.helper_pod import CONTAINER, helper_pod
+from launcher.deploy.running.api import OperatorApi
+from launcher.deploy.running.run import JOB, RUN_ROOT
+from launcher.deploy.running.streams import STDOUT, run_in_pod
 from launcher.deploy.transfer import job_name
 from servicekit.errors import ConfigError, NotReady, Unavailable
 

@@ -57,7 +57,7 @@ class Manifest:
 
 
 @dataclass(kw_only=True)
-class Uploaded:
+class UploadResult:
     """What `upload` did."""
 
     files: int = 0
@@ -65,14 +65,14 @@ class Uploaded:
     kept: int = 0
 
 
-def upload(bucket: Bucket, prefix: str, root: Path, run: str, names: Sequence[str]) -> Uploaded:
+def upload(bucket: Bucket, prefix: str, root: Path, run: str, names: Sequence[str]) -> UploadResult:
     """Copy files below `root` to below a prefix; those that are there with the same content are kept.
 
     Raises: ConfigError: no such bucket, it is refused, or the prefix has another run's results; DigestMismatch: a file
         differs from what was sent, again and again; Unavailable; OSError.
     """
     manifest = _read_manifest(bucket, _key(prefix, MANIFEST), run)
-    before, done = manifest.body(), Uploaded()
+    before, done = manifest.body(), UploadResult()
     for name in names:
         key, path = _key(prefix, name), root / name
         local = describe(path)

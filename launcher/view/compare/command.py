@@ -10,7 +10,7 @@ from launcher.view.compare.runs import begun, check_metrics, read_runs
 from launcher.view.compare.table import print_comparison
 from launcher.view.run_view import make_console
 from servicekit.errors import ConfigError
-from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
+from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
 
 
 def compare_command(

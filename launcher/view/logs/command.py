@@ -11,7 +11,7 @@ from launcher.view.logs.show import WantedLines, show, time_of
 from launcher.view.run_view import make_console
 from launcher.view.status import current_run
 from servicekit.errors import ConfigError
-from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
+from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
 from tandem_files.run_folder import is_locked
 
 

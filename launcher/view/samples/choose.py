@@ -23,7 +23,7 @@ _ORDERS: dict[str, Callable[[SampleHead], float]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class SampleQuery:
     """What a user asks for.
 
     Attributes:
@@ -50,7 +50,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
+class SampleSelection:
     """The samples to show, and what they were chosen from.
 
     Attributes:
@@ -69,7 +69,7 @@ class Chosen:
     samples: Sequence[StoredSample]
 
 
-def choose(folder: SampleFolder, wanted: Wanted) -> Chosen:
+def choose(folder: SampleFolder, wanted: SampleQuery) -> SampleSelection:
     """Choose samples of one iteration. Raises: ConfigError: it, the kind or the group does not exist; a bad pattern."""
     iteration, kind = folder.resolve(wanted.iteration, wanted.kind)
     heads = folder.heads(iteration, kind)
@@ -78,7 +78,7 @@ def choose(folder: SampleFolder, wanted: Wanted) -> Chosen:
         found = set(folder.matching(iteration, kind, wanted.pattern))
         places = [place for place in places if place in found]
     shown = _ends(heads, places, wanted)
-    return Chosen(
+    return SampleSelection(
         iteration=iteration,
         kind=kind,
         kinds=folder.iterations().get(iteration, [kind]),
@@ -100,7 +100,7 @@ def _of_group(heads: Sequence[SampleHead], group: str | None) -> list[int]:
     return places
 
 
-def _ends(heads: Sequence[SampleHead], places: Sequence[int], wanted: Wanted) -> list[int]:
+def _ends(heads: Sequence[SampleHead], places: Sequence[int], wanted: SampleQuery) -> list[int]:
     if not wanted.ends and wanted.filters:
         return list(places[:_MOST])
     shown: dict[int, None] = {}

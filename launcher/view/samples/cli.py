@@ -43,11 +43,11 @@ def samples(
     """
     if iteration != "last" and not iteration.isdecimal():
         raise typer.BadParameter(f"--iteration {iteration}: give a number, or last")
-    from launcher.view.samples.choose import Wanted
+    from launcher.view.samples.choose import SampleQuery
     from launcher.view.samples.command import samples_command
 
     ends = [("best", best), ("worst", worst), ("longest", longest), ("shortest", shortest)]
-    wanted = Wanted(
+    wanted = SampleQuery(
         iteration=None if iteration == "last" else int(iteration),
         kind=kind,
         group=group,

@@ -5,15 +5,15 @@ from pathlib import Path
 from rich.text import Text
 
 from launcher.view.run_view import make_console
-from launcher.view.samples.choose import Wanted, choose
+from launcher.view.samples.choose import SampleQuery, choose
 from launcher.view.samples.draw import draw, draw_json
 from launcher.view.status import current_run
 from servicekit.errors import ConfigError
-from servicekit.life.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
+from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
 from tandem_files.samples.folder import SampleFolder
 
 
-def samples_command(run_dir: Path | None, wanted: Wanted, *, full: bool, as_json: bool) -> int:
+def samples_command(run_dir: Path | None, wanted: SampleQuery, *, full: bool, as_json: bool) -> int:
     """Run `tandem samples`. run_dir: None: the current run. Returns: the exit code."""
     try:
         run_dir = current_run() if run_dir is None else run_dir

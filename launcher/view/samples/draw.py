@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from launcher.view.samples.choose import Chosen
+from launcher.view.samples.choose import SampleSelection
 from tandem_files.metrics_file import is_weighted, score_text
 from tandem_files.samples.schema import StoredSample, plain, taken_columns
 
@@ -21,7 +21,7 @@ _MARKS = "⟦⟧"
 _USE_STYLES = {"trained": "green", "dropped": "yellow", "masked": "yellow", "unscored": "red"}
 
 
-def draw(console: Console, run_dir: Path, chosen: Chosen, *, full: bool) -> None:
+def draw(console: Console, run_dir: Path, chosen: SampleSelection, *, full: bool) -> None:
     """Print chosen samples.
 
     Args:
@@ -39,13 +39,13 @@ def draw(console: Console, run_dir: Path, chosen: Chosen, *, full: bool) -> None
         console.print(Text(f"\n{more} more (--best, --worst, --longest, --shortest K choose others)", style="dim"))
 
 
-def draw_json(console: Console, chosen: Chosen) -> None:
+def draw_json(console: Console, chosen: SampleSelection) -> None:
     """Print chosen samples as JSON, a line each, with all that is stored of them."""
     for sample in chosen.samples:
         console.file.write(json.dumps(plain(sample)) + "\n")
 
 
-def overview(run_dir: Path, chosen: Chosen) -> str:
+def overview(run_dir: Path, chosen: SampleSelection) -> str:
     """Say how many samples fit the filters, and summarize those that they were chosen from."""
     heads = chosen.heads
     rewards = [head.reward for head in heads if head.reward is not None]

@@ -32,7 +32,7 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from launcher.deploy.live.kinds import Kind
+from launcher.deploy.running.kinds import Kind
 from tests.fakes.cluster.admission import check_pod
 from tests.fakes.cluster.http import Handler
 from tests.fakes.cluster.kinds import BUILT_IN, kind_of

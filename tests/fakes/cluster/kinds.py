@@ -1,6 +1,6 @@
 """The kinds of objects that the fake cluster has, and where its API has them."""
 
-from launcher.deploy.live.kinds import KINDS, Kind
+from launcher.deploy.running.kinds import KINDS, Kind
 from tests.fakes.cluster.store import Object
 
 NAMESPACED = (

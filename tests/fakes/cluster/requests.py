@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from launcher.deploy.live.kinds import Kind
+from launcher.deploy.running.kinds import Kind
 from tests.fakes.cluster.store import Key, Object, changed, refusal
 
 COORDINATOR, OPERATOR = "coordinator", "operator"

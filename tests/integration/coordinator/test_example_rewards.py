@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from coordinator.learn.rewards.base import Reward, ScoredText, Scores
-from coordinator.learn.rewards.function import OwnFunction
-from coordinator.learn.rewards.math_verify import MathVerify
+from coordinator.rewards.base import Reward, ScoredText, Scores
+from coordinator.rewards.function import OwnFunction
+from coordinator.rewards.math_verify import MathVerify
 from examples.code import rewards
 from tandem_config.sections.reward import FunctionReward
 from tests.house.repository import REPO

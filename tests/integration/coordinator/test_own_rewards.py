@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from coordinator.learn.rewards.base import ScoredText, Scores
-from coordinator.learn.rewards.exact_match import ExactMatch
-from coordinator.learn.rewards.function import OwnFunction
-from coordinator.learn.rewards.workers import output, task
+from coordinator.rewards.base import ScoredText, Scores
+from coordinator.rewards.exact_match import ExactMatch
+from coordinator.rewards.function import OwnFunction
+from coordinator.workers import output, task
 from tandem_config.sections.reward import FunctionReward
 from tests.house.repository import REPO
 
@@ -237,7 +237,7 @@ async def test_a_function_finds_its_neighbours_and_keeps_its_name(tmp_path: Path
     """A helper beside it; and a file that is called like a library, which others still find."""
     (tmp_path / "helper.py").write_text("def half(): return 0.5\n")
     (tmp_path / "json.py").write_text(
-        "import helper\nfrom coordinator.learn.rewards import base\ndef score(completion): return helper.half()\n"
+        "import helper\nfrom coordinator.rewards import base\ndef score(completion): return helper.half()\n"
     )
     reward = OwnFunction(FunctionReward(function=f"{tmp_path}/json.py:score", workers=1))
     await reward.start([])

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from coordinator.learn.rewards.base import ScoredText, Scores
-from coordinator.learn.rewards.servers.judge import JudgedScores
-from coordinator.learn.rewards.servers.remote import RemoteScores
+from coordinator.rewards.base import ScoredText, Scores
+from coordinator.rewards.servers.judge import JudgedScores
+from coordinator.rewards.servers.remote import RemoteScores
 from tandem_config.sections.rewards.servers import JudgeReward, RemoteReward
 from tests.house.repository import REPO
 from tests.kit.folders import write_tokenizer

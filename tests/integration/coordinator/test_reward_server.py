@@ -15,8 +15,8 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from coordinator.learn.rewards.base import Reward, ScoredText
-from coordinator.learn.rewards.registry import build_reward
+from coordinator.rewards.base import Reward, ScoredText
+from coordinator.rewards.registry import build_reward
 from reward_service.servicer import FULL_NAME
 from servicekit.security.run_token import VARIABLE
 from servicekit.security.tls import Identity

@@ -11,15 +11,15 @@ import psutil
 import pytest
 import uvloop
 
-from coordinator.learn.rewards.base import Reward, ScoredText, Scores, StoppedOnly
-from coordinator.learn.rewards.exact_match import ExactMatch
-from coordinator.learn.rewards.math_verify import MathVerify
-from coordinator.learn.rewards.regex import RegexMatch
-from coordinator.learn.rewards.registry import build_reward
-from coordinator.learn.rewards.workers.pool import RewardWorkers
-from coordinator.learn.rewards.workers.process import WorkerLost, WorkerProcess
-from coordinator.learn.rewards.workers.task import Answer, Task
-from coordinator.learn.rewards.workers.tasks import REGEX
+from coordinator.rewards.base import Reward, ScoredText, Scores, StoppedOnly
+from coordinator.rewards.exact_match import ExactMatch
+from coordinator.rewards.math_verify import MathVerify
+from coordinator.rewards.regex import RegexMatch
+from coordinator.rewards.registry import build_reward
+from coordinator.workers.pool import RewardWorkers
+from coordinator.workers.process import WorkerLost, WorkerProcess
+from coordinator.workers.task import Answer, Task
+from coordinator.workers.tasks import REGEX
 from tandem_config.sections.reward import ExactMatchReward, MathVerifyReward, RegexReward
 from tandem_config.sections.rewards.base import RewardSection
 from tests.kit.waiting import until
@@ -125,7 +125,7 @@ async def test_a_number_too_large_to_compute_costs_its_score() -> None:
 def test_the_kernel_ends_a_worker_whose_code_looks_at_no_signal() -> None:
     """Some minutes of C. Whoever waits for the answer would do so for ten times its time."""
     code = (
-        "import hashlib; from coordinator.learn.rewards.workers.limits import CpuTimer;"
+        "import hashlib; from coordinator.workers.limits import CpuTimer;"
         "CpuTimer(0.1).run(lambda: hashlib.pbkdf2_hmac('sha256', b'x', b'y', 2**31 - 1))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -signal.SIGXCPU
@@ -177,7 +177,7 @@ async def test_workers_end_with_their_owner() -> None:
 
     def works(child: psutil.Process) -> bool:
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            return "coordinator.learn.rewards.workers.worker" in child.cmdline()
+            return "coordinator.workers.worker" in child.cmdline()
         return False
 
     def working() -> set[int]:

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.flow import Completion, Generation, Group, Prompt, Scored
-from coordinator.learn.evaluation import Evaluated
-from coordinator.record.sinks import Finished
+from coordinator.flow import Completion, Generation, Group, GroupScores, Prompt
+from coordinator.learn.evaluation import EvaluationResult
+from coordinator.record.sinks import FinishedIteration
 from coordinator.record.trackers import wandb as wandb_tracker
 from coordinator.record.trackers.registry import build_trackers
 from coordinator.record.trackers.tensorboard import TensorboardBackend
@@ -55,7 +55,7 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch
             for iteration, reward in rewards.items():
                 row = {"iteration": iteration, "reward_mean": reward, "eval/a/pass@8": 1.0, "heldout_accuracy": None}
                 file.append(row)
-                warnings.append(sink.take(Finished(record=None, row=row, evaluated=[evaluated()])))
+                warnings.append(sink.take(FinishedIteration(record=None, row=row, evaluated=[evaluated()])))
             sink.close()
         return [warning for warning in warnings if warning]
 
@@ -65,7 +65,7 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch
     wandb.teardown()  # its process, and the login
 
 
-def evaluated() -> Evaluated:
+def evaluated() -> EvaluationResult:
     """An evaluation: four completions of a prompt, whose rewards are 0 to 3; one is long, one has marks of Markdown."""
     said = ("1", "2" * 5000, "3", "+=+")
     completions = tuple(
@@ -79,10 +79,10 @@ def evaluated() -> Evaluated:
     )
     rewards_PG = np.array([[0.0, 1.0, 2.0, 3.0]])
     parts = {"exact_match": rewards_PG, "some": np.array([[1.0, np.nan, 0.5, 0.0]])}
-    scored = Scored(
+    scored = GroupScores(
         rewards_PG=rewards_PG, accuracy=0.5, parts=parts, missing_PG=np.array([[True, False, False, False]])
     )
-    return Evaluated(
+    return EvaluationResult(
         name="a", policy_version=0, generation=Generation(groups=(group,), engine_s=0.0, retried_calls=0), scored=scored
     )
 

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from tests.kit.redis import RedisProcess, newer_server
-from weightsync.group.rendezvous import Rendezvous
+from weightsync.membership.rendezvous import Rendezvous
 
 GROUP = "tandem:test"
 

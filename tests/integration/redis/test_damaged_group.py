@@ -10,8 +10,8 @@ import redis
 
 from servicekit.errors import Aborted, AlreadyExists, Unavailable
 from tests.integration.redis.conftest import GROUP
-from weightsync.group.coordinator_lease import CoordinatorLease
-from weightsync.group.rendezvous import COORDINATOR_SLOT, Rendezvous, SlotLease
+from weightsync.membership.coordinator_lease import CoordinatorLease
+from weightsync.membership.rendezvous import COORDINATOR_SLOT, Rendezvous, SlotLease
 
 pytestmark = pytest.mark.integration
 TTL_S = 30.0

@@ -9,7 +9,7 @@ from tests.kit.models import make_model
 from tests.kit.processes import START_S, Services
 from tests.kit.replicas import configuration
 from tests.kit.waiting import until
-from weightsync.group.rendezvous import Rendezvous, SlotLease
+from weightsync.membership.rendezvous import Rendezvous, SlotLease
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 TTL_S = 1.0

@@ -18,8 +18,8 @@ from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tests.integration.redis.conftest import GROUP
 from tests.kit.redis import RedisProcess
 from tests.kit.waiting import until
-from weightsync.group.coordinator_lease import CoordinatorLease, fence_of
-from weightsync.group.rendezvous import COORDINATOR_SLOT, Evicted, LeaseExpired, Rendezvous, SlotLease
+from weightsync.membership.coordinator_lease import CoordinatorLease, fence_of
+from weightsync.membership.rendezvous import COORDINATOR_SLOT, Evicted, LeaseExpired, Rendezvous, SlotLease
 
 pytestmark = pytest.mark.integration
 TTL_S = 30.0

@@ -8,7 +8,7 @@ from servicekit.errors import Unavailable
 from tests.integration.redis.conftest import GROUP
 from tests.kit.redis import RedisProcess
 from tests.kit.waiting import until
-from weightsync.group.rendezvous import Evicted, Rendezvous, SlotLease
+from weightsync.membership.rendezvous import Evicted, Rendezvous, SlotLease
 
 pytestmark = pytest.mark.integration
 TTL_S = 30.0

@@ -12,8 +12,8 @@ from tests.kit.fleet import GROUP, Fleet
 from tests.kit.redis import RedisProcess
 from tests.kit.stores import same, tiny_spec
 from tests.kit.waiting import until
-from weightsync.group.rendezvous import Evicted, Rendezvous
 from weightsync.layouts.layout import Parallel
+from weightsync.membership.rendezvous import Evicted, Rendezvous
 from weightsync.round.phases import PHASES
 
 pytestmark = pytest.mark.integration

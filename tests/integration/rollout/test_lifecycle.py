@@ -17,7 +17,7 @@ from tandem_api.rollout.v1 import rollout_pb2
 from tests.kit.models import make_model
 from tests.kit.replicas import Replica, Trainer, lone_replica
 from tests.kit.waiting import until
-from weightsync.group.rendezvous import COORDINATOR_SLOT, Rendezvous
+from weightsync.membership.rendezvous import COORDINATOR_SLOT, Rendezvous
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

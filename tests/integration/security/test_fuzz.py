@@ -23,8 +23,8 @@ from tests.kit.processes import Services
 from tests.kit.replicas import configuration
 from tests.kit.round import RunPhase, new_round, run_round, service_at
 from tests.near_valid_requests import CALL_S, Near, Rounds
-from weightsync.group.rendezvous import Rendezvous
 from weightsync.layouts.layout import Parallel
+from weightsync.membership.rendezvous import Rendezvous
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(3000)]
 

@@ -21,7 +21,7 @@ from servicekit.redis.registry import Registry
 from servicekit.security.certificates import TlsFiles
 from tests.kit.certificates import DAY, Authority, write_files
 from tests.kit.processes import free_port
-from weightsync.group.rendezvous import Rendezvous
+from weightsync.membership.rendezvous import Rendezvous
 
 # Names another binary than those on PATH.
 BINARY_VARIABLE = "TANDEM_TEST_TLS_REDIS"

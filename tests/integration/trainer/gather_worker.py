@@ -16,8 +16,8 @@ import torch.distributed as dist
 from tandem_config.schema import RunConfig
 from tests.integration.trainer.parity_worker import run_all
 from tests.integration.trainer.reference import CONFIG, NUM_UPDATES, make_samples
-from trainer_service.batch.samples import Samples
 from trainer_service.megatron_engine.engine import MegatronEngine
+from trainer_service.micro_batches.samples import Samples
 from weightsync.transfer.tensors import tensor_checksums
 
 REFRESHED = {"kl_coefficient": 0.05, "reference_refresh_every": 1}

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from tandem_files.atomic import replace_folder
 from tests.kit.waiting import until
-from trainer_service.saved import writing
+from trainer_service.checkpoints import writing
 
 HOLD_S = 300.0
 Point = Literal["half-written", "unpublished"]

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from tandem_config.schema import RunConfig
 from tests.integration.trainer.parity_worker import run_all
 from tests.integration.trainer.reference import CONFIG, NUM_UPDATES, make_samples
+from trainer_service.checkpoints.parts import values_of
 from trainer_service.megatron_engine.engine import MegatronEngine
 from trainer_service.megatron_engine.offload.states import CHECKPOINT, STEP
-from trainer_service.saved.parts import values_of
 from weightsync.transfer.tensors import tensor_checksums
 
 ALL = {"parameters": True, "gradients": True, "optimizer": True}

@@ -19,9 +19,9 @@ from servicekit.errors import TandemError
 from tandem_config.schema import RunConfig
 from tests.integration.trainer.gradients import record, stop_recording
 from tests.integration.trainer.reference import CONFIG, NUM_UPDATES, read_samples
-from trainer_service.batch import chunks
-from trainer_service.batch.samples import Samples
 from trainer_service.megatron_engine.engine import MegatronEngine
+from trainer_service.micro_batches import chunks
+from trainer_service.micro_batches.samples import Samples
 
 
 def run_case(case: dict[str, Any], out: Path) -> None:

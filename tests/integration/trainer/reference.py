@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tests.kit.models import TRAINED_VOCABULARY
-from trainer_service.batch.samples import Samples
+from trainer_service.micro_batches.samples import Samples
 
 NUM_UPDATES = 2
 TIMEOUT_S = 1800.0  # of one world size; all slow cases of three took 774 s beside another suite

@@ -16,11 +16,11 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from tandem_config.schema import RunConfig
 from tests.integration.trainer.parity_worker import run_all
 from tests.integration.trainer.reference import CONFIG, NUM_UPDATES, make_samples
+from trainer_service.checkpoints import writing
+from trainer_service.checkpoints.states import SavedStates
 from trainer_service.measure import meter
 from trainer_service.megatron_engine import adam_state, checkpoint, engine
 from trainer_service.megatron_engine.offload import states
-from trainer_service.saved import writing
-from trainer_service.saved.states import SavedStates
 from weightsync.transfer.transports.packing import Packer
 
 DEVICE_S, SLOW_S = 2.0, 3.5

@@ -17,7 +17,7 @@ from tests.integration.trainer.gather_worker import EMPTY
 from tests.integration.trainer.layouts import LAYOUTS
 from tests.integration.trainer.reference import TIMEOUT_S, launch
 from tests.kit.models import save_model
-from trainer_service.saved.policy import SavedPolicy
+from trainer_service.checkpoints.policy import SavedPolicy
 from weightsync.model.spec import ModelSpec
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(TIMEOUT_S)]

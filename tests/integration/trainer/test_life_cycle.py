@@ -17,7 +17,7 @@ from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_files.checkpoints import mark_complete, step_folder
 from tests.integration.trainer.processes import RUN_ID, TrainerProcesses, chunk, step_requests
 from trainer_service.ranks.world import STORE_KEY
-from weightsync.group.rendezvous import COORDINATOR_SLOT, Rendezvous
+from weightsync.membership.rendezvous import COORDINATOR_SLOT, Rendezvous
 
 pytestmark = pytest.mark.integration
 TIMEOUT_S = 60.0

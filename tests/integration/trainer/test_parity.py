@@ -33,9 +33,9 @@ from tests.integration.trainer.reference import (
     write_samples,
 )
 from tests.kit.models import ROPE, save_model, trained_model
-from trainer_service.batch.chunks import CHUNK_BYTES
-from trainer_service.batch.samples import FloatArray, Samples
-from trainer_service.saved.policy import SavedPolicy
+from trainer_service.checkpoints.policy import SavedPolicy
+from trainer_service.micro_batches.chunks import CHUNK_BYTES
+from trainer_service.micro_batches.samples import FloatArray, Samples
 from weightsync.model.spec import ModelSpec
 
 # The test that asks first waits for its whole group: one world size after the other, each with a deadline of its own.

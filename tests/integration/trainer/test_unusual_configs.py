@@ -10,8 +10,8 @@ import torch
 
 from tests.integration.trainer.reference import CONFIG, TIMEOUT_S, launch, make_samples, token_logprobs, write_samples
 from tests.kit.models import ROPE, as_sglang_scales, load, save_model
-from trainer_service.batch.chunks import CHUNK_BYTES
-from trainer_service.batch.samples import Samples
+from trainer_service.micro_batches.chunks import CHUNK_BYTES
+from trainer_service.micro_batches.samples import Samples
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(2 * TIMEOUT_S)]
 PLAIN = {"rope_type": "default"}

@@ -9,8 +9,8 @@ from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.kit.fleet import Fleet
 from tests.kit.stores import same
-from weightsync.group.rendezvous import COORDINATOR_SLOT
 from weightsync.layouts.layout import Parallel
+from weightsync.membership.rendezvous import COORDINATOR_SLOT
 from weightsync.round.phases import PHASES
 
 pytestmark = pytest.mark.integration

@@ -9,7 +9,7 @@ import torch
 from servicekit.errors import ConfigError
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.kit.fleet import GROUP, Fleet
-from weightsync.group.rendezvous import Rendezvous
+from weightsync.membership.rendezvous import Rendezvous
 from weightsync.transfer.facts import own_facts
 
 pytestmark = pytest.mark.integration

@@ -14,8 +14,8 @@ from tests.kit.fleet import GROUP, Fleet
 from tests.kit.redis import RedisProcess
 from tests.kit.stores import same
 from tests.unit.weightsync.test_megatron_names import respelled
-from weightsync.group.rendezvous import Rendezvous, SlotLease
 from weightsync.layouts.layout import Parallel
+from weightsync.membership.rendezvous import Rendezvous, SlotLease
 from weightsync.plans import limits
 from weightsync.transfer import spare
 from weightsync.transfer.communicators.communicator import Communicator

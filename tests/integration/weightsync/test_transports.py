@@ -128,7 +128,7 @@ def test_colocated_across_hosts_is_refused_by_name(fleet: Callable[..., Fleet]) 
 def test_a_descriptor_that_cannot_be_opened_is_named_and_auto_falls_back(
     fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(name: str, key: bytes, deadline: float) -> shared_memory.Opened:
+    def refuse(name: str, key: bytes, deadline: float) -> shared_memory.OpenedMemory:
         shared_memory.open_memory(name, key, deadline)
         raise OSError("no descriptors here")
 

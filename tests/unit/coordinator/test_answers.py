@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from coordinator.learn.answers import accepted, after_prompt, answer_in, find_answer
-from coordinator.learn.rewards.workers.math_answers import scorer
+from coordinator.answers import accepted, after_prompt, answer_in, find_answer
+from coordinator.workers.math_answers import scorer
 from tests.house.repository import REPO
 
 ROWS = re.findall(

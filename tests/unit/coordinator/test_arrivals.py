@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.fleet import arrivals
 from coordinator.fleet.arrivals import LeaseOutlook, missing, note_arrivals, wait_for_enough
-from coordinator.watch.observed import Observed
+from coordinator.watch.fleet_recorder import FleetRecorder
 from servicekit.errors import DeadlineExceeded, Unavailable
 from tandem_config.schema import RunConfig
 
@@ -38,7 +38,7 @@ class FakeRegistry:
 
 async def test_services_are_noted_until_all_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrivals, "_LOOK_S", 0.0)
-    observed, seen = Observed(), list[list[str]]()
+    observed, seen = FleetRecorder(), list[list[str]]()
 
     def starting() -> bool:
         seen.append(list(observed.awaited))
@@ -51,7 +51,7 @@ async def test_services_are_noted_until_all_have_come(monkeypatch: pytest.Monkey
 
 
 async def test_a_run_that_has_started_without_some_waits_for_none() -> None:
-    observed, registry = Observed(), FakeRegistry()
+    observed, registry = FleetRecorder(), FakeRegistry()
     observed.awaited = ["rollout-1"]
     await note_arrivals(config(), registry, observed, lambda: False)  # type: ignore[arg-type]
     assert observed.awaited == []

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.flow import Completion, Group, Prompt
-from coordinator.learn.batches import Sample, chunk_starts, make_batch, measured_chunks, select_samples, split_updates
-from servicekit.rpc.limits import MAX_MESSAGE_BYTES
+from coordinator.learn.updates import Sample, make_batch, measured_chunks, select_samples, split_updates
+from servicekit.rpc.limits import MAX_MESSAGE_BYTES, chunk_starts
 
 RNG = np.random.default_rng(1)
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from coordinator.record.checkpoints.loading import set_damaged_aside
+from coordinator.checkpoints.loading import set_damaged_aside
 from tandem_files.checkpoints import mark_complete, mark_latest, newest_sound, step_folder
 
 

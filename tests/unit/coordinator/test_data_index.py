@@ -9,9 +9,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from coordinator.data.index import FOLDER, RowIndex, write_indices
 from coordinator.data.prompts import PromptSet, load_prompts
 from coordinator.data.scan import Scanner
+from coordinator.data.scan_cache import FOLDER, RowIndex, write_indices
 from launcher.check.preflight import preflight
 from tandem_config.loading import draft_config, load_config
 from tandem_config.schema import RunConfig
@@ -24,7 +24,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     """Two weighted files, one of them Parquet, with a prompt that is too long; the launcher has checked them."""
-    monkeypatch.setattr("coordinator.data.index._TICK_S", -60.0)  # they have just been written
+    monkeypatch.setattr("coordinator.data.scan_cache._TICK_S", -60.0)  # they have just been written
     rows = [{"prompt": "1+2=" if number % 7 else "1+2=" * 4, "answer": str(number)} for number in range(30)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:20]))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[20:]), tmp_path / "b.parquet")
@@ -124,5 +124,5 @@ def test_a_damaged_index_is_not_used(config: RunConfig, tmp_path: Path) -> None:
 def test_files_that_have_just_been_written_get_no_index(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.data.index._TICK_S", 60.0)
+    monkeypatch.setattr("coordinator.data.scan_cache._TICK_S", 60.0)
     assert check(tmp_path / "tiny.yaml") == []

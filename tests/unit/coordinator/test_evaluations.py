@@ -7,26 +7,26 @@ import numpy as np
 import pytest
 
 from coordinator.data.cursor import CursorState
-from coordinator.flow import Completion, Generation, Group, Prompt, Scored
+from coordinator.flow import Completion, Generation, Group, GroupScores, Prompt
 from coordinator.learn.estimates import Estimate
-from coordinator.learn.evaluation import Evaluated
+from coordinator.learn.evaluation import EvaluationResult
 from coordinator.record.evaluations import Evaluations, evaluation_row, heldout_of, message_of, note_best
-from coordinator.record.report import baseline_row
+from coordinator.record.metrics_row import baseline_row
 from coordinator.record.state import RunState
 from coordinator.watch.events import EventLog
 from tandem_config.schema import EvaluationSection
 
 
-def evaluated(value: float, name: str = "aime", version: int = 3, **scores: Any) -> Evaluated:
+def evaluated(value: float, name: str = "aime", version: int = 3, **scores: Any) -> EvaluationResult:
     tokens = array("I", [1, 2])
     cut = Completion(token_ids=tokens, logprobs=array("f", [0, 0]), truncated=True, oldest_version=version)
     prompt = Prompt(row=1, token_ids=[1], answer="")
     groups = (Group(group_id="eval.aime.row1", prompt=prompt, completions=(cut,)),)
-    return Evaluated(
+    return EvaluationResult(
         name=name,
         policy_version=version,
         generation=Generation(groups=groups, engine_s=0.0, retried_calls=0),
-        scored=Scored(rewards_PG=np.array([[value]]), accuracy=value, **scores),
+        scored=GroupScores(rewards_PG=np.array([[value]]), accuracy=value, **scores),
         estimates={"mean@1": Estimate(value=value, low=value - 0.1, high=value + 0.1)},
     )
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.learn.rewards.base import ScoredText, Scores
-from coordinator.learn.rewards.servers import calls
-from coordinator.learn.rewards.servers.judge import JudgedScores
+from coordinator.rewards.base import ScoredText, Scores
+from coordinator.rewards.servers import calls
+from coordinator.rewards.servers.judge import JudgedScores
 from tandem_config.sections.rewards.servers import JudgeReward
 from tests.fakes.fake_judge import Endpoint, said
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.flow import Scored
+from coordinator.flow import GroupScores
 from coordinator.loop import GrpoLoop
 from tandem_config.schema import GrpoSection
 
@@ -25,6 +25,6 @@ def test_settings_reach_the_advantages(
 ) -> None:
     parts: dict[str, Any] = dict.fromkeys(("sampling", "cursor", "rollouts", "scorer", "trainer", "weights", "rng"))
     loop = GrpoLoop(grpo=GrpoSection(**grpo), incarnation="a", **parts)
-    learnt = loop.learn(Scored(rewards_PG=REWARDS, accuracy=0.0))
+    learnt = loop.learn(GroupScores(rewards_PG=REWARDS, accuracy=0.0))
     assert learnt.advantages_PG.tolist() == advantages
     assert learnt.dropped_P.tolist() == dropped

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.learn.rewards.workers.math_answers import read_reference, scorer
+from coordinator.workers.math_answers import read_reference, scorer
 
 Score = Callable[[str, str], Any]
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from coordinator.record.checkpoints.missed import Missed
-from coordinator.record.checkpoints.writing import Checkpointer, NotWritten
+from coordinator.checkpoints.missed_checkpoints import MissedCheckpoints
+from coordinator.checkpoints.writing import Checkpointer, NotWritten
 from coordinator.record.progress import Progress
 from coordinator.record.state import RunState
 from coordinator.watch.events import EventLog
@@ -168,7 +168,7 @@ async def test_one_that_fails_beside_the_training_is_a_miss_and_the_one_before_s
 
 def test_misses_are_warned_of_until_there_are_too_many(tmp_path: Path) -> None:
     state, events = state_at(6), EventLog()
-    missed = Missed(state=state, progress=Progress(state=state, events=events, limits={}), budget=2)
+    missed = MissedCheckpoints(state=state, progress=Progress(state=state, events=events, limits={}), budget=2)
     full = NotWritten("the disk is full")
 
     def alarm() -> float | None:

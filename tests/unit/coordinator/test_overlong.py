@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from coordinator.learn.advantages import group_advantages
-from coordinator.learn.rewards.base import ScoredText
-from coordinator.learn.rewards.registry import Part, build_rewards
 from coordinator.learn.scoring import Scorer
+from coordinator.rewards.base import ScoredText
+from coordinator.rewards.registry import Part, build_rewards
 from tandem_config.schema import RunConfig
 from tandem_files.tokenizer import TextCodec
 from tests.kit.folders import write_small_model

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.learn.rewards.base import ScoredText, Scores, StoppedOnly
-from coordinator.learn.rewards.registry import build_rewards, start_rewards
-from coordinator.learn.rewards.servers.remote import RemoteScores
-from coordinator.learn.rewards.servers.samples import to_sample, wire_bytes
+from coordinator.rewards.base import ScoredText, Scores, StoppedOnly
+from coordinator.rewards.registry import build_rewards, start_rewards
+from coordinator.rewards.servers.remote import RemoteScores
+from coordinator.rewards.servers.samples import to_sample, wire_bytes
 from reward_service import NotScored, RewardSample, RewardScorer, SampleScore
 from reward_service.servicer import FULL_NAME, RewardServicer
 from servicekit.errors import TooLarge
@@ -163,7 +163,7 @@ async def test_a_message_that_is_too_large_names_its_sample_and_is_not_repeated(
     remote: Remote, monkeypatch: pytest.MonkeyPatch, scorer: Lengths, named: str
 ) -> None:
     monkeypatch.setattr("servicekit.rpc.server.SERVER_OPTIONS", (("grpc.max_receive_message_length", 2000),))
-    monkeypatch.setattr("coordinator.learn.rewards.servers.samples._MOST_BYTES", 2000)
+    monkeypatch.setattr("coordinator.rewards.servers.samples._MOST_BYTES", 2000)
     reward = await remote(scorer, start_timeout_s=30, retries=100)
     scores = await reward.score([text("x" * 3000), text("y"), text("z", 1)])
     assert scores.values[2] == 1.0

@@ -11,8 +11,8 @@ import pytest
 from coordinator.clients.trainer import TrainResult
 from coordinator.data.cursor import CursorState
 from coordinator.fleet.services import merge_versions
-from coordinator.record.remarks import check_same_model
-from coordinator.record.report import Timing, build_row
+from coordinator.record.iteration_warnings import check_same_model
+from coordinator.record.metrics_row import Timing, build_row
 from coordinator.record.state import RunState, Totals
 from coordinator.record.summary import build_summary
 from coordinator.sync.sync_report import RoundReports

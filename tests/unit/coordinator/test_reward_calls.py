@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from coordinator.learn.rewards.servers.breaker import CircuitBreaker
-from coordinator.learn.rewards.servers.calls import (
+from coordinator.rewards.servers.breaker import CircuitBreaker
+from coordinator.rewards.servers.calls import (
     LONGEST_WAIT_S,
     CallFailed,
     CallFailedForNow,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.data.columns import FileColumns, Lacking, lacking_rows
-from coordinator.learn.rewards.base import TakenColumns
-from coordinator.learn.rewards.taken import ShownColumns
+from coordinator.rewards.base import TakenColumns
+from coordinator.rewards.taken import ShownColumns
 from tandem_config.loading import draft_config
 from tests.kit.folders import write_config
 

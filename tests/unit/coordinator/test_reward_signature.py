@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.learn.rewards.function import VALUES
-from coordinator.learn.rewards.workers.own_code import BadScore, number, score_of, scores_of
-from coordinator.learn.rewards.workers.signature import PLURALS, Unfit, read_signature, unfilled
+from coordinator.rewards.function import VALUES
+from coordinator.workers.own_code import BadScore, number, score_of, scores_of
+from coordinator.workers.signature import PLURALS, Unfit, read_signature, unfilled
 
 ROW = {"level": 3, "answer": "from the row"}
 SAMPLE = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from coordinator.clients.replica import Replica
-from coordinator.sync.roll_call import RollCall
+from coordinator.sync.participants import RollCall
 from servicekit.errors import ConfigurationSkew, DeadlineExceeded, Unavailable
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.trainer.v1 import trainer_pb2

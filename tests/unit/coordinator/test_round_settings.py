@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.sync.roll_call import Present
-from coordinator.sync.weights import WeightSync
+from coordinator.sync.participants import PresentServices
+from coordinator.sync.weight_sync import WeightSync
 from tandem_api.trainer.v1 import trainer_pb2
 from tandem_config.schema import SyncSection
 from tests.fakes.fake_sync import FakeGroup
@@ -27,5 +27,5 @@ def test_a_setting_reaches_the_ranks(setting: dict[str, object], field: str, exp
     nobody: Any = None
     settings = SyncSection.model_validate(setting)
     sync = WeightSync(trainer=nobody, fleet=nobody, group=FakeGroup(), settings=settings, lead=SoleLead())
-    present = Present(epoch=1, trainer=trainer_pb2.GetStatusResponse(), replicas={})
+    present = PresentServices(epoch=1, trainer=trainer_pb2.GetStatusResponse(), replicas={})
     assert getattr(sync._rounds._describe(1, present), field) == expected

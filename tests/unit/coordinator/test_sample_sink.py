@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.flow import Completion, Generation, Group, Prompt, Scored
-from coordinator.learn.evaluation import Evaluated
-from coordinator.learn.rewards.taken import ShownColumns
-from coordinator.record.report import IterationRecord
+from coordinator.flow import Completion, Generation, Group, GroupScores, Prompt
+from coordinator.learn.evaluation import EvaluationResult
+from coordinator.record.metrics_row import IterationRecord
 from coordinator.record.samples.sink import SampleSink, surplus
-from coordinator.record.sinks import Finished
+from coordinator.record.sinks import FinishedIteration
+from coordinator.rewards.taken import ShownColumns
 from servicekit.errors import Unavailable
 from tandem_config.schema import SamplesSection
 from tandem_files.samples.folder import SampleFolder
@@ -46,8 +46,8 @@ def generation(*completions: Completion) -> Generation:
 FOUR = generation(completion("3"), completion("4", truncated=True), completion("5"), completion("5"))
 
 
-def finished(number: int, *, evaluated: bool = False, generated: Generation = FOUR, **scores: Any) -> Finished:
-    scored = Scored(
+def finished(number: int, *, evaluated: bool = False, generated: Generation = FOUR, **scores: Any) -> FinishedIteration:
+    scored = GroupScores(
         rewards_PG=np.array([[2.0, 0.0], [0.0, 0.0]]),
         accuracy=0.5,
         parts={"math": np.array([[1.0, 0.0], [0.0, 0.0]])},
@@ -65,8 +65,8 @@ def finished(number: int, *, evaluated: bool = False, generated: Generation = FO
         sync=None,
         staleness={0: 4},
     )
-    sets = [Evaluated(name="heldout", policy_version=5, generation=FOUR, scored=scored)] if evaluated else []
-    return Finished(record=record, row={"iteration": number}, evaluated=sets)
+    sets = [EvaluationResult(name="heldout", policy_version=5, generation=FOUR, scored=scored)] if evaluated else []
+    return FinishedIteration(record=record, row={"iteration": number}, evaluated=sets)
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_masked_spans_are_where_the_masked_tokens_are_in_the_text(make_sink: Any
 
 def test_an_evaluation_before_the_first_iteration_is_iteration_0(make_sink: Any, tmp_path: Path) -> None:
     sets = finished(1, evaluated=True).evaluated
-    make_sink().take(Finished(record=None, row={"iteration": 0}, evaluated=sets))
+    make_sink().take(FinishedIteration(record=None, row={"iteration": 0}, evaluated=sets))
     assert SampleFolder(tmp_path).iterations() == {0: ["heldout"]}
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from coordinator.flow import Completion, Group, Prompt
-from coordinator.learn.rewards.base import PART_NAME, Reward, ScoredText, Scores, StoppedOnly, parts_of
-from coordinator.learn.rewards.exact_match import ExactMatch
-from coordinator.learn.rewards.lengths import Length
-from coordinator.learn.rewards.registry import Part
 from coordinator.learn.scoring import Scorer
-from coordinator.record.remarks import score_remarks
+from coordinator.record.iteration_warnings import score_remarks
+from coordinator.rewards.base import PART_NAME, Reward, ScoredText, Scores, StoppedOnly, parts_of
+from coordinator.rewards.exact_match import ExactMatch
+from coordinator.rewards.lengths import Length
+from coordinator.rewards.registry import Part
 from servicekit.errors import Internal
 from tandem_files.tokenizer import TextCodec
 from tests.kit.folders import EOS, encode, write_small_model

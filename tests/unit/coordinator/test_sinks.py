@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from coordinator.record import sinks as module
-from coordinator.record.sinks import MAX_WAITING, Finished, Sinks
+from coordinator.record.sinks import MAX_WAITING, FinishedIteration, Sinks
 from servicekit.errors import ERRORS
 
 
@@ -22,7 +22,7 @@ class FakeSink:
     got: list[int] = field(default_factory=list)
     closed: bool = False
 
-    def take(self, finished: Finished) -> None:
+    def take(self, finished: FinishedIteration) -> None:
         number = int(finished.row["iteration"] or 0)
         if self.blocked is not None:
             self.blocked.wait(30)
@@ -34,8 +34,8 @@ class FakeSink:
         self.closed = True
 
 
-def finished(number: int) -> Finished:
-    return Finished(record=None, row={"iteration": number})
+def finished(number: int) -> FinishedIteration:
+    return FinishedIteration(record=None, row={"iteration": number})
 
 
 async def test_every_sink_gets_every_iteration_in_order_and_is_closed() -> None:

@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from coordinator.checkpoints.loading import load_newest
 from coordinator.data.cursor import CursorState, SourcePosition
-from coordinator.flow import Scored
-from coordinator.record.checkpoints.loading import load_newest
+from coordinator.flow import GroupScores
 from coordinator.record.resuming import order_differences
 from coordinator.record.state import KEPT_SYNCS, DataOrder, RunState, SourceOrder, Totals
 from servicekit.errors import ConfigError
 from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import COORDINATOR_FILE, mark_complete, step_folder
 from tandem_files.metrics_file import Heldout, MetricsFile
-from weightsync.group.rendezvous import Evicted
+from weightsync.membership.rendezvous import Evicted
 
 
 def state_at(iteration: int, fingerprint: str = "f00d") -> RunState:
@@ -28,8 +28,8 @@ def state_at(iteration: int, fingerprint: str = "f00d") -> RunState:
     )
 
 
-def heldout(scores: Sequence[float]) -> Scored:
-    return Scored(rewards_PG=np.array([scores], dtype=np.float64).T, accuracy=float(np.mean(scores)))
+def heldout(scores: Sequence[float]) -> GroupScores:
+    return GroupScores(rewards_PG=np.array([scores], dtype=np.float64).T, accuracy=float(np.mean(scores)))
 
 
 def config(model: str) -> RunConfig:

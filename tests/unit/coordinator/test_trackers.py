@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.record.sinks import Finished
+from coordinator.record.sinks import FinishedIteration
 from coordinator.record.trackers.base import RETRY_S, Outcome, RunFacts, Tracker
 from coordinator.record.trackers.completions import Shown
 from coordinator.record.trackers.settings import public_settings
@@ -59,7 +59,7 @@ class Launch:
         for number in numbers:
             row = {"iteration": number, "reward_mean": 0.5, "loss": None}
             self.rows.append(row)
-            warnings.append(self.tracker.take(Finished(record=None, row=row)))
+            warnings.append(self.tracker.take(FinishedIteration(record=None, row=row)))
         return [warning for warning in warnings if warning is not None]
 
 

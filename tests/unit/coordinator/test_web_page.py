@@ -19,12 +19,12 @@ from coordinator.flow import ReplicaOutcome, SyncResult
 from coordinator.record.state import RunState
 from coordinator.watch.control import RunControl, State
 from coordinator.watch.events import EventKind, EventLog
-from coordinator.watch.observed import Observed
+from coordinator.watch.fleet_recorder import FleetRecorder
 from coordinator.web import snapshot
-from coordinator.web.conditions import Conditions, alerts
+from coordinator.web.alerts import Conditions, alerts
 from coordinator.web.history import POINTS, History, thin
 from coordinator.web.on_loop import on_loop
-from coordinator.web.picture import CURVES
+from coordinator.web.page_data import CURVES
 from coordinator.web.server import DATA, SAMPLES, PageServer
 from coordinator.web.snapshot import Source
 from servicekit.errors import ConfigError, PeerLost
@@ -153,7 +153,7 @@ def sync_result(version: int = 3) -> SyncResult:
 
 async def test_observed_counts_processes_and_forgets_the_gone() -> None:
     first, second, returned = (Replica(name, "127.0.0.1:1") for name in ("w-0", "w-1", "w-0"))
-    observed = Observed()
+    observed = FleetRecorder()
     observed.fleet([first, second], [first])
     observed.fleet([first, second], [first, second])
     observed.sync(replace(sync_result(), outcomes={"w-0": ReplicaOutcome.COMMITTED}, replica_s={"w-0": 0.4}))
@@ -173,7 +173,7 @@ async def test_observed_counts_processes_and_forgets_the_gone() -> None:
 
 
 def test_observed_rounds_say_what_became_of_the_replicas() -> None:
-    observed = Observed()
+    observed = FleetRecorder()
     observed.failed_round(3, PeerLost("rollout-1 is gone"), {"rollout-1": ReplicaOutcome.ABORTED})
     observed.sync(sync_result())
     assert [each.error for each in observed.rounds] == ["rollout-1 is gone", ""]
@@ -186,7 +186,7 @@ def test_observed_rounds_say_what_became_of_the_replicas() -> None:
 def source(tmp_path: Path) -> Source:
     state = RunState(cursor=CursorState(sources=()), batch_rng={}, model_fingerprint="x")
     state.iteration, state.policy_version = 5, 5
-    observed = Observed()
+    observed = FleetRecorder()
     observed.sync(sync_result())
     control = RunControl(EventLog())
     control.enter(State.RUNNING)

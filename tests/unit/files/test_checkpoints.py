@@ -13,7 +13,7 @@ from tandem_files.checkpoints import (
     COMPLETE,
     BestCheckpoint,
     DamagedCheckpoint,
-    Sound,
+    UndamagedCheckpoint,
     choose,
     list_complete,
     mark_best,
@@ -153,7 +153,7 @@ FILES = [
 ]
 
 
-def newest(run_dir: Path) -> Sound:
+def newest(run_dir: Path) -> UndamagedCheckpoint:
     """The newest sound checkpoint of a folder that has one."""
     found = newest_sound(run_dir)
     assert found is not None
@@ -266,7 +266,7 @@ def test_the_last_or_a_numbered_checkpoint_is_chosen(tmp_path: Path) -> None:
     (folders[8] / "coordinator.json").unlink()
     mark_best(tmp_path, best(4))
     assert choose(tmp_path, "best").folder == folders[4]
-    assert choose(tmp_path, "4") == Sound(iteration=4, folder=folders[4], skipped=[])
+    assert choose(tmp_path, "4") == UndamagedCheckpoint(iteration=4, folder=folders[4], skipped=[])
     for which, says in {"12": "no checkpoint of iteration 12", "first": "no checkpoint 'first'", "-4": "'-4'"}.items():
         with pytest.raises(ConfigError, match=rf"{says}.*: give last, best or an iteration, here 4, 8"):
             choose(tmp_path, which)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from launcher.deploy.check.nodes import NodeRoom, node_problems
-from launcher.deploy.live.diff import _plain, _shaped
-from launcher.deploy.new.layout import layout_of, misfits
+from launcher.deploy.overlay.layout import layout_of, misfits
+from launcher.deploy.running.diff import _plain, _shaped
 from tandem_config.loading import draft_config
 
 

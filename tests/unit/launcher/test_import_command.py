@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from launcher.cli import app
 from tandem_files.digests import damages, read_manifest
 from tests.kit.folders import write_config, write_model
-from trainer_service.saved.files import read_meta
+from trainer_service.checkpoints.files import read_meta
 
 # The first of these tests imports torch.
 pytestmark = pytest.mark.timeout(60)

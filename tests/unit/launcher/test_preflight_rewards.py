@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from coordinator.data.prompts import load_prompts
-from coordinator.learn.rewards.registry import build_rewards, start_rewards
+from coordinator.rewards.registry import build_rewards, start_rewards
 from launcher.check import trial
 from launcher.check.preflight import preflight
 from tandem_config.loading import draft_config, load_config

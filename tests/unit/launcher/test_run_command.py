@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.data import index
+from coordinator.data import scan_cache as index
 from coordinator.data.prompts import load_prompts
 from coordinator.data.scan import Scanner
 from launcher import commands

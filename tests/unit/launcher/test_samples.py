@@ -10,7 +10,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from launcher.cli import app
-from launcher.view.samples.choose import Wanted, choose
+from launcher.view.samples.choose import SampleQuery, choose
 from launcher.view.samples.draw import draw
 from tandem_files.samples.folder import SampleFolder
 from tandem_files.samples.schema import MaskedSpan, TextSpan
@@ -33,7 +33,8 @@ def run_dir(tmp_path: Path) -> Path:
 
 def ids(run_dir: Path, **wanted: Any) -> list[str]:
     return [
-        sample.completion.removeprefix("answer ") for sample in choose(SampleFolder(run_dir), Wanted(**wanted)).samples
+        sample.completion.removeprefix("answer ")
+        for sample in choose(SampleFolder(run_dir), SampleQuery(**wanted)).samples
     ]
 
 
@@ -118,7 +119,7 @@ def shown(tmp_path: Path, *, full: bool = False, terminal: bool = True, **change
     folder = SampleFolder(tmp_path)
     write_samples(folder, 1, "train", [stored(**changes)])
     console = Console(file=io.StringIO(), width=80, force_terminal=terminal, soft_wrap=True, color_system=None)
-    draw(console, tmp_path, choose(folder, Wanted()), full=full)
+    draw(console, tmp_path, choose(folder, SampleQuery()), full=full)
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
@@ -176,7 +177,7 @@ def test_a_sample_without_a_reward_is_shown_last(tmp_path: Path) -> None:
     rewards = [None, 0.5, 0.25]
     write_samples(folder, 1, "train", [stored(0, k, reward=reward) for k, reward in enumerate(rewards)])
     for order, first in (("worst", 2), ("best", 1)):
-        chosen = choose(folder, Wanted(ends=[(order, 3)]))
+        chosen = choose(folder, SampleQuery(ends=[(order, 3)]))
         assert [sample.sample for sample in chosen.samples] == [first, 3 - first, 0]
     assert "no reward" in shown(tmp_path, reward=None)
 

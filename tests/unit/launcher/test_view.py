@@ -18,7 +18,7 @@ from launcher.view.plot import plot_rewards
 from launcher.view.run_view import RunView, make_console
 from launcher.view.status import describe
 from launcher.view.summary import print_summary, summary_lines
-from servicekit.life.tasks import cancel
+from servicekit.lifecycle.tasks import cancel
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_files.checkpoints import mark_complete, step_folder
 from tests.kit.waiting import until

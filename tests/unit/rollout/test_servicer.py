@@ -8,9 +8,9 @@ from prometheus_client import CollectorRegistry
 from rollout_service import servicer as servicer_module
 from rollout_service.metrics import RolloutMetrics
 from rollout_service.servicer import RolloutServicer
-from rollout_service.weights.admission import Admission
-from rollout_service.weights.pauses import Pauses
-from rollout_service.weights.updates import WeightUpdates
+from rollout_service.weight_updates.admission import Admission
+from rollout_service.weight_updates.pauses import Pauses
+from rollout_service.weight_updates.updates import WeightUpdates
 from servicekit.errors import REASON_KEY
 from servicekit.rpc.channel import open_channel
 from servicekit.rpc.fence import FenceGuard

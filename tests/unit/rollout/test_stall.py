@@ -8,7 +8,7 @@ import pytest
 
 from rollout_service.engine import GroupRequest, SamplingSettings
 from rollout_service.stall import PATIENCE, Look, SingleFlight, StallWatch, Stillness
-from rollout_service.weights.admission import Admission
+from rollout_service.weight_updates.admission import Admission
 from servicekit.errors import Unavailable
 from tests.unit.rollout.fake_engine import FakeEngine
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from rollout_service.engine import GroupRequest, SamplingSettings
-from rollout_service.weights.admission import Admission
-from rollout_service.weights.pauses import Pauses
-from rollout_service.weights.updates import WeightUpdates
+from rollout_service.weight_updates.admission import Admission
+from rollout_service.weight_updates.pauses import Pauses
+from rollout_service.weight_updates.updates import WeightUpdates
 from servicekit.errors import DigestMismatch, NotReady, PeerLost, PhaseOrder, Poisoned, StaleVersion, TandemError
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.unit.rollout.fake_engine import FakeEngine, FakeRanks

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from servicekit.errors import AlreadyExists, ConfigurationSkew
-from servicekit.life.announcing import announce
+from servicekit.lifecycle.announcing import announce
 from servicekit.redis.records import AgreedSettings, ServiceRecord
 from servicekit.redis.registry import Registry
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from servicekit.life.meanwhile import Meanwhile
+from servicekit.lifecycle.background import BackgroundTask
 
 
 async def test_work_runs_beside_and_is_waited_for() -> None:
@@ -15,7 +15,7 @@ async def test_work_runs_beside_and_is_waited_for() -> None:
         await go.wait()
         return 7
 
-    async with Meanwhile(work) as beside:
+    async with BackgroundTask(work) as beside:
         assert beside.has_work
         await begun.wait()
         go.set()
@@ -33,7 +33,7 @@ async def test_an_error_beside_it_ends_the_work() -> None:
             ended.set()
 
     async def step() -> None:
-        async with Meanwhile(work):
+        async with BackgroundTask(work):
             await asyncio.sleep(0)
             raise ValueError("the step")
 
@@ -47,7 +47,7 @@ async def test_an_error_of_the_work_comes_with_its_result() -> None:
         raise ValueError("the work")
 
     async def step() -> None:
-        async with Meanwhile(work) as beside:
+        async with BackgroundTask(work) as beside:
             await beside.result()
 
     with pytest.raises(ValueError, match="the work"):
@@ -55,6 +55,6 @@ async def test_an_error_of_the_work_comes_with_its_result() -> None:
 
 
 async def test_nothing_to_do() -> None:
-    async with Meanwhile[int]() as beside:
+    async with BackgroundTask[int]() as beside:
         assert not beside.has_work
         assert await beside.result() is None

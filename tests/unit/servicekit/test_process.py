@@ -13,8 +13,8 @@ import pytest
 
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, Internal, PeerLost
-from servicekit.life import lifecycle
-from servicekit.life.tasks import cancel
+from servicekit.lifecycle import termination as lifecycle
+from servicekit.lifecycle.tasks import cancel
 from servicekit.metrics import serve_metrics
 from servicekit.versions import software_versions
 
@@ -72,7 +72,7 @@ PROGRAM = """
 import asyncio, logging, sys
 from servicekit import logs
 from servicekit.errors import ConfigError, PeerLost
-from servicekit.life import lifecycle
+from servicekit.lifecycle import termination as lifecycle
 
 async def main(stop):
     logs.get_logger("ours").debug("not shown")

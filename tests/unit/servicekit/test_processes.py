@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from servicekit.life.processes import Child, Program, end, run_together
+from servicekit.lifecycle.processes import Child, Program, end, run_together
 from tests.kit.waiting import until
 
 # Runs shell commands, given after the seconds of grace and those that the others have alone.
 TOGETHER = """
 import asyncio
 import sys
-from servicekit.life.lifecycle import run_main
-from servicekit.life.processes import Program, run_together
+from servicekit.lifecycle.termination import run_main
+from servicekit.lifecycle.processes import Program, run_together
 programs = [Program(name=f"p{n}", command=["sh", "-c", text]) for n, text in enumerate(sys.argv[3:])]
 async def main(stop):
     return await run_together(programs, stop, grace_s=float(sys.argv[1]), alone_s=float(sys.argv[2]))
@@ -27,7 +27,7 @@ sys.exit(run_main("together", main, loop_factory=asyncio.new_event_loop))
 BESIDE_GRPC = """
 import asyncio
 import contextlib
-from servicekit.life.processes import Child, Program
+from servicekit.lifecycle.processes import Child, Program
 import grpc
 async def chat(call):
     while True:

@@ -18,7 +18,7 @@ from servicekit.redis.registry import Registry
 from tests.house.repository import REPO
 from tests.kit.redis import RedisProcess
 from tests.kit.waiting import throughout, until
-from weightsync.group.rendezvous import Rendezvous, SlotLease
+from weightsync.membership.rendezvous import Rendezvous, SlotLease
 
 PASSWORD = "right-one"
 

@@ -7,7 +7,7 @@ import pytest
 import structlog.testing
 
 from servicekit.errors import Aborted, PeerLost, Unavailable
-from servicekit.life.tasks import DEADLINE, First, cancel, end_of, failing, first_of
+from servicekit.lifecycle.tasks import DEADLINE, First, cancel, end_of, failing, first_of
 
 DEADLINE_S = 20.0
 

@@ -6,13 +6,13 @@ import sys
 import uuid
 from pathlib import Path
 
-from servicekit.life.temporary import OwnedFolder, remove_orphans
+from servicekit.lifecycle.temporary import OwnedFolder, remove_orphans
 from tests.kit.processes import Services
 
 OWNER = """
 import os, sys
 from pathlib import Path
-from servicekit.life.temporary import OwnedFolder, shared_memory_of
+from servicekit.lifecycle.temporary import OwnedFolder, shared_memory_of
 owned = OwnedFolder("tdm", sys.argv[1])
 opened = [open(name) for name in sys.argv[2:]]
 gone, elsewhere = Path("/dev/shm/sgl_gone"), map(Path, sys.argv[2:3])

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.fakes.fake_te_adam import FakeFusedAdam
+from trainer_service.checkpoints.parts import values_of
 from trainer_service.megatron_engine.adam_state import AdamState
-from trainer_service.saved.parts import values_of
 
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 NUM_WEIGHTS = 64

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from tandem_api.trainer.v1 import trainer_pb2 as pb
-from trainer_service.batch.checks import Limits
-from trainer_service.batch.samples import Samples
+from trainer_service.micro_batches.checks import Limits
+from trainer_service.micro_batches.samples import Samples
 
 LIMITS = Limits(vocab_size=10, max_positions=16, max_tokens=64)
 

@@ -5,7 +5,7 @@ import torch
 
 from servicekit.errors import ConfigError
 from tests.unit.trainer.adam_runs import Make, Training, assert_same, te_adam, torch_adam
-from trainer_service.saved.parts import values_of
+from trainer_service.checkpoints.parts import values_of
 
 OPTIMIZERS = pytest.mark.parametrize("make", [torch_adam, te_adam])
 TYPES = pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])

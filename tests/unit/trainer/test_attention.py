@@ -13,11 +13,11 @@ from torch import Tensor
 
 from tests.kit.stores import tiny_spec
 from tests.unit.trainer.live_bytes import LiveBytes
-from trainer_service.batch.packed import Packed, context_share
 from trainer_service.megatron_engine.attention import core
 from trainer_service.megatron_engine.attention.core import PackedAttention
 from trainer_service.megatron_engine.attention.packing import RowPacking
 from trainer_service.megatron_engine.build import transformer_config
+from trainer_service.micro_batches.packed import PackedRow, context_share
 from weightsync.layouts.layout import Parallel
 
 HEADS, GROUPS, DIM = 4, 2, 8
@@ -64,11 +64,11 @@ def keys_of(lengths: Sequence[int], prefixes: Prefixes) -> list[int]:
     ]
 
 
-def row(lengths: Sequence[int], prefixes: Prefixes | None = None) -> Packed:
+def row(lengths: Sequence[int], prefixes: Prefixes | None = None) -> PackedRow:
     """A row of sequences, some of which attend to (start, length) of the row first."""
     empty = np.zeros(0, np.int64)
     sizes = [size for _, size in prefixes or []] or [0] * len(lengths)
-    return Packed(
+    return PackedRow(
         input_ids=np.arange(sum(lengths))[None],
         position_ids=np.arange(sum(lengths))[None],  # not read
         lengths=np.array(lengths),

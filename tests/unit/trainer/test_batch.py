@@ -9,9 +9,9 @@ import pytest
 
 from servicekit.errors import InvalidRequest
 from tests.unit.trainer.batches import LIMITS, message, random_samples
-from trainer_service.batch.checks import Limits, check_updates
-from trainer_service.batch.merge import merge
-from trainer_service.batch.samples import Samples
+from trainer_service.micro_batches.checks import Limits, check_updates
+from trainer_service.micro_batches.merge import merge
+from trainer_service.micro_batches.samples import Samples
 
 
 def test_messages_are_joined_in_order() -> None:

@@ -18,7 +18,7 @@ from tests.fakes.trainer_servicer import TrainerServicer
 from tests.kit.waiting import until
 from tests.unit.trainer.batches import message
 from tests.unit.trainer.test_fenced_calls import NEW, OLD, FakeCommander, FakeEngine, led_by
-from trainer_service.batch.receive import ReceivedStep
+from trainer_service.micro_batches.receive import ReceivedStep
 from trainer_service.servicer import MAX_BATCHES
 
 SERVICE = "tandem_api.trainer.v1.TrainerService"

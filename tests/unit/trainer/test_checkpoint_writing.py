@@ -10,7 +10,7 @@ import torch
 from servicekit.errors import Internal
 from tandem_files.digests import damages, read_manifest
 from tests.kit.folders import small_disk
-from trainer_service.saved.writing import HostCopies, SavedFile, publish, wait_for_files, write_files
+from trainer_service.checkpoints.writing import HostCopies, SavedFile, publish, wait_for_files, write_files
 
 
 def file(name: str, num_floats: int = 64) -> SavedFile:
@@ -57,7 +57,7 @@ def test_a_note_without_room_for_its_reason_still_ends_the_wait(
     def full(path: Path, suffix: str, text: str) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("trainer_service.saved.writing._leave", full)
+    monkeypatch.setattr("trainer_service.checkpoints.writing._leave", full)
     write_files(tmp_path, [file("shard-1.safetensors")])
     with pytest.raises(Internal, match=r"shard-1\.safetensors was not written: its rank's log has the reason"):
         wait_for_files(tmp_path, 1, 60.0)

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.kit.stores import Tensors
-from trainer_service.saved.compare import Comparison, compare
+from trainer_service.checkpoints.compare import Comparison, compare
 
 NAN, INF = float("nan"), float("inf")
 

@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.unit.trainer.live_bytes import LiveBytes
-from trainer_service.batch import chunks
-from trainer_service.batch.chunks import chunk_tokens
 from trainer_service.megatron_engine.head.logprobs import VocabShard, _multiply, logprob_entropy
+from trainer_service.micro_batches import chunks
+from trainer_service.micro_batches.chunks import chunk_tokens
 
 HIDDEN, VOCAB, PADDED = 6, 23, 26
 ALONE = dist.ProcessGroup(0, 1)

@@ -15,9 +15,9 @@ from tandem_files.checkpoints import inspect, mark_complete
 from tandem_files.digests import damages, read_manifest
 from tests.kit.checkpoints import read_rank
 from tests.kit.stores import canonical_tensors, cut, empty_like_rank, same, tiny_spec
-from trainer_service.saved.files import read_meta
-from trainer_service.saved.importing import import_policy
-from trainer_service.saved.policy import SavedPolicy
+from trainer_service.checkpoints.files import read_meta
+from trainer_service.checkpoints.importing import import_policy
+from trainer_service.checkpoints.policy import SavedPolicy
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.model.spec import ModelSpec
@@ -33,7 +33,7 @@ MEASURE = """
 import sys, threading, time
 from pathlib import Path
 from tests.kit.stores import medium_spec
-from trainer_service.saved.importing import import_policy
+from trainer_service.checkpoints.importing import import_policy
 from weightsync.layouts.layout import Parallel
 import torch
 torch.set_num_threads(1)

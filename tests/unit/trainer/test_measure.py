@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.integration.trainer.reference import NUM_UPDATES, make_samples
-from trainer_service.batch.plan import plan_step
 from trainer_service.measure.flops import FlopCosts
 from trainer_service.measure.speed import measured_flops_per_s
+from trainer_service.micro_batches.plan import plan_step
 from weightsync.model.spec import ModelSpec
 
 CPU = torch.device("cpu")

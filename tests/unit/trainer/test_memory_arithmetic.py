@@ -12,7 +12,7 @@ import torch
 from launcher.check.memory_budget import trainer_memory
 from tandem_config.schema import RunConfig
 from tests.unit.trainer.live_bytes import LiveBytes
-from trainer_service.batch.samples import Samples
+from trainer_service.micro_batches.samples import Samples
 from weightsync.model.spec import ModelSpec
 
 CPU = torch.device("cpu")

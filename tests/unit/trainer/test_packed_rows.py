@@ -17,10 +17,10 @@ from torch import Tensor
 from tandem_config.schema import RunConfig
 from tests.integration.trainer.reference import CONFIG, make_samples, masked, token_logprobs
 from tests.kit.models import save_model
-from trainer_service.batch.packed import Packed, pack
-from trainer_service.batch.samples import Samples
 from trainer_service.megatron_engine.engine import MegatronEngine
 from trainer_service.megatron_engine.schedule import MicroBatchTensors, to_device
+from trainer_service.micro_batches.packed import PackedRow, pack
+from trainer_service.micro_batches.samples import Samples
 
 pytestmark = pytest.mark.timeout(120)  # models are made, and compute, in each test
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def results(engine: MegatronEngine, batches: Sequence[Packed]) -> dict[str, Tensor]:
+def results(engine: MegatronEngine, batches: Sequence[PackedRow]) -> dict[str, Tensor]:
     """Log-probs, entropies and all gradients of a sum of both, with a factor for each token."""
     factors = torch.randn(2, SAMPLES.num_completion_tokens, generator=torch.Generator().manual_seed(0)) / NUM
     out = {"logprobs": torch.zeros(SAMPLES.num_completion_tokens), "loss": torch.zeros(())}

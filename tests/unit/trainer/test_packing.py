@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from tandem_config.schema import GrpoSection
 from tests.kit.stores import tiny_spec
 from tests.unit.trainer.batches import random_samples
-from trainer_service.batch.cuts import cut, deal
-from trainer_service.batch.packed import Packed, context_share, pack
-from trainer_service.batch.plan import RankShare, measure_all, plan_step
-from trainer_service.batch.samples import Samples
 from trainer_service.measure.flops import FlopCosts
+from trainer_service.micro_batches.cuts import cut, deal
+from trainer_service.micro_batches.packed import PackedRow, context_share, pack
+from trainer_service.micro_batches.plan import RankShare, measure_all, plan_step
+from trainer_service.micro_batches.samples import Samples
 from weightsync.layouts.layout import Parallel
 
 
@@ -24,7 +24,7 @@ def ranks(data_rank: int = 0, data_parallel: int = 1, **changes: Any) -> RankSha
     return RankShare(data_rank=data_rank, data_parallel=data_parallel, **{**fields, **changes})
 
 
-def rows_of(batches: list[Packed]) -> set[int]:
+def rows_of(batches: list[PackedRow]) -> set[int]:
     return {row for batch in batches for row in batch.rows.tolist()}
 
 

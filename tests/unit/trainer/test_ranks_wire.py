@@ -18,7 +18,7 @@ from trainer_service.ranks.commands import (
     run_handler,
 )
 from trainer_service.ranks.world import Place
-from weightsync.group.rendezvous import Evicted
+from weightsync.membership.rendezvous import Evicted
 
 
 def test_error_travels_with_its_class() -> None:

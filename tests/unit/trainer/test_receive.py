@@ -8,7 +8,7 @@ import pytest
 from servicekit.errors import InvalidRequest, TooLarge
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tests.unit.trainer.batches import LIMITS, message
-from trainer_service.batch.receive import receive_chunks, receive_header
+from trainer_service.micro_batches.receive import receive_chunks, receive_header
 
 
 async def stream(requests: Sequence[pb.TrainStepRequest]) -> AsyncIterator[pb.TrainStepRequest]:

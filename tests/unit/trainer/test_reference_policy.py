@@ -12,9 +12,9 @@ from safetensors import safe_open
 from servicekit.errors import ConfigError, InvalidRequest
 from tests.integration.trainer.reference import NUM_UPDATES, make_samples, token_logprobs
 from tests.kit.models import load
+from trainer_service.checkpoints.parts import values_of
 from trainer_service.megatron_engine.engine import MegatronEngine
 from trainer_service.megatron_engine.reference import ReferencePolicy
-from trainer_service.saved.parts import values_of
 
 SAMPLES = make_samples(16)
 NEAR = 1e-5

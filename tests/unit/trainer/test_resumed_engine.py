@@ -21,14 +21,14 @@ from tests.kit.folders import small_disk
 from tests.kit.models import save_model
 from tests.kit.stores import Tensors, same
 from tests.unit.trainer.batches import random_samples
+from trainer_service.checkpoints.files import META, file_of, read_meta
+from trainer_service.checkpoints.importing import import_policy
+from trainer_service.checkpoints.parts import values_of
+from trainer_service.checkpoints.writing import SavedFile
 from trainer_service.engine import Saving
 from trainer_service.megatron_engine.adam_state import _GroupSteps
 from trainer_service.megatron_engine.checkpoint import _write_and_publish
 from trainer_service.megatron_engine.engine import MegatronEngine
-from trainer_service.saved.files import META, file_of, read_meta
-from trainer_service.saved.importing import import_policy
-from trainer_service.saved.parts import values_of
-from trainer_service.saved.writing import SavedFile
 from weightsync.layouts.layout import Parallel
 from weightsync.model.spec import ModelSpec
 from weightsync.transfer.tensors import poison_tensors
@@ -214,8 +214,8 @@ def test_a_file_that_rank_0_cannot_write_is_said_at_once(tmp_path: Path, monkeyp
     def broken(*_: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("trainer_service.saved.writing._leave", broken)
-    monkeypatch.setattr("trainer_service.saved.writing.Path.touch", broken)
+    monkeypatch.setattr("trainer_service.checkpoints.writing._leave", broken)
+    monkeypatch.setattr("trainer_service.checkpoints.writing.Path.touch", broken)
     monkeypatch.setattr("trainer_service.megatron_engine.checkpoint.WAIT_S", 5.0)
     (tmp_path / "partial" / "shard.safetensors").mkdir(parents=True)
     file = SavedFile(name="shard.safetensors", tensors={"weights/a": torch.zeros(2)})

@@ -13,8 +13,8 @@ from servicekit.errors import ConfigError
 from tests.kit.checkpoints import write_trainer_checkpoint
 from tests.kit.stores import canonical_tensors, same, tiny_spec
 from tests.unit.weightsync.test_layouts import moe_spec
-from trainer_service.saved.files import META
-from trainer_service.saved.policy import SavedPolicy
+from trainer_service.checkpoints.files import META
+from trainer_service.checkpoints.policy import SavedPolicy
 from weightsync.layouts.layout import Parallel
 from weightsync.model.spec import ModelSpec
 

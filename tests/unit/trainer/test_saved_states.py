@@ -12,9 +12,9 @@ from servicekit.errors import ConfigError
 from tests.kit.checkpoints import read_rank, unread, write_trainer_checkpoint
 from tests.kit.stores import Tensors, canonical_tensors, cut, same, tiny_spec
 from tests.unit.weightsync.test_layouts import moe_spec
-from trainer_service.saved.parts import FlatPart, values_of
-from trainer_service.saved.shards import SavedShards
-from trainer_service.saved.states import SavedStates
+from trainer_service.checkpoints.parts import FlatPart, values_of
+from trainer_service.checkpoints.shards import SavedShards
+from trainer_service.checkpoints.states import SavedStates
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.model.spec import ModelSpec

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from tandem_config.schema import GrpoSection
 from tests.unit.trainer.batches import random_samples
 from tests.unit.trainer.test_packing import ranks, rows_of
-from trainer_service.batch.cuts import deal
-from trainer_service.batch.groups import by_prompt, costs, row_tokens
-from trainer_service.batch.packed import Packed, context_share, pack
-from trainer_service.batch.plan import measure_all, plan_step
-from trainer_service.batch.samples import IntArray, Samples
 from trainer_service.measure.flops import FlopCosts
+from trainer_service.micro_batches.cuts import deal
+from trainer_service.micro_batches.groups import by_prompt, costs, row_tokens
+from trainer_service.micro_batches.packed import PackedRow, context_share, pack
+from trainer_service.micro_batches.plan import measure_all, plan_step
+from trainer_service.micro_batches.samples import IntArray, Samples
 
 
 def grouped(prompts: int, completions: list[int], prompt: int = 4, **changes: Any) -> Samples:
@@ -41,7 +41,7 @@ def test_samples_have_the_number_of_their_prompt() -> None:
     ).prompt_index.tolist() == [0, 1]
 
 
-def seen(batch: Packed, position: int, ids: IntArray) -> list[int]:
+def seen(batch: PackedRow, position: int, ids: IntArray) -> list[int]:
     """The tokens that one at a position attends to. ids: of all context ranks."""
     ends = np.cumsum(batch.lengths)
     sequence = int(np.searchsorted(ends, position, side="right"))
@@ -93,7 +93,7 @@ def test_context_ranks_have_equal_work_whatever_precedes_their_chunks(context: i
     whole = pack(grouped(3, [2, 30, 9], 21), np.arange(9), share_prompts=True, sequence_multiple=multiple)
     shares = [context_share(whole, rank, context) for rank in range(context)]
 
-    def pairs(batch: Packed) -> int:
+    def pairs(batch: PackedRow) -> int:
         """Of a token and one that it attends to."""
         return int((batch.lengths * (batch.attended - batch.lengths) + batch.lengths * (batch.lengths + 1) // 2).sum())
 

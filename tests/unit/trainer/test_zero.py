@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from servicekit.errors import NotFinite
 from tests.integration.trainer.reference import NUM_UPDATES, make_samples
+from trainer_service.checkpoints.parts import FlatPart, values_of
 from trainer_service.megatron_engine.engine import MegatronEngine
-from trainer_service.saved.parts import FlatPart, values_of
 
 SAMPLES = make_samples(16)
 # The norm of gradients is summed in another order, of flat parts; with bfloat16 a last bit of a weight may follow.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from servicekit.errors import ConfigError, Unavailable
-from weightsync.group.nccl_settings import NCCL_SETTINGS
+from weightsync.membership.nccl_settings import NCCL_SETTINGS
 from weightsync.transfer.facts import check_facts, own_facts
 
 SLOTS = ("trainer/0", "trainer/1", "rollout-0/0", "rollout-1/0")

@@ -9,7 +9,7 @@ import pytest
 from rollout_service.app import make_sglang_engine
 from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.worker_app import make_sglang_processes
-from weightsync.group.nccl_settings import NCCL_SETTINGS, settle_containers, settle_nccl_settings
+from weightsync.membership.nccl_settings import NCCL_SETTINGS, settle_containers, settle_nccl_settings
 
 H100, GB200 = "NVIDIA H100 80GB HBM3", "NVIDIA GB200"
 OFF = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
@@ -54,7 +54,7 @@ def test_containers_that_are_one_host_share_memory_by_files(before: dict[str, st
 def test_every_host_of_an_engine_settles_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settled: list[int] = []
     environment: Any = SimpleNamespace(device="auto", redis_url="", run_id="r", advertise_host="", run_dir=tmp_path)
-    monkeypatch.setattr("weightsync.group.nccl_settings.settle_containers", lambda: settled.append(1))
+    monkeypatch.setattr("weightsync.membership.nccl_settings.settle_containers", lambda: settled.append(1))
     monkeypatch.setattr("rollout_service.sglang_engine.engine.SglangEngine", lambda *_, **__: None)
     monkeypatch.setattr("rollout_service.sglang_engine.host.SglangProcesses", lambda *_, **__: None)
     config: Any = SimpleNamespace(rollout=SimpleNamespace(tensor_parallel=1, expert_parallel=1))

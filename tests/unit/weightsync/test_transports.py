@@ -14,7 +14,7 @@ from weightsync.transfer.transports.links import check_cards
 from weightsync.transfer.transports.shared_memory import (
     Exposure,
     MemoryServer,
-    Opened,
+    OpenedMemory,
     expose_parameters,
     expose_slots,
     host_id,
@@ -48,7 +48,7 @@ def test_the_card_that_differs_is_named(changes: dict[str, object], error: type[
         check_cards([card(), card(), card(**changes)], SLOTS, 2)
 
 
-def opened(exposure: Exposure) -> Opened:
+def opened(exposure: Exposure) -> OpenedMemory:
     """What a receiver sees of an exposure that was handed out over a socket."""
     server = MemoryServer()
     thread = threading.Thread(target=server.serve, args=(exposure, 1, time.monotonic() + 10))

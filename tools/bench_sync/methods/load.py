@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from servicekit.life.tasks import end_of, first_of
+from servicekit.lifecycle.tasks import end_of, first_of
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tools.bench_sync.methods.session import CALL_S, Session
 

@@ -15,7 +15,7 @@ from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
 from tools.bench_sync.processes.rig import Rig
-from weightsync.group.rendezvous import Rendezvous
+from weightsync.membership.rendezvous import Rendezvous
 from weightsync.plans.participants import Participants
 from weightsync.round.client import RoundClient
 

@@ -97,7 +97,7 @@ def main() -> int:
     parser.add_argument("--commands", type=Path, required=True)
     arguments = parser.parse_args()
 
-    from servicekit.life.lifecycle import run_main
+    from servicekit.lifecycle.termination import run_main
 
     async def service(stop: asyncio.Event) -> None:
         from rollout_service.app import make_sglang_engine, serve

@@ -18,8 +18,8 @@ from tools.bench_train.workers.channel import (
     options,
     serve,
 )
-from trainer_service.batch.samples import Samples
 from trainer_service.megatron_engine.engine import MegatronEngine
+from trainer_service.micro_batches.samples import Samples
 from weightsync.layouts.layout import Parallel
 from weightsync.model.spec import ModelSpec
 

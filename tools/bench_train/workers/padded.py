@@ -21,7 +21,7 @@ from tools.bench_train.workers.channel import (
     options,
     serve,
 )
-from trainer_service.batch.samples import Samples, starts
+from trainer_service.micro_batches.samples import Samples, starts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Batch:
         return Batch(**fields)
 
 
-class Padded:
+class PaddedSteps:
     """Steps of a transformers model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -104,7 +104,7 @@ def main() -> None:
     channel = Channel(shape)
     torch.set_num_threads(arguments.threads)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32, attn_implementation="sdpa")
-    serve(channel, Padded(model))
+    serve(channel, PaddedSteps(model))
 
 
 if __name__ == "__main__":

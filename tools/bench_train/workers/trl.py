@@ -24,7 +24,7 @@ from tools.bench_train.workers.channel import (
     Meter,
     options,
 )
-from trainer_service.batch.samples import Samples
+from trainer_service.micro_batches.samples import Samples
 
 
 class Steps:

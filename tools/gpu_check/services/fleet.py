@@ -18,12 +18,12 @@ import grpc
 from coordinator.clients.trainer import Trainer
 from coordinator.fleet.watched import WatchedFleet
 from coordinator.flow import ReplicaOutcome, SyncResult
-from coordinator.sync.weights import WeightSync
+from coordinator.sync.weight_sync import WeightSync
 from launcher.run.processes import Launch, is_rollout, is_trainer, plan_processes
 from launcher.run.redis_server import server_spec, wait_ready
 from launcher.run.supervisor import ProcessSpec, Supervisor
 from servicekit.errors import TandemError, Unavailable
-from servicekit.life.tasks import first_of
+from servicekit.lifecycle.tasks import first_of
 from servicekit.redis.records import COORDINATOR
 from servicekit.redis.registry import Registry
 from servicekit.rpc.channel import DeadlineChannel, open_channel
@@ -35,7 +35,7 @@ from tandem_api.weights.v1 import weights_pb2_grpc
 from tandem_config.loading import dump_resolved
 from tandem_config.schema import RunConfig
 from tools.gpu_check.services.settings import RUN_ID, Scale, Shape, model_config, run_config, write_model
-from weightsync.group.rendezvous import Rendezvous
+from weightsync.membership.rendezvous import Rendezvous
 from weightsync.round.client import RoundClient
 from weightsync.round.phases import Phase
 
@@ -84,7 +84,7 @@ class StruckRounds(RoundClient):
 
 
 class NoRival:
-    """The lead (coordinator/lead.py) of rounds that no other coordinator can begin: Redis is this process's own."""
+    """The lease (coordinator/leader_lease.py) of rounds that no other coordinator can begin: Redis is our own."""
 
     fence = CoordinatorFence()
     left_s = float("inf")

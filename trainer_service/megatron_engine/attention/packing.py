@@ -9,9 +9,9 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from trainer_service.batch.packed import Packed
-from trainer_service.batch.samples import IntArray
 from trainer_service.megatron_engine.attention.rotary import Rotation
+from trainer_service.micro_batches.packed import PackedRow
+from trainer_service.micro_batches.samples import IntArray
 
 
 @dataclass(kw_only=True)
@@ -31,7 +31,7 @@ class RowPacking(PackedSeqParams):
     rotation: Rotation | None = None
 
     @classmethod
-    def of(cls, batch: Packed, device: torch.device) -> "RowPacking":
+    def of(cls, batch: PackedRow, device: torch.device) -> "RowPacking":
         """Describe a row."""
         ends = _ends(batch.lengths, device)
         return cls(

@@ -14,10 +14,10 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from trainer_service.batch.chunks import chunk_tokens
 from trainer_service.megatron_engine.attention.packing import RowPacking
 from trainer_service.megatron_engine.attention.rotary import Rotation
 from trainer_service.megatron_engine.head.logprobs import VocabShard, logprob_entropy
+from trainer_service.micro_batches.chunks import chunk_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

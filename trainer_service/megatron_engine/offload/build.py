@@ -9,7 +9,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from tandem_config.schema import OffloadSection
-from trainer_service.megatron_engine.agree import RankAgreement
+from trainer_service.megatron_engine.agreement import RankAgreement
 from trainer_service.megatron_engine.offload.states import EngineState, Offload
 
 

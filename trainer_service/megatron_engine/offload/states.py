@@ -26,7 +26,7 @@ from torch import Tensor, UntypedStorage
 
 from servicekit.errors import ConfigError, Internal
 from servicekit.logs import get_logger
-from trainer_service.megatron_engine.agree import RankAgreement
+from trainer_service.megatron_engine.agreement import RankAgreement
 from trainer_service.megatron_engine.offload.copies import GIB, Copies, copies_for
 
 log = get_logger(__name__)

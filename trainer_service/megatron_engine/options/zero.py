@@ -17,8 +17,8 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from trainer_service.saved.files import EXPERTS
-from trainer_service.saved.parts import FlatPart, Held, values_of
+from trainer_service.checkpoints.files import EXPERTS
+from trainer_service.checkpoints.parts import FlatPart, Held, values_of
 
 STEP = "step/"
 

@@ -12,7 +12,7 @@ from servicekit.addresses import join_address
 from servicekit.errors import Aborted, ConfigError, DeadlineExceeded, PeerLost
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
-from weightsync.group.rendezvous import Evicted, LeaseExpired, Membership, SlotLease
+from weightsync.membership.rendezvous import Evicted, LeaseExpired, Membership, SlotLease
 from weightsync.plans.participants import Participants, trainer_slot
 from weightsync.transfer.communicators.communicator import Communicator, form, join_store
 from weightsync.transfer.communicators.tcp_store import bound_store

@@ -18,7 +18,7 @@ from weightsync.transfer.communicators.communicator import Communicator, Pending
 from weightsync.transfer.devices import wait_for_stream
 from weightsync.transfer.digest import HEADER_BYTES
 from weightsync.transfer.transports.packing import Packer
-from weightsync.transfer.transports.shared_memory import Exposure, Opened
+from weightsync.transfer.transports.shared_memory import Exposure, OpenedMemory
 from weightsync.transfer.transports.transport import TransferJob, TransferStats, Waits, message_digest
 
 _SIGNAL_TAG = 2**31 - 2  # of "begin" and "done"; larger than any message's sequence
@@ -67,7 +67,7 @@ class MemoryReader:
 
     name = "colocated"
 
-    def __init__(self, communicator: Communicator, memories: Sequence[Opened]) -> None:
+    def __init__(self, communicator: Communicator, memories: Sequence[OpenedMemory]) -> None:
         self._comm = communicator
         self._memories = memories
         self._sources: tuple[str, dict[int, Packer]] = ("", {})

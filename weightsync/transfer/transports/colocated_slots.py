@@ -15,7 +15,7 @@ from weightsync.transfer.communicators.communicator import Communicator, Pending
 from weightsync.transfer.devices import wait_for_stream
 from weightsync.transfer.digest import HEADER_BYTES
 from weightsync.transfer.transports.colocated import all_messages, messages_for, offers_of
-from weightsync.transfer.transports.shared_memory import Exposure, Opened
+from weightsync.transfer.transports.shared_memory import Exposure, OpenedMemory
 from weightsync.transfer.transports.transport import TransferJob, TransferStats, Waits, message_digest
 
 SLOTS = 2
@@ -83,7 +83,7 @@ class SlotReader:
 
     name = "colocated"
 
-    def __init__(self, communicator: Communicator, memories: Sequence[Opened]) -> None:
+    def __init__(self, communicator: Communicator, memories: Sequence[OpenedMemory]) -> None:
         self._comm = communicator
         self._memories = memories
         self._numbers: tuple[str, dict[int, int]] = ("", {})

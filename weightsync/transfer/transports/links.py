@@ -13,7 +13,7 @@ import torch
 from servicekit.errors import Aborted, ConfigError, TandemError
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
-from weightsync.group.nccl_settings import STAGED_ADVICE, STAGED_MAY_HANG
+from weightsync.membership.nccl_settings import STAGED_ADVICE, STAGED_MAY_HANG
 from weightsync.plans.participants import Participants
 from weightsync.plans.round_plan import RoundPlan
 from weightsync.transfer.communicators.communicator import Communicator
@@ -25,7 +25,7 @@ from weightsync.transfer.transports.packing import Packer
 from weightsync.transfer.transports.shared_memory import (
     Exposure,
     MemoryServer,
-    Opened,
+    OpenedMemory,
     expose_parameters,
     expose_slots,
     host_id,
@@ -141,7 +141,7 @@ class Links:
         trainers = terms.participants.trainer.world_size
         server = MemoryServer() if terms.is_trainer else None
         exposure: Exposure | None = None
-        memories: list[Opened] = []
+        memories: list[OpenedMemory] = []
         card = pb.TransportCard()
         try:
             if server is not None:

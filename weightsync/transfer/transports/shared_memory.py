@@ -165,7 +165,7 @@ def _ordinal_here(uuid: str) -> int:
 
 
 @dataclass(kw_only=True)
-class Opened:
+class OpenedMemory:
     """A trainer rank's memory as a receiver sees it: a uint8 tensor per region."""
 
     description: pb.SharedMemory
@@ -219,7 +219,7 @@ class MemoryServer:
         self._listener.close()
 
 
-def open_memory(name: str, key: bytes, deadline: float) -> Opened:
+def open_memory(name: str, key: bytes, deadline: float) -> OpenedMemory:
     """Open what the server of that name hands out. Raises: PeerLost; OSError: why it cannot be opened here."""
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as peer:
         peer.settimeout(_remaining_s(deadline))
@@ -238,7 +238,7 @@ def open_memory(name: str, key: bytes, deadline: float) -> Opened:
     finally:
         for fd in fds:
             os.close(fd)
-    return Opened(description=description, regions=regions)
+    return OpenedMemory(description=description, regions=regions)
 
 
 def _open_descriptor(region: pb.SharedRegion, fd: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.deploy.live.kinds import KINDS
+from launcher.deploy.running.kinds import KINDS
 from tests.fakes.cluster.fake_cluster import FakeCluster
 from tests.fakes.cluster.kinds import CONTROLLERS
 from tests.integration.launcher.deploy.conftest import ANSWERS, Deploy, Done, write_run

@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from launcher.deploy.live.diff import LAST_APPLIED
-from launcher.deploy.live.kinds import KINDS
+from launcher.deploy.running.diff import LAST_APPLIED
+from launcher.deploy.running.kinds import KINDS
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_api.coordinator.v1 import coordinator_pb2_grpc as pb_grpc
 from tests.fakes.cluster.controllers import pods_of as pods_of_workload
@@ -251,9 +251,9 @@ def test_the_api_server_refuses_exactly_what_diff_says_it_does(
     deploy: Deploy, cluster: FakeCluster, applied: Path
 ) -> None:
     """Each changed object is put as it would be after applying; the warnings are compared with the answers."""
-    from launcher.deploy.live.api import OperatorApi
-    from launcher.deploy.live.diff import changes
-    from launcher.deploy.live.kinds import kind_of
+    from launcher.deploy.running.api import OperatorApi
+    from launcher.deploy.running.diff import changes
+    from launcher.deploy.running.kinds import kind_of
     from servicekit.errors import InvalidRequest
 
     change(applied, "iterations: 3", "iterations: 4")

@@ -15,7 +15,7 @@ import yaml
 
 from launcher.deploy.models import s3 as download
 from launcher.deploy.results.upload import MANIFEST, TRIES, main, upload
-from launcher.deploy.s3 import PART_BYTES, Bucket, Stored
+from launcher.deploy.s3 import PART_BYTES, Bucket, StoredObject
 from servicekit.errors import DigestMismatch, Unavailable
 from tests.fakes.cluster.fake_cluster import FakeCluster
 from tests.fakes.s3_server import S3Server
@@ -169,7 +169,7 @@ class WatchedBucket(Bucket):
         self.writes += 1
         super().write(key, *arguments)
 
-    def read(self, stored: Stored) -> Iterator[bytes]:
+    def read(self, stored: StoredObject) -> Iterator[bytes]:
         self.reads += 1
         return super().read(stored)
 
@@ -177,11 +177,11 @@ class WatchedBucket(Bucket):
 class EncryptingBucket(WatchedBucket):
     """A storage that encrypts with keys of its own: its ETags are digests of nothing that we know."""
 
-    def find(self, key: str) -> Stored | None:
+    def find(self, key: str) -> StoredObject | None:
         found = super().find(key)
         return None if found is None else replace(found, etag=found.etag[::-1])
 
-    def read(self, stored: Stored) -> Iterator[bytes]:
+    def read(self, stored: StoredObject) -> Iterator[bytes]:
         return super().read(replace(stored, etag=stored.etag[::-1]))
 
 

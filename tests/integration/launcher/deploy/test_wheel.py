@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.deploy.new import manifests
-from launcher.deploy.new.manifests import copy_manifests, find_manifests, names_of
+from launcher.deploy.overlay import manifests
+from launcher.deploy.overlay.manifests import copy_manifests, find_manifests, names_of
 from servicekit.errors import ConfigError
 from tests.house.repository import REPO
 from tests.manifests.kustomize import build

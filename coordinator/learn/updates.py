@@ -1,0 +1,193 @@
+"""Step 6: scored groups to a train step: chosen samples, optimizer updates, chunks for the wire.
+
+The trainer decides which samples go through the model together (trainer_service/micro_batches). Legend: P prompts, G
+completions per prompt, S samples. Only `_chunk`, the last step, knows protobuf.
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.flow import Completion, Group, Prompt, TrainBatch
+from servicekit.rpc.limits import SAMPLE_CHUNK_BYTES, chunk_starts
+from tandem_api.trainer.v1 import trainer_pb2
+
+Indices = NDArray[np.int64]
+
+# Upper bounds on the wire: a token id as a varint; a log-prob, and the token's place in the mask; for the rest of a
+# sample: its lengths, advantage, flag (21 with the prefix of its name), and the fields that a message has once (53).
+_ID_BYTES, _SAMPLED_BYTES, _OVERHEAD_BYTES = 5, 4 + 1, 96
+
+
+@dataclass(kw_only=True, slots=True)
+class Sample:
+    """One completion with its prompt and advantage, as the trainer gets it."""
+
+    sample_id: str
+    prompt: Prompt
+    completion: Completion
+    advantage: float
+    # False: counts in no loss, but still in the denominators (a masked truncation).
+    trainable: bool
+
+    @property
+    def group_id(self) -> str:
+        """Name of its group, see Group.sample_id."""
+        return self.sample_id.rpartition("#")[0]
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that it adds to a message at most."""
+        completion = len(self.completion.token_ids)
+        ids = _ID_BYTES * (len(self.prompt.token_ids) + completion)
+        return ids + _SAMPLED_BYTES * completion + len(self.sample_id.encode()) + _OVERHEAD_BYTES
+
+
+def select_samples(
+    groups: Sequence[Group],
+    advantages_PG: NDArray[np.float64],
+    dropped_P: NDArray[np.bool_],
+    *,
+    truncated: Literal["keep", "mask"],
+    missing_PG: NDArray[np.bool_] | None = None,
+) -> list[Sample]:
+    """Flatten groups to samples, leaving dropped groups out and masking truncated completions if asked to.
+
+    Args:
+        groups: P groups of G completions.
+        advantages_PG: [P, G], from the statistics of *all* completions (masking comes after them).
+        dropped_P: [P] True: leave the group out.
+        truncated: "mask" makes completions that were cut off by the length limit not trainable.
+        missing_PG: [P, G] True: leave the sample out, since it has no reward; None: there is none.
+    """
+    mask_truncated = truncated == "mask"
+    if missing_PG is None:
+        missing_PG = np.zeros(advantages_PG.shape, dtype=np.bool_)
+    return [
+        Sample(
+            sample_id=group.sample_id(index),
+            prompt=group.prompt,
+            completion=completion,
+            advantage=advantage,
+            trainable=not (mask_truncated and completion.truncated),
+        )
+        for group, advantages_G, missing_G, dropped in zip(
+            groups, advantages_PG.tolist(), missing_PG.tolist(), dropped_P.tolist(), strict=True
+        )
+        if not dropped
+        for index, (completion, advantage, missing) in enumerate(
+            zip(group.completions, advantages_G, missing_G, strict=True)
+        )
+        if not missing
+    ]
+
+
+def split_updates(num_samples: int, num_updates: int, rng: np.random.Generator) -> list[Indices]:
+    """Spread samples over optimizer updates, in random order, in shares that differ by at most one sample.
+
+    Returns: sample indices of each update; with fewer samples than updates, one update per sample.
+
+    >>> [len(part) for part in split_updates(10, 4, np.random.default_rng(0))]
+    [3, 3, 2, 2]
+    >>> [len(part) for part in split_updates(2, 4, np.random.default_rng(0))]
+    [1, 1]
+    """
+    if num_samples == 0:
+        return []
+    return np.array_split(rng.permutation(num_samples), min(num_updates, num_samples))
+
+
+def split_groups(samples: Sequence[Sample], num_updates: int, rng: np.random.Generator) -> list[Indices]:
+    """Spread groups over optimizer updates, in random order, in shares that differ by at most one group.
+
+    Returns: sample indices of each update; with fewer groups than updates, one update per group.
+    """
+    groups: dict[str, list[int]] = {}
+    for index, sample in enumerate(samples):
+        groups.setdefault(sample.group_id, []).append(index)
+    members = list(groups.values())
+    shares = split_updates(len(members), num_updates, rng)
+    return [np.array([index for group in share.tolist() for index in members[group]]) for share in shares]
+
+
+def make_batch(
+    samples: Sequence[Sample],
+    *,
+    step_id: str,
+    policy_version: int,
+    num_updates: int,
+    rng: np.random.Generator,
+    divide: Literal["samples", "prompts"] = "samples",
+    chunk_bytes: int = SAMPLE_CHUNK_BYTES,
+) -> TrainBatch:
+    """Make one train step of the samples; it has fewer than `num_updates` updates if samples (groups) are fewer.
+
+    Args:
+        divide: what is divided among the updates; "prompts" keeps the samples of a group together.
+        step_id: the step's name, by which the trainer recognises a repeated request.
+        chunk_bytes: maximum size of a message. It only changes the number of messages, not the step.
+    """
+    if divide == "prompts":
+        updates = split_groups(samples, num_updates, rng)
+    else:
+        updates = split_updates(len(samples), num_updates, rng)
+    chunks = tuple(
+        _chunk(update_index, part)
+        for update_index, members in enumerate(updates)
+        for part in _chunks([samples[i] for i in members.tolist()], chunk_bytes)
+    )
+    return TrainBatch(
+        step_id=step_id,
+        policy_version=policy_version,
+        num_samples=len(samples),
+        num_updates=len(updates),
+        chunks=chunks,
+    )
+
+
+def measured_chunks(
+    samples: Sequence[Sample], *, chunk_bytes: int = SAMPLE_CHUNK_BYTES
+) -> list[trainer_pb2.SampleChunk]:
+    """Build the messages of samples whose log-probs are asked for, in their order."""
+    return [_chunk(0, part) for part in _chunks(samples, chunk_bytes)]
+
+
+def _chunks(samples: Sequence[Sample], max_bytes: int) -> Iterator[Sequence[Sample]]:
+    starts = chunk_starts([sample.wire_bytes for sample in samples], max_bytes)
+    return (samples[start:end] for start, end in pairwise([0, *starts, len(samples)]))
+
+
+def policy_tokens(samples: Sequence[Sample]) -> "array[int]":
+    """Return, sample by sample, 1 for each completion token that the policy has sampled and 0 for the others."""
+    out = array("B")
+    for sample in samples:
+        mask = sample.completion.loss_mask
+        out.frombytes(b"\1" * len(sample.completion.token_ids) if mask is None else mask.tobytes())
+    return out
+
+
+def _chunk(update_index: int, samples: Sequence[Sample]) -> trainer_pb2.SampleChunk:
+    """Build the wire form of samples of one update; ragged fields are flattened in sample order."""
+    # Joined first: protobuf takes one long array faster than many short ones.
+    token_ids, logprobs = array("I"), array("f")
+    for sample in samples:
+        token_ids.extend(sample.prompt.token_ids)
+        token_ids.extend(sample.completion.token_ids)
+        logprobs.extend(sample.completion.logprobs)
+    masked = any(sample.completion.loss_mask is not None for sample in samples)
+    return trainer_pb2.SampleChunk(
+        update_index=update_index,
+        sample_ids=[sample.sample_id for sample in samples],
+        prompt_lengths=[len(sample.prompt.token_ids) for sample in samples],
+        completion_lengths=[len(sample.completion.token_ids) for sample in samples],
+        advantages=[sample.advantage for sample in samples],
+        trainable=[sample.trainable for sample in samples],
+        token_ids=token_ids,
+        rollout_logprobs=logprobs,
+        loss_mask=map(bool, policy_tokens(samples)) if masked else (),
+    )

@@ -1,0 +1,192 @@
+"""The last step: report. Makes an iteration's row of metrics.jsonl: results and times.
+
+The overhead figure: `overhead_s = iteration_s - evaluate_s - checkpoint_s - export_s - engine_s - trainer_compute_s`,
+i.e. all that Tandem adds to the engine's generation and the trainer's model work (RPCs, packing, scoring, weight sync,
+waiting).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.clients.trainer import TrainResult
+from coordinator.flow import Generation, GroupScores, SyncResult
+from coordinator.learn.kl import Divergence
+from tandem_files.metrics_file import STEP_PARTS, Row
+
+# The trainer's metrics, under the same names in a row; null if they were not reported, or the step was skipped. With
+# KL in the reward those of it are the coordinator's own.
+_TRAINER_FIELDS = (
+    "entropy",
+    "logprob_abs_diff_max",
+    "logprob_abs_diff_p999",
+    "logprob_abs_diff_mean",
+    "loss",
+    "grad_norm",
+    "clip_fraction_low",
+    "clip_fraction_high",
+    "ratio_mean",
+    "kl_old",
+    "kl_reference",
+    "kl_loss",
+    "kl_reward",
+    "skipped_updates",
+    "engine_logprobs_not_finite",
+    "correction_weight_mean",
+    "correction_outside_fraction",
+    "learning_rate",
+    "packing_efficiency",
+    "prompt_sharing",
+    "train_tokens_per_s",
+    "model_flops_utilization",
+    "train_peak_memory_bytes",
+)
+# "report" is the previous iteration's: a row cannot hold the seconds of its own writing.
+_PARTS = ("generate", "reward", "reference", "batch", "train", "sync", "checkpoint", "export", "evaluate", "report")
+# What is done between iterations, and is no part of one's own work.
+_BETWEEN = ("evaluate", "checkpoint", "export")
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationRecord:
+    """The results of an iteration."""
+
+    iteration: int
+    # After the iteration.
+    policy_version: int
+    generation: Generation
+    scored: GroupScores
+    # Of each completion, [P, G].
+    advantages_PG: NDArray[np.float64]
+    # [P] groups whose rewards are all equal, and those left out of training.
+    zero_variance_P: NDArray[np.bool_]
+    dropped_P: NDArray[np.bool_]
+    # None: nothing to train on.
+    step: TrainResult | None
+    sync: SyncResult | None
+    # Samples by age in versions.
+    staleness: Mapping[int, int]
+    # What is taken off the rewards; None: nothing is.
+    divergence: Divergence | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """The times of an iteration."""
+
+    # Seconds by part.
+    parts: Mapping[str, float]
+    # Of the whole iteration, evaluation, checkpoint and export included.
+    total_s: float
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of the iteration without evaluation, checkpoint and export."""
+        return self.total_s - sum(self.parts.get(part, 0.0) for part in _BETWEEN)
+
+
+def build_row(record: IterationRecord, heldout: GroupScores | None, timing: Timing) -> Row:
+    """Make the row of metrics.jsonl. heldout: None if the iteration had no evaluation."""
+    completions = [completion for group in record.generation.groups for completion in group.completions]
+    num_tokens = record.generation.num_tokens
+    rewards_S = record.scored.rewards_PG[record.scored.present_PG]
+    measured = {} if record.divergence is None else record.divergence.metrics
+    metrics = {**measured, **({} if record.step is None else record.step.metrics)}
+    return {
+        "iteration": record.iteration,
+        "policy_version": record.policy_version,
+        "reward_mean": _mean(rewards_S),
+        "reward_std": _std(rewards_S),
+        "heldout_accuracy": None if heldout is None else _finite(heldout.accuracy),
+        "response_length_mean": num_tokens / len(completions),
+        **{name: _finite(metrics.get(name)) for name in _TRAINER_FIELDS},
+        "zero_variance_ratio": float(record.zero_variance_P.mean()),
+        "truncated_ratio": sum(completion.truncated for completion in completions) / len(completions),
+        "dropped_groups": int(record.dropped_P.sum()),
+        "dropped_samples": record.scored.num_missing,
+        **_scores_row("", record.scored),
+        **_scores_row("heldout_", heldout),
+        "retried_calls": record.generation.retried_calls,
+        "staleness_max": max(record.staleness),
+        "generated_tokens": num_tokens,
+        "trained_samples": 0 if record.step is None else _num_trained(record),
+        "tokens_per_s": num_tokens / timing.busy_s,
+        "sync_bytes_per_rollout_rank": None if record.sync is None else record.sync.bytes_per_rollout_rank,
+        "sync_redundancy": None if record.sync is None else record.sync.redundancy,
+        **_parts_row("", record.scored),
+        **_parts_row("heldout_", heldout),
+        **_time_row(record, timing),
+    }
+
+
+def baseline_row(policy_version: int, heldout: GroupScores | None) -> Row:
+    """Make row 0 of metrics.jsonl, of the evaluation before the first iteration, without the columns of its sets."""
+    measured = {} if heldout is None else _scores_row("heldout_", heldout) | _parts_row("heldout_", heldout)
+    accuracy = {} if heldout is None else {"heldout_accuracy": _finite(heldout.accuracy)}
+    return {"iteration": 0, "policy_version": policy_version, **accuracy, **measured}
+
+
+def _scores_row(prefix: str, scored: GroupScores | None) -> Row:
+    """Count the scored completions, and those whose score of 0 is not the policy's fault."""
+    return {
+        f"{prefix}scored_completions": None if scored is None else scored.rewards_PG.size,
+        f"{prefix}reward_errors": None if scored is None else scored.num_errors,
+        f"{prefix}reward_timeouts": None if scored is None else scored.num_timeouts,
+        f"{prefix}unreadable_answers": None if scored is None else scored.num_unreadable,
+        f"{prefix}reward_not_applied": None if scored is None else scored.num_absent,
+        f"{prefix}reward_parts_left_out": None if scored is None else scored.num_parts_left_out,
+    }
+
+
+def _parts_row(prefix: str, scored: GroupScores | None) -> Row:
+    """Make `reward/NAME_mean` and `_std` of every reward's unweighted scores."""
+    row: Row = {}
+    for name, scores_S in ({} if scored is None else scored.present_parts()).items():
+        row[f"{prefix}reward/{name}_mean"] = _mean(scores_S)
+        row[f"{prefix}reward/{name}_std"] = _std(scores_S)
+    return row
+
+
+def _mean(values_S: NDArray[np.float64]) -> float | None:
+    return float(values_S.mean()) if values_S.size else None
+
+
+def _std(values_S: NDArray[np.float64]) -> float | None:
+    return float(values_S.std(ddof=1)) if values_S.size > 1 else None
+
+
+def _time_row(record: IterationRecord, timing: Timing) -> Row:
+    compute_s = 0.0 if record.step is None else record.step.compute_s
+    compute_s += 0.0 if record.divergence is None else record.divergence.seconds
+    overhead_s = timing.busy_s - record.generation.engine_s - compute_s
+    return {
+        **{f"{part}_s": timing.parts.get(part, 0.0) for part in _PARTS},
+        **{f"train_{part}_s": None if record.step is None else record.step.seconds.get(part) for part in STEP_PARTS},
+        "iteration_s": timing.total_s,
+        "engine_s": record.generation.engine_s,
+        "trainer_compute_s": compute_s,
+        "overhead_s": overhead_s,
+        "overhead_share": overhead_s / timing.busy_s,
+    }
+
+
+def _num_trained(record: IterationRecord) -> int:
+    return int(record.scored.present_PG[~record.dropped_P].sum())
+
+
+def _finite(value: float | None) -> float | None:
+    """Turn NaN and infinity, which JSON does not have, into None."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def numeric(row: Row) -> dict[str, float]:
+    """Return the values of a row, for an event, without missing ones."""
+    return {name: float(value) for name, value in row.items() if value is not None}
+
+
+def median(values: Sequence[float]) -> float | None:
+    """Compute the median; None of no values."""
+    return float(np.median(values)) if values else None

@@ -1,0 +1,244 @@
+"""A run's attempts and its end: repeats it from the newest checkpoint when a trainer was lost; records how it ended."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coordinator.build import App, build_run
+from coordinator.checkpoints.loading import marks
+from coordinator.fleet.services import Services, find_services
+from coordinator.inputs import read_inputs
+from coordinator.leader_lease import check_lease, may_write
+from coordinator.record.failure_count import MAX_FAILURES, checkpoint_of, forget_failures, note_failure
+from coordinator.record.reserve import release_reserve, take_reserve
+from coordinator.record.state import RunState
+from coordinator.record.summary import build_summary
+from coordinator.shutdown import Exits, TrainerLost, exit_code_of, follow
+from coordinator.watch.control import State
+from coordinator.watch.events import EventKind
+from servicekit.errors import AlreadyExists, Fenced, Internal, TandemError, Unavailable, describe, in_part, is_known
+from servicekit.lifecycle.exit_codes import EXIT_FAILED, EXIT_GIVEN_UP, EXIT_OK
+from servicekit.lifecycle.tasks import cancel, end_of, first_of
+from servicekit.logs import get_logger
+from tandem_config.loading import dump_resolved
+from tandem_files.atomic import write_json_atomic
+from tandem_files.run_config import note_config
+from tandem_files.run_folder import STATE_FILE, SUMMARY_FILE
+from weightsync.membership.rendezvous import Evicted
+
+if TYPE_CHECKING:
+    from coordinator.fleet.kubernetes.returns import TrainerGuard
+
+# A trainer lost so many times in a row without a finished iteration would be lost again.
+MAX_RETURNS = 3
+
+log = get_logger(__name__)
+
+
+async def run_or_stop(app: App, stop: asyncio.Event) -> int:
+    """Execute the run until a signal (shutdown.py) or another coordinator's take-over, which cancels it immediately.
+
+    Returns: the exit code.
+    """
+    try:
+        began = await asyncio.to_thread(checkpoint_of, app.environment.run_dir)
+    except OSError:  # whoever needs the folder says so
+        began = None
+    work = asyncio.create_task(_work(app), name="run")
+    first = await first_of({"run": end_of(work), "lost": end_of(app.lost), "stop": stop})
+    if first.name == "lost":
+        await cancel(work)
+        await _end(app, State.FAILED, f"{app.lost.exception()}; another coordinator leads the run")
+        return EXIT_FAILED
+    if first.name == "stop" and await app.leaving.leave(work, app.config.run.stop_timeout_s):
+        await _end(app, State.INTERRUPTED, "by a signal")
+        return app.exits.interrupted
+    error = Internal("the run was cancelled from inside: see the log") if work.cancelled() else work.exception()
+    if error is None:
+        await _end(app, State.FINISHED)
+        await asyncio.to_thread(forget_failures, app.environment.run_dir)
+        await _release(app, stop, "the run is finished")
+        return EXIT_OK
+    # The boundary of the run: any failure ends it, and is reported with its cause.
+    await _make_room(app)
+    why = describe(error)
+    if not is_known(error):
+        log.error("unexpected error", error=why, exc_info=error)
+    await _end(app, State.FAILED, why)
+    code = exit_code_of(error)
+    if isinstance(error, AlreadyExists | Evicted | Fenced):  # the run and its count are another coordinator's
+        return code
+    code = await asyncio.to_thread(code_after_failure, app.environment.run_dir, began, app.exits, otherwise=code)
+    if code == EXIT_GIVEN_UP:
+        await _release(app, stop, "the run is given up")
+    return code
+
+
+async def _release(app: App, stop: asyncio.Event, why: str) -> None:
+    """Give the GPUs of a cluster back when fleet.release_after_s have passed, immediately on a stop signal.
+
+    Not if another coordinator leads the run, or begins to.
+    """
+    after_s = app.config.fleet.release_after_s
+    if app.cluster is None or after_s is None:
+        return
+    if after_s:
+        log.info("gpus kept for a while", seconds=after_s)
+        await first_of({"lost": end_of(app.lost), "stop": stop}, timeout_s=after_s)
+    if await may_write(app.lead, app.lost):
+        await asyncio.to_thread(app.cluster.release, why)
+
+
+def code_after_failure(run_dir: Path, began: int | None, exits: Exits, *, otherwise: int) -> int:
+    """Count a failure in a row, and return the exit code that says whether another attempt may do better.
+
+    Args:
+        began: iteration of the checkpoint that the attempt started from; None: it did not get so far.
+        otherwise: the code where failures are not counted, or cannot be.
+    """
+    if exits.retry is None:
+        return otherwise
+    try:
+        began = checkpoint_of(run_dir) if began is None else began
+        failures = note_failure(run_dir, began)
+        if failures >= MAX_FAILURES:
+            forget_failures(run_dir)
+    except OSError as error:
+        log.error("failure not counted", error=describe(error))
+        return otherwise
+    if failures < MAX_FAILURES:
+        log.info("another attempt may do better", failures_in_a_row=failures, most=MAX_FAILURES, exit_code=exits.retry)
+        return exits.retry
+    log.error(
+        f"given up: {failures} attempts in a row have failed from the same checkpoint: see their errors",
+        iteration=began,
+    )
+    return EXIT_GIVEN_UP
+
+
+async def _work(app: App) -> None:
+    """Attempt the run, again from its newest checkpoint whenever the cluster replaces a lost trainer.
+
+    Raises: AlreadyExists: another coordinator is alive.
+    """
+    with in_part("lease"):
+        await asyncio.to_thread(app.lead.claim, 2 * app.config.sync.lease_ttl_s)
+    await asyncio.to_thread(take_reserve, app.environment.run_dir)
+    on_disk = await asyncio.to_thread(marks, app.environment.run_dir)
+    if app.inputs.resumed and on_disk != app.inputs.marks:  # a predecessor has worked while we waited for its end
+        app = await _as_on_disk(app)
+    if not app.owner.is_launched:
+        resolved = dump_resolved(app.config)
+        await asyncio.to_thread(note_config, app.environment.run_dir, resolved, lambda: check_lease(app.lead))
+    if app.cluster is not None:
+        await app.cluster.start()
+    returns = 0
+    while True:
+        before = app.inputs.state.iteration
+        if await _attempt(app):
+            return
+        returns = returns + 1 if app.inputs.state.iteration == before else 0
+        if returns >= MAX_RETURNS:
+            raise Unavailable(
+                f"the trainer was lost {returns} times in a row without a finished iteration: see its log"
+            )
+        app = await _from_checkpoint(app)
+
+
+async def _attempt(app: App) -> bool:
+    """Find the services, execute the run, write its summary. Returns: False: its trainer was lost and replaced."""
+    async with AsyncExitStack() as stack:
+        with in_part("services of the run"):
+            services = await find_services(
+                app.config, app.registry, app.identity, stack, app.cluster, app.lead.fence, resumed=app.inputs.resumed
+            )
+        app.view.fleet = services.fleet
+        await services.wait_for_trainer(app.config.run.startup_timeout_s)
+        versions = await services.versions()
+        run = build_run(app, services, app.lead.rendezvous, app.lead)
+        guard = _guard(app, services)
+        following = asyncio.create_task(follow(services.trainer, app.leaving), name="follow-trainer")
+        try:
+            await run.execute()
+        except TandemError as error:
+            app.leaving.saves = False  # the trainer is ahead of the run's state, or lost
+            if guard is None:
+                await services.raise_if_trainer_lost(error)
+            if guard is None or app.leaving.stopping:
+                raise
+            app.leaving.renew()
+            await guard.wait_for_return(error)
+            return False
+        finally:
+            await cancel(following)
+        if app.leaving.yields:
+            app.leaving.renew()
+            if guard is None:
+                raise TrainerLost("the trainer was asked to end; the run is saved")
+            await guard.wait_for_next()
+            return False
+        if app.leaving.left:
+            return True
+        summary = build_summary(run.state, run.rows(), versions)
+        write_json_atomic(app.environment.run_dir / SUMMARY_FILE, summary)
+        return True
+
+
+def _guard(app: App, services: Services) -> "TrainerGuard | None":
+    """Make the guard that waits for a lost trainer; None: without a cluster, a lost trainer is not replaced."""
+    if app.cluster is None:
+        return None
+    from coordinator.fleet.kubernetes.returns import TrainerGuard
+
+    return TrainerGuard(app.cluster, services.trainer_answers)
+
+
+async def _from_checkpoint(app: App) -> App:
+    """Return the app as after a restart with --resume from the newest checkpoint, and warn of the lost iterations."""
+    done = app.inputs.state.iteration
+    app = await _as_on_disk(app)
+    state = app.inputs.state
+    message = f"trainer restarted: resuming after iteration {state.iteration}, {done} were done"
+    log.warning(message, iteration=state.iteration, done=done)
+    app.events.append(EventKind.WARNING, message)
+    return app
+
+
+async def _as_on_disk(app: App) -> App:
+    """Return the app with data and state of the newest checkpoint; the state object stays the same, for its readers."""
+    state = app.inputs.state
+    inputs = await asyncio.to_thread(read_inputs, app.config, app.environment.run_dir, resume=True)
+    state.become(inputs.state)
+    return replace(app, inputs=replace(inputs, state=state))
+
+
+async def _make_room(app: App) -> bool:
+    """Free the disk reserve for the final records, if we may write to the run's folder. Returns: whether we may."""
+    ours = await may_write(app.lead, app.lost)
+    if ours:
+        release_reserve(app.environment.run_dir)
+    return ours
+
+
+async def _end(app: App, ended: State, why: str = "") -> None:
+    """Record how the run ended: on disk if we still lead the run, in the status, in the log's last line."""
+    state = app.inputs.state
+    state.status, state.error = ended.value, why
+    if await _make_room(app):
+        try:
+            state.save(app.environment.run_dir / STATE_FILE, lambda: check_lease(app.lead))
+        except Exception as error:  # noqa: BLE001 - the log still says how the run ended
+            log.error("run state not written", error=describe(error))
+    app.control.enter(ended, why)
+    say_how_it_ended(state)
+
+
+def say_how_it_ended(state: RunState) -> None:
+    """Log how the run ended: the last line of a coordinator that has failed."""
+    at = {"iteration": state.iteration, "policy_version": state.policy_version}
+    if state.status == State.FAILED.value:
+        log.error("run failed", error=state.error, **at)
+    else:
+        log.info(f"run {state.status}", why=state.error, **at)

@@ -1,0 +1,148 @@
+"""How a run ends early: a stop signal saves finished work first. Also exit codes of failures.
+
+When the stop signal comes
+
+while the run is                 what happens
+starting                         it is cancelled immediately: nothing is unsaved
+generating, scoring, paused      it is cancelled; a checkpoint of the last finished iteration, if it has none yet
+training, syncing, saving,       the iteration is finished, without its evaluation; then the same
+  exporting
+syncing, and a round fails or    the same, without the sync: no iteration will need it
+  replicas are awaited
+exporting, after the last one    the export is finished
+failed, and waits for a trainer  it is cancelled immediately: what was not saved is lost
+
+all within run.stop_timeout_s; after that the run is cancelled wherever it is, and a resume uses an older checkpoint.
+
+A trainer that was asked to end says so in its status while something is unsaved, and serves on for as long. Then the
+same happens, and the run waits for the next trainer, or ends where none will come.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from servicekit.errors import TandemError, Unavailable
+from servicekit.lifecycle.exit_codes import EXIT_FAILED, EXIT_LOST_TRAINER, EXIT_OK
+from servicekit.lifecycle.tasks import cancel, end_of, first_of
+from servicekit.logs import get_logger
+from tandem_api.trainer.v1 import trainer_pb2
+
+# Between two questions whether the trainer ends; and for an answer.
+_ASK_S, _STATUS_TIMEOUT_S = 1.0, 10.0
+
+log = get_logger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exits:
+    """Exit codes for whoever starts the coordinator again; the others are those of servicekit.lifecycle.exit_codes.
+
+    Attributes:
+        interrupted: after a signal, if the run is not over.
+        retry: after a failure, if another attempt may do better (record/failure_count.py), else it is EXIT_GIVEN_UP;
+            None: failures have the codes 1 and 3, and are not counted.
+    """
+
+    interrupted: int = EXIT_OK
+    retry: int | None = None
+
+
+class TrainerLost(Unavailable):
+    """The run failed, and the trainer does not answer: whatever failed first, the trainer must be restarted."""
+
+
+class Leaving:
+    """The state shared by a run and the code that stops it.
+
+    Attributes:
+        asked: the run is to end, or to save since its trainer ends; set by `leave` and `yield_to_trainer`.
+        stopping: the process is to end.
+        settled: the trainer's state matches the run's, and no further iteration has changed it; set by the run.
+        saves: the run has begun and not failed, so may have something to save; set by the run.
+        left: the run has ended because it was asked to.
+    """
+
+    def __init__(self) -> None:
+        self.asked, self.settled = asyncio.Event(), asyncio.Event()
+        self.stopping = False
+        self.saves = False
+        self.left = False
+
+    @property
+    def yields(self) -> bool:
+        """Whether the run has ended since its trainer ends, and may continue with the next one."""
+        return self.left and not self.stopping
+
+    def yield_to_trainer(self) -> None:
+        """End the run as for a signal: its trainer ends."""
+        log.warning("trainer asked to end: saving a checkpoint")
+        self.asked.set()
+
+    def renew(self) -> None:
+        """Prepare for the next attempt."""
+        if not self.stopping:
+            self.asked, self.settled = asyncio.Event(), asyncio.Event()
+            self.saves = self.left = False
+
+    async def leave(self, work: "asyncio.Task[None]", timeout_s: float) -> bool:
+        """End the run `work` as the table says. Returns: whether it ended early."""
+        self.stopping = True
+        self.asked.set()
+        if self.saves:
+            await asyncio.wait([work], timeout=timeout_s)
+            if not work.done():
+                log.warning("no checkpoint at the stop: not done within run.stop_timeout_s", seconds=timeout_s)
+        await cancel(work)
+        if not work.cancelled() and work.exception() is not None:
+            log.warning("no checkpoint at the stop", error=str(work.exception()))
+            return True
+        return work.cancelled() or self.left
+
+    async def until_safe(self, working: "asyncio.Task[None]") -> None:
+        """Return when `working` is done, or when the run was asked to end and is settled."""
+        for event in (self.asked, self.settled):
+            if (await first_of({"work": end_of(working), "event": event})).name == "work":
+                return
+
+    async def unless_asked(self, action: Coroutine[Any, Any, T]) -> T | None:
+        """Await the action. Returns: its result; None: it was cancelled, since the run is to end."""
+        first = await first_of({"action": action, "asked": self.asked})
+        return first.value if first.name == "action" else None
+
+
+class AsksTrainer(Protocol):
+    """The trainer's client (clients/trainer.py)."""
+
+    async def status(self, *, timeout_s: float) -> trainer_pb2.GetStatusResponse:
+        """Ask for its status. Raises: TandemError."""
+        ...
+
+
+async def follow(trainer: AsksTrainer, leaving: Leaving) -> None:
+    """Ask the trainer every second whether it ends; once it does, and there is something to save, end the run."""
+    while True:
+        try:
+            ends = (await trainer.status(timeout_s=_STATUS_TIMEOUT_S)).leaving
+        except TandemError:  # whatever needs the trainer notices, and says so
+            ends = False
+        if ends and leaving.saves:
+            leaving.yield_to_trainer()
+            # Asked further: a trainer that no coordinator asks ends without its checkpoint.
+            await _ask_on(trainer)
+        await asyncio.sleep(_ASK_S)
+
+
+async def _ask_on(trainer: AsksTrainer) -> None:
+    while True:
+        with contextlib.suppress(TandemError):
+            await trainer.status(timeout_s=_STATUS_TIMEOUT_S)
+        await asyncio.sleep(_ASK_S)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the coordinator's exit code after a failure."""
+    return EXIT_LOST_TRAINER if isinstance(error, TrainerLost) else EXIT_FAILED

@@ -1,0 +1,112 @@
+"""Records recent weight syncs and the fleet, for the metrics and the web page."""
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from coordinator.clients.replica import Replica
+from coordinator.flow import ReplicaOutcome, SyncResult
+from coordinator.watch import metrics
+from servicekit.errors import TandemError
+
+ROUNDS_KEPT = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservedSync:
+    """A weight sync, or a round that was given up, which has an `error` and no stages."""
+
+    # Unix time of its end.
+    time_s: float
+    policy_version: int
+    total_s: float = 0.0
+    stages: Mapping[str, float] = field(default_factory=dict)
+    outcomes: Mapping[str, str] = field(default_factory=dict)
+    bytes_received: int = 0
+    epoch: int = 0
+    attempts: int = 1
+    error: str = ""
+
+
+@dataclass(kw_only=True)
+class ObservedReplica:
+    """The state of a replica.
+
+    Attributes:
+        there: it is announced.
+        starts: processes of it that have been found.
+        sync_s: seconds of its slowest rank in its last sync; None before one.
+        outcome: its outcome of the last round in which it took part.
+    """
+
+    name: str
+    there: bool = True
+    serving: bool = False
+    starts: int = 0
+    policy_version: int | None = None
+    sync_s: float | None = None
+    outcome: str = ""
+
+
+class FleetRecorder:
+    """Records syncs and fleet snapshots. A replica that is a new process is a new `Replica`."""
+
+    def __init__(self) -> None:
+        self.rounds: deque[ObservedSync] = deque(maxlen=ROUNDS_KEPT)
+        self.replicas: dict[str, ObservedReplica] = {}
+        # While the run starts: services that are not announced, and by name, after how many seconds others were.
+        self.awaited: list[str] = []
+        self.arrived: dict[str, float] = {}
+        self._seen: weakref.WeakSet[Replica] = weakref.WeakSet()
+
+    def fleet(self, announced: Sequence[Replica], serving: Sequence[Replica]) -> None:
+        """Record a snapshot of the fleet; the series of lost replicas end, so that alerts ignore their version."""
+        for replica in announced:
+            row = self._row(replica.name)
+            if replica not in self._seen:
+                self._seen.add(replica)
+                row.starts += 1
+                metrics.REPLICA_STARTS.labels(replica=replica.name).inc()
+        names, serving_names = {replica.name for replica in announced}, {replica.name for replica in serving}
+        for name, row in self.replicas.items():
+            if row.there and name not in names:
+                metrics.forget_replica(name)
+            row.there, row.serving = name in names, name in serving_names
+        metrics.ANNOUNCED_REPLICAS.set(len(announced))
+        metrics.SERVING_REPLICAS.set(len(serving))
+
+    def sync(self, result: SyncResult) -> None:
+        """Record a weight sync that succeeded; its failed rounds were recorded when they ended."""
+        metrics.observe_sync(result)
+        for name, outcome in result.outcomes.items():
+            row = self._row(name)
+            row.outcome = outcome.value
+            if outcome is ReplicaOutcome.COMMITTED:
+                row.policy_version, row.sync_s, row.serving = result.policy_version, result.replica_s.get(name), True
+        self.rounds.append(
+            ObservedSync(
+                time_s=time.time(),
+                policy_version=result.policy_version,
+                total_s=result.total_s,
+                stages=result.stages,
+                outcomes={name: outcome.value for name, outcome in result.outcomes.items()},
+                bytes_received=result.bytes_received,
+                epoch=result.epoch,
+                attempts=result.attempts,
+            )
+        )
+
+    def failed_round(self, policy_version: int, error: TandemError, outcomes: Mapping[str, ReplicaOutcome]) -> None:
+        """Record a round that was given up."""
+        metrics.observe_failed_round(error, outcomes)
+        outcome_names = {name: outcome.value for name, outcome in outcomes.items()}
+        for name, outcome in outcome_names.items():
+            self._row(name).outcome = outcome
+        self.rounds.append(
+            ObservedSync(time_s=time.time(), policy_version=policy_version, outcomes=outcome_names, error=str(error))
+        )
+
+    def _row(self, name: str) -> ObservedReplica:
+        return self.replicas.setdefault(name, ObservedReplica(name=name))

@@ -1,0 +1,135 @@
+"""A worker process for code that may run for ever or end its process: a user's pattern, sympy, a user's own function.
+
+    python -m coordinator.workers.worker PARENT_PID
+
+Lines of JSON. First in: what to do (`Task`); first out: `{"ready": true, "form": ...}` or `{"error": ...}`. Then in:
+`[place, job]`; out: `[place, answer]`, an answer being `{"value": ...}`, `{"late": true}` or `{"error": "..."}`, with
+the `seconds` that it took.
+
+They are taken from stdin and stdout before any other code runs: what that prints goes to stderr, and it reads nothing.
+"""
+
+import asyncio
+import faulthandler
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from coordinator.workers import tasks
+from coordinator.workers.limits import CpuTimer, Late, Timer, WallTimer, limit_memory
+from coordinator.workers.signature import Unfit
+from coordinator.workers.task import Work
+from servicekit.lifecycle.children import die_with_parent
+
+# Longest line of a job: all texts of a batch.
+_MAX_LINE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class _Channel:
+    """The connection to the coordinator."""
+
+    jobs: TextIO
+    answers: TextIO
+
+    def write(self, answer: Any) -> None:
+        self.answers.write(json.dumps(answer) + "\n")
+        self.answers.flush()
+
+
+def main() -> None:
+    """Serve until the coordinator closes the connection."""
+    die_with_parent(int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the coordinator
+    channel = _take_streams()
+    spec = json.loads(channel.jobs.readline() or "null")
+    if spec is None:
+        return
+    limit_memory(spec["memory_mib"])
+    if not spec["output"]:
+        logging.disable(logging.CRITICAL)  # math-verify would log the completion
+    try:
+        work = tasks.TASKS[spec["name"]](**spec["settings"])
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary of the code: the coordinator says it
+        channel.write({"error": str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}"})
+        return
+    channel.write({"ready": True, "form": dict(work.form)})
+    if work.is_async:
+        asyncio.run(_serve_async(channel, work, spec["timeout_s"], spec["concurrency"]))
+    else:
+        _serve(channel, work, (WallTimer if spec["wall_clock"] else CpuTimer)(spec["timeout_s"]))
+
+
+def _take_streams() -> _Channel:
+    """Keep stdin and stdout for the coordinator alone; copies are not inherited by processes that are started here."""
+    channel = _Channel(os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8"))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+    faulthandler.enable()
+    return channel
+
+
+def _serve(channel: _Channel, work: Work, timer: Timer) -> None:
+    for line in channel.jobs:
+        place, job = json.loads(line)
+        started_s = time.monotonic()
+        channel.write([place, _answer(work, timer, job) | _since(started_s)])
+
+
+def _since(started_s: float) -> dict[str, float]:
+    return {"seconds": round(time.monotonic() - started_s, 6)}
+
+
+def _answer(work: Work, timer: Timer, job: Any) -> dict[str, Any]:
+    try:
+        return {"value": timer.run(lambda: work.call(job))}
+    except Late:
+        return {"late": True}
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary of one job: the coordinator counts it
+        return {"error": work.describe(error)}
+
+
+async def _serve_async(channel: _Channel, work: Work, timeout_s: float, concurrency: int) -> None:
+    """Do up to `concurrency` jobs at a time, in the order in which they came."""
+    reader = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), channel.jobs)
+    free = asyncio.Semaphore(concurrency)
+    running: set[asyncio.Task[None]] = set()
+
+    async def do(place: int, job: Any) -> None:
+        try:
+            started_s = time.monotonic()
+            channel.write([place, await _answer_async(work, timeout_s, job) | _since(started_s)])
+        finally:
+            free.release()
+
+    while True:
+        await free.acquire()
+        line = await reader.readline()
+        if not line:
+            return
+        task = asyncio.create_task(do(*json.loads(line)))
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+
+async def _answer_async(work: Work, timeout_s: float, job: Any) -> dict[str, Any]:
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            return {"value": await work.call(job)}
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - the boundary of one job
+        late = isinstance(error, TimeoutError) and limit.expired()
+        return {"late": True} if late else {"error": work.describe(error)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""The patches of an overlay, from the answers and the pods' layout: sizes, nodes, claims. Pure."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from launcher.deploy.answers import Answers, toleration
+from launcher.deploy.overlay.kustomize import Manifest
+from launcher.deploy.overlay.layout import PodLayout
+
+GPU = "nvidia.com/gpu"
+WORKLOADS = ("StatefulSet", "Job", "Deployment")
+CLAIMS = ("run", "models")
+# Of a CPU engine or rank; deploy/overlays/dev-cpu has the same.
+_CPU_RANK_GIB, _CPU_ENGINE_GIB = 3, 6
+_GPU_NODES = "gpu-nodes"
+
+
+def sizes(answers: Answers, layout: PodLayout) -> list[Manifest]:
+    """Make the patches of what trainer and rollout pods hold and ask for."""
+    ranks = {"name": "TANDEM_RANKS_PER_HOST", "value": str(layout.ranks_per_host)}
+    trainer = _resources(answers, layout.ranks_per_host, _CPU_RANK_GIB)
+    rollout = _resources(answers, layout.ranks_per_engine_host, _CPU_ENGINE_GIB)
+    return [
+        _container("StatefulSet", "trainer", {"env": [ranks], "resources": trainer}),
+        _container("StatefulSet", "rollout", {"resources": rollout}),
+    ]
+
+
+def nodes(answers: Answers, built: Sequence[Manifest]) -> list[Manifest]:
+    """Make the patches of where pods may run: trainer and rollouts, or all pods of a run on a single node."""
+    tolerations = [toleration(text) for text in answers.tolerations]
+    if answers.uses_gpus and (tolerations or _GPU_NODES not in answers.components):
+        usual = toleration(f"{GPU}:NoSchedule")
+        tolerations += [usual] if usual["key"] not in {given["key"] for given in tolerations} else []
+    spec: dict[str, Any] = {}
+    if answers.node_selector:
+        spec["nodeSelector"] = dict(answers.node_selector)
+    if tolerations:
+        spec["tolerations"] = tolerations
+    all_together = answers.overlay != "cluster"
+    wanted = [manifest for manifest in built if _is_workload(manifest) and (all_together or uses_gpu(manifest))]
+    return [_pod(manifest, spec) for manifest in wanted] if spec else []
+
+
+def claims(answers: Answers, built: Iterable[Manifest]) -> list[Manifest]:
+    """Make the patches that exchange the claims, of the pods that mount them."""
+    given = dict(zip(CLAIMS, (answers.run_claim, answers.models_claim), strict=True))
+    changed = {name: claim for name, claim in given.items() if claim != name}
+    found = []
+    for manifest in built:
+        volumes = [
+            {"name": volume["name"], "persistentVolumeClaim": {"claimName": changed[name]}}
+            for volume in (pod_spec(manifest).get("volumes", []) if _is_workload(manifest) else [])
+            if (name := volume.get("persistentVolumeClaim", {}).get("claimName", "")) in changed
+        ]
+        if volumes:
+            found.append(_pod(manifest, {"volumes": volumes}))
+    return found
+
+
+def storage(answers: Answers, built: Iterable[Manifest]) -> list[Manifest]:
+    """Make the patches of the storage class of the claims that are a run's own."""
+    own = [manifest for manifest in built if manifest["kind"] == "PersistentVolumeClaim" and not is_shared(manifest)]
+    spec = {"storageClassName": answers.storage_class}
+    return [_head(manifest) | {"spec": spec} for manifest in own] if answers.storage_class else []
+
+
+def removed(built: Iterable[Manifest]) -> list[Manifest]:
+    """Make the patches that take what exists once per namespace out of a run."""
+    return [
+        {"apiVersion": manifest["apiVersion"], "kind": manifest["kind"], "metadata": {"name": name}, "$patch": "delete"}
+        for manifest in built
+        if is_shared(manifest) and (name := manifest["metadata"]["name"])
+    ]
+
+
+def is_shared(manifest: Manifest) -> bool:
+    """Whether an object is the namespace's and not a run's."""
+    name = manifest["metadata"]["name"]
+    return manifest["kind"] == "Namespace" or (manifest["kind"] == "PersistentVolumeClaim" and name in CLAIMS)
+
+
+def pod_spec(workload: Manifest) -> dict[str, Any]:
+    """Return the pods' spec of a workload."""
+    spec: dict[str, Any] = workload["spec"]["template"]["spec"]
+    return spec
+
+
+def uses_gpu(workload: Manifest) -> bool:
+    """Whether a container of its pods asks for a GPU."""
+    containers = pod_spec(workload)["containers"]
+    return any(GPU in (container.get("resources", {}).get("limits") or {}) for container in containers)
+
+
+def _is_workload(manifest: Manifest) -> bool:
+    return manifest["kind"] in WORKLOADS
+
+
+def _resources(answers: Answers, ranks: int, cpu_gib: int) -> dict[str, Any]:
+    if answers.uses_gpus:
+        amounts = {
+            "cpu": str(answers.cpus_per_gpu * ranks),
+            "memory": f"{answers.memory_gib_per_gpu * ranks}Gi",
+            GPU: str(ranks),
+        }
+    else:
+        amounts = {"cpu": str(ranks), "memory": f"{cpu_gib * ranks}Gi"}
+    return {"requests": amounts, "limits": dict(amounts)}
+
+
+def _container(kind: str, name: str, content: dict[str, Any]) -> Manifest:
+    head = {"apiVersion": "apps/v1", "kind": kind, "metadata": {"name": name}}
+    return {**head, "spec": {"template": {"spec": {"containers": [{"name": name, **content}]}}}}
+
+
+def _pod(workload: Manifest, spec: dict[str, Any]) -> Manifest:
+    return _head(workload) | {"spec": {"template": {"spec": spec}}}
+
+
+def _head(manifest: Manifest) -> Manifest:
+    name = {"name": manifest["metadata"]["name"]}
+    return {"apiVersion": manifest["apiVersion"], "kind": manifest["kind"], "metadata": name}

@@ -1,0 +1,141 @@
+"""Implements the commands of `tandem deploy` that find a run in a cluster; every function returns the exit code."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from launcher.deploy.commands import Where, guarded, overlay_of
+from launcher.deploy.results.commands import RunFiles, find_files
+from launcher.deploy.results.removal import check_removable, remove_files
+from launcher.deploy.running.api import OperatorApi
+from launcher.deploy.running.delete import delete_run
+from launcher.deploy.running.diff import changes, left_over, not_compared
+from launcher.deploy.running.logs import show_logs
+from launcher.deploy.running.run import LiveRun, find_run
+from launcher.deploy.running.status import describe_run, is_over
+from launcher.view.logs.show import WantedLines, time_of
+from servicekit.errors import ConfigError
+from servicekit.lifecycle.exit_codes import EXIT_FAILED, EXIT_OK
+
+_STYLES = {"+": "green", "-": "red", "@": "cyan"}
+
+
+def diff_command(folder: Path, where: Where) -> int:
+    """Run `tandem deploy diff`. Returns: 0 also if something would change."""
+    return guarded(lambda console: _diff(console, folder, where))
+
+
+def status_command(run: str, where: Where) -> int:
+    """Run `tandem deploy status`."""
+    return guarded(lambda console: _status(console, run, where))
+
+
+def logs_command(
+    run: str,
+    services: Sequence[str],
+    where: Where,
+    *,
+    level: str,
+    since: str,
+    newest: int | None,
+    follow: bool,
+    previous: bool,
+) -> int:
+    """Run `tandem deploy logs`."""
+
+    def show(console: Console) -> int:
+        since_s = time_of(since, time.time()) if since else 0.0
+        api, _ = _found(run, where)
+        wanted = WantedLines(services=services, level=level, since_s=since_s, newest=newest)
+        ends = (lambda: is_over(api, run)) if follow else None
+        with suppress(KeyboardInterrupt):
+            show_logs(api, run, console, wanted, previous=previous, is_over=ends)
+        return EXIT_OK
+
+    return guarded(show)
+
+
+def delete_command(
+    run: str, where: Where, *, claims: bool, files: RunFiles | None, timeout_s: float, confirm: Callable[[str], bool]
+) -> int:
+    """Run `tandem deploy delete`.
+
+    Args:
+        files: delete the run's folder too, once its pods are gone; None: it stays.
+        confirm: asks before anything is deleted.
+    """
+
+    def delete(console: Console) -> int:
+        if files is None:
+            api, live = _found(run, where)
+            source = None
+        else:
+            api, live, source = find_files(run, files, where)
+            check_removable(api, run, source)
+        count = sum(len(objects) for objects in live.objects.values())
+        lost = " and its claims with what is on them" if claims else ""
+        lost += "" if source is None else f" and its folder {source.run_dir} on claim {source.claim}"
+        if not confirm(
+            f"delete {count} objects of run {run} in namespace {live.namespace} (context {api.context}){lost}?"
+        ):
+            return EXIT_FAILED
+        errors = delete_run(api, live, lambda line: console.print(Text(line)), claims=claims, timeout_s=timeout_s)
+        for error in errors:
+            console.print(Text(str(error), style="bold red"))
+        if source is not None and not errors:
+            remove_files(api, run, source, lambda line: console.print(Text(line)), timeout_s=timeout_s)
+        return EXIT_FAILED if errors else EXIT_OK
+
+    return guarded(delete)
+
+
+def _found(run: str, where: Where) -> tuple[OperatorApi, LiveRun]:
+    """Connect, and find a run. Raises: ConfigError."""
+    api = where.api()
+    return api, find_run(api, run, searched=not where.namespace)
+
+
+def _status(console: Console, run: str, where: Where) -> int:
+    lines = describe_run(*_found(run, where))
+    width = max(len(name) for name, _ in lines)
+    for name, text in lines:
+        console.print(Text(f"{name.rjust(width)}  {text}"))
+    return EXIT_OK
+
+
+def _diff(console: Console, folder: Path, where: Where) -> int:
+    answers, _, built = overlay_of(folder)
+    api = where.api(answers.namespace)
+    counts = {"new": 0, "changed": 0, "same": 0}
+    stays = []
+    for change in changes(api, built):
+        counts[change.what] += 1
+        if change.what == "new":
+            console.print(Text(f"new      {change.kind}/{change.name}", style="green"))
+        for line in change.text.splitlines():
+            console.print(Text(line, style=_STYLES.get(line[:1], "")))
+        for warning in change.warnings:
+            console.print(Text(f"! {change.kind}/{change.name}: {warning}", style="bold yellow"))
+        stays += [change] if change.warnings else []
+    live = LiveRun(run=answers.run, namespace=api.namespace)
+    with suppress(ConfigError):
+        live = find_run(api, answers.run, searched=False)
+    for name in left_over(live, built):
+        console.print(Text(f"! {name}: no longer in the overlay; applying does not delete it", style="bold yellow"))
+    for name in not_compared(built):
+        console.print(Text(f"? {name}: not compared", style="dim"))
+    if stays:
+        workloads = sorted(
+            {f"{item.kind.lower()}/{item.name}" for item in stays if item.kind != "PersistentVolumeClaim"}
+        )
+        console.print(
+            Text("to change them, take the services away first, all together; the run resumes from its checkpoint:")
+        )
+        console.print(Text(f"  kubectl delete --namespace {api.namespace} --cascade=foreground {' '.join(workloads)}"))
+        console.print(Text(f"  kubectl apply -k {folder}"))
+    console.print(Text(", ".join(f"{number} {what}" for what, number in counts.items()), style="bold"))
+    return EXIT_OK

@@ -1,0 +1,60 @@
+"""Admission of generate calls: count the running ones, and evict them."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from typing import TypeVar
+
+from servicekit.errors import TandemError
+from servicekit.lifecycle.tasks import first_of
+
+T = TypeVar("T")
+
+
+class Admission:
+    """The running calls and groups of a replica: a count, a wait until none is left, an eviction."""
+
+    def __init__(self) -> None:
+        self.running_calls = 0
+        self.running_groups = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._evicted: asyncio.Future[TandemError] = asyncio.get_running_loop().create_future()
+
+    @contextlib.contextmanager
+    def inside(self, num_groups: int) -> Iterator[None]:
+        """Count one generate call, and its groups, while the context is open."""
+        self.running_calls += 1
+        self.running_groups += num_groups
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.running_calls -= 1
+            self.running_groups -= num_groups
+            if self.running_calls == 0:
+                self._idle.set()
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no call is running. Returns: whether that came within `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        return self._idle.is_set()
+
+    def evict(self, error: TandemError) -> None:
+        """Make every running call fail with `error`; calls that start later are not affected."""
+        evicted, self._evicted = self._evicted, asyncio.get_running_loop().create_future()
+        evicted.set_result(error)
+
+    async def until_evicted(self, items: AsyncIterator[T]) -> AsyncIterator[T]:
+        """Yield `items`. Raises: the error of evict() as soon as that is called."""
+        evicted = self._evicted
+        source = aiter(items)
+        while True:
+            try:
+                first = await first_of({"evicted": evicted, "item": anext(source)})
+            except StopAsyncIteration:
+                return
+            if first.name == "evicted":
+                raise evicted.result()
+            yield first.value
