@@ -206,13 +206,13 @@ def evaluate(
         tandem evaluate --model my-model --data a.jsonl --data b.jsonl --samples 8 -s reward.kind=math_verify
         tandem evaluate -c my.yaml --model runs/mine/hf
     """
-    from launcher.evaluate import EvaluationRequest, evaluate_command
+    from launcher.evaluate import EvaluationOptions, evaluate_command
 
     if config is None and (model is None or not data):
         raise typer.BadParameter("give a model and data: tandem evaluate --model DIR --data FILE (or -c my.yaml)")
     raise typer.Exit(
         evaluate_command(
-            EvaluationRequest(
+            EvaluationOptions(
                 model=model,
                 data=data or [],
                 config=config,

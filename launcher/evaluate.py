@@ -34,7 +34,7 @@ _SET_BY_DATA = ("data.train", "evaluation.sets")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationRequest:
+class EvaluationOptions:
     """What the command line asks for.
 
     Attributes:
@@ -103,7 +103,7 @@ def _different(names: Sequence[str]) -> list[str]:
     return found
 
 
-def evaluate_command(asked: EvaluationRequest) -> int:
+def evaluate_command(asked: EvaluationOptions) -> int:
     """Run `tandem evaluate`. Returns: the exit code."""
     complaints = make_console(stderr=True)
     draft, problems = draft_evaluation(asked)
@@ -122,7 +122,7 @@ def evaluate_command(asked: EvaluationRequest) -> int:
     )
 
 
-def draft_evaluation(asked: EvaluationRequest) -> tuple[Draft, list[ConfigProblem]]:
+def draft_evaluation(asked: EvaluationOptions) -> tuple[Draft, list[ConfigProblem]]:
     """Draft the configuration; without a file of it, with the columns of the first row's prompt and answer.
 
     Returns: the draft, and what is wrong with the columns.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.flow import Completion, Generation, Group, Prompt, Scored
+from coordinator.flow import Completion, Generation, Group, GroupScores, Prompt
 from coordinator.learn.advantages import group_advantages
 from coordinator.loop import GrpoLoop
 from servicekit.errors import NotFinite
@@ -68,7 +68,7 @@ async def test_the_sum_over_tokens_is_taken_off_before_the_group_statistics(
 ) -> None:
     trainer = Asked()
     grpo = loop(trainer, kl_estimator=estimator, old_logprobs=old_logprobs)
-    scored = Scored(rewards_PG=REWARDS, accuracy=0.0)
+    scored = GroupScores(rewards_PG=REWARDS, accuracy=0.0)
     divergence = await grpo.diverge(generation(), scored)
     assert divergence is not None
     each = of(REFERENCE - (OLD if old_logprobs == "recompute" else ROLLOUT))
@@ -90,7 +90,7 @@ async def test_masked_tokens_are_in_no_sum_and_no_mean(old_logprobs: str) -> Non
         completion.loss_mask = array("B", map(int, mask))
         for token in np.flatnonzero(~np.array(completion.loss_mask, np.bool_)):
             completion.logprobs[token] = float("nan")
-    divergence = await grpo.diverge(generated, Scored(rewards_PG=REWARDS, accuracy=0.0))
+    divergence = await grpo.diverge(generated, GroupScores(rewards_PG=REWARDS, accuracy=0.0))
     assert divergence is not None
     delta = REFERENCE - (OLD if old_logprobs == "recompute" else ROLLOUT)
     np.testing.assert_allclose(divergence.penalties_PG, -0.1 * delta * np.array([[1, 2], [2, 1]]), atol=1e-7)
@@ -100,29 +100,29 @@ async def test_masked_tokens_are_in_no_sum_and_no_mean(old_logprobs: str) -> Non
 async def test_samples_without_a_reward_are_not_measured() -> None:
     trainer, missing = Asked(), np.array([[False, True], [False, False]])
     grpo = loop(trainer)
-    scored = Scored(rewards_PG=REWARDS, accuracy=0.0, missing_PG=missing)
+    scored = GroupScores(rewards_PG=REWARDS, accuracy=0.0, missing_PG=missing)
     divergence = await grpo.diverge(generation(), scored)
     assert divergence is not None
     np.testing.assert_allclose(divergence.penalties_PG, [[0.025, 0.0], [0.075, 0.1]], atol=1e-7)
     assert trainer.calls[0] == (["g0#0", "g1#0", "g1#1"], True)
     assert grpo.learn(scored, divergence).advantages_PG[0].tolist() == [0.0, 0.0]
-    nobody = Scored(rewards_PG=REWARDS, accuracy=0.0, missing_PG=np.ones((2, 2), np.bool_))
+    nobody = GroupScores(rewards_PG=REWARDS, accuracy=0.0, missing_PG=np.ones((2, 2), np.bool_))
     assert await grpo.diverge(generation(), nobody) is None
 
 
 async def test_a_divergence_that_is_not_finite_names_its_sample() -> None:
     with pytest.raises(NotFinite, match=r"samples: g0#0$"):
-        await loop(Asked(spoilt=float("nan"))).diverge(generation(), Scored(rewards_PG=REWARDS, accuracy=0.0))
+        await loop(Asked(spoilt=float("nan"))).diverge(generation(), GroupScores(rewards_PG=REWARDS, accuracy=0.0))
 
 
 async def test_a_token_without_a_log_prob_of_the_engine_has_no_divergence() -> None:
     spoilt = generation()
     first = spoilt.groups[0].completions[0]
     grpo = loop(Asked(), old_logprobs="rollout")
-    before = await grpo.diverge(generation(), Scored(rewards_PG=REWARDS, accuracy=0.0))
+    before = await grpo.diverge(generation(), GroupScores(rewards_PG=REWARDS, accuracy=0.0))
     for value in (float("nan"), float("-inf")):
         first.logprobs[0] = value
-        found = await grpo.diverge(spoilt, Scored(rewards_PG=REWARDS, accuracy=0.0))
+        found = await grpo.diverge(spoilt, GroupScores(rewards_PG=REWARDS, accuracy=0.0))
         assert found is not None
         assert before is not None
         difference_PG = before.penalties_PG - found.penalties_PG

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from launcher.check.preflight import preflight
-from launcher.evaluate import EvaluationRequest, draft_evaluation, of_files
+from launcher.evaluate import EvaluationOptions, draft_evaluation, of_files
 from launcher.run.devices import plan_devices
 from launcher.run.processes import Launch, plan_evaluation
 from launcher.view.evaluation import evaluation_lines
@@ -23,7 +23,7 @@ MODEL = Path("/models/my model")
 CHAT = {"messages": [{"role": "user", "content": "1+2="}], "reward_model": {"ground_truth": "3"}}
 
 
-def request(**asked: Any) -> EvaluationRequest:
+def request(**asked: Any) -> EvaluationOptions:
     given: dict[str, Any] = {
         "model": MODEL,
         "data": [],
@@ -32,7 +32,7 @@ def request(**asked: Any) -> EvaluationRequest:
         "temperature": None,
         "overrides": [],
     }
-    return EvaluationRequest(**given | asked)
+    return EvaluationOptions(**given | asked)
 
 
 def config_of(**asked: Any) -> RunConfig:

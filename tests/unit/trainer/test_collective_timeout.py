@@ -24,11 +24,11 @@ def test_megatrons_groups_have_the_configured_timeout(monkeypatch: pytest.Monkey
 
 
 def test_it_is_the_runs_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    class EvaluationRequest(Exception):
+    class Called(Exception):
         """With these arguments."""
 
     def ask(*arguments: object) -> None:
-        raise EvaluationRequest(*arguments)
+        raise Called(*arguments)
 
     monkeypatch.setattr(build, "initialize_parallel", ask)
     config = RunConfig.model_validate(
@@ -39,6 +39,6 @@ def test_it_is_the_runs_own(monkeypatch: pytest.MonkeyPatch) -> None:
             "trainer": {"collective_timeout_s": 77.0},
         }
     )
-    with pytest.raises(EvaluationRequest) as asked:
+    with pytest.raises(Called) as asked:
         MegatronEngine(config, torch.device("cpu"))
     assert asked.value.args == (Parallel(), 5, 77.0)
