@@ -27,7 +27,7 @@ from coordinator.fleet.kubernetes.troubles import Troubles
 from coordinator.watch.events import EventLog
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, NotReady, TandemError
-from servicekit.life.lifecycle import watch
+from servicekit.lifecycle.termination import watch
 from servicekit.logs import get_logger
 from tandem_config.schema import FleetSection, RunConfig
 
