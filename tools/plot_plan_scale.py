@@ -158,7 +158,7 @@ def _some(figures: dict[str, Any]) -> dict[str, Any]:
 
 def _tensors(model: str) -> int:
     from weightsync.layouts.hf import hf_layout
-    from weightsync.model.presets import preset
+    from weightsync.model.spec import preset
 
     return len(hf_layout(preset(model)).tensors)
 

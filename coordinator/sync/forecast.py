@@ -14,8 +14,7 @@ from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import SyncSection
 from weightsync.layouts.layout import Parallel
-from weightsync.layouts.megatron import megatron_layout
-from weightsync.layouts.sglang import sglang_layout
+from weightsync.layouts.registry import ROLLOUT_ENGINE, TRAINER_ENGINE, layout_of
 from weightsync.model.spec import ModelSpec
 from weightsync.plans.cost import GIGABIT, MessageSizes, Speeds, predict
 from weightsync.plans.limits import bucket_bytes, largest_message
@@ -95,7 +94,7 @@ class Forecast:
 
     def _predict_chain(self, trainer: Parallel, rollout: Parallel, replicas: int, message_bytes: int) -> RoundForecast:
         spec = ModelSpec.from_folder(self._model)
-        plan = make_plan(megatron_layout(spec, trainer), sglang_layout(spec, rollout))
+        plan = make_plan(layout_of(TRAINER_ENGINE, spec, trainer), layout_of(ROLLOUT_ENGINE, spec, rollout))
         messages = cut_messages(plan, max(1, message_bytes // self._dtype_bytes))
         prediction = predict(plan, MessageSizes.of(plan, messages, self._dtype_bytes), replicas, self._speeds)
         received = int(plan.elements_sent().sum()) * self._dtype_bytes * replicas

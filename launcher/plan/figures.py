@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from launcher.plan.fit import layout_of
+from launcher.plan.fit import fitting_layout
 from weightsync.layouts.layout import Parallel
-from weightsync.layouts.megatron import megatron_layout
-from weightsync.layouts.sglang import sglang_layout
+from weightsync.layouts.registry import ROLLOUT_ENGINE, TRAINER_ENGINE
 from weightsync.model.spec import ModelSpec
 from weightsync.plans.cost import MessageSizes, Speeds, predict
 from weightsync.plans.messages import Message, cut_messages
@@ -48,8 +47,8 @@ class PlannedSync:
     def of(cls, request: PlanRequest) -> "PlannedSync":
         """Make the plan. Raises: ConfigErrors: sizes that do not fit the model, with some that do."""
         start, cpu_start = time.perf_counter(), time.process_time()
-        source = layout_of("--trainer", megatron_layout, request.spec, request.trainer)
-        plan = make_plan(source, layout_of("--rollout", sglang_layout, request.spec, request.rollout))
+        source = fitting_layout("--trainer", TRAINER_ENGINE, request.spec, request.trainer)
+        plan = make_plan(source, fitting_layout("--rollout", ROLLOUT_ENGINE, request.spec, request.rollout))
         messages = cut_messages(plan, max(1, request.bucket_bytes // DTYPE_BYTES[request.dtype]))
         return cls(
             request=request,

@@ -1,31 +1,31 @@
 """Makes the layouts of `tandem plan`; an error for sizes that do not fit the model names some that do."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 from servicekit.errors import ConfigError
 from tandem_config.problems import ConfigErrors, ConfigProblem
 from weightsync.layouts.layout import Layout, Parallel
+from weightsync.layouts.registry import layout_of
 from weightsync.layouts.stages import chunks_of
 from weightsync.model.spec import ModelSpec
 
-LayoutOf = Callable[[ModelSpec, Parallel], Layout]
 _TENSOR_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
-def layout_of(option: str, layout: LayoutOf, spec: ModelSpec, parallel: Parallel) -> Layout:
+def fitting_layout(option: str, engine: str, spec: ModelSpec, parallel: Parallel) -> Layout:
     """Make a layout.
 
     Args:
         option: command line option that gave the sizes.
-        layout: layout function of that side.
+        engine: of that side.
     Raises: ConfigErrors: the sizes do not fit the model; names the option and sizes that fit.
     """
     try:
-        return layout(spec, parallel)
+        return layout_of(engine, spec, parallel)
     except ConfigError as error:
         problem = ConfigProblem(
-            key=option, value=_spelled(parallel), message=str(error), suggestion=_suggestion(layout, spec, parallel)
+            key=option, value=_spelled(parallel), message=str(error), suggestion=_suggestion(engine, spec, parallel)
         )
         raise ConfigErrors([problem]) from None
 
@@ -35,7 +35,7 @@ def _spelled(parallel: Parallel) -> str:
     return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "tp=1"
 
 
-def _suggestion(layout: LayoutOf, spec: ModelSpec, parallel: Parallel) -> str:
+def _suggestion(engine: str, spec: ModelSpec, parallel: Parallel) -> str:
     """Name values of one size that fit while the other sizes stay; tried on a model of one layer."""
     if not _stages_fit(spec, parallel):
         fits = [n for n in range(1, spec.num_layers + 1) if _stages_fit(spec, replace(parallel, pipeline=n))]
@@ -46,7 +46,7 @@ def _suggestion(layout: LayoutOf, spec: ModelSpec, parallel: Parallel) -> str:
     )
     experts = [n for n in range(1, spec.num_experts + 1) if spec.num_experts % n == 0] or [1]
     for name, field, sizes in (("tp", "tensor", _TENSOR_SIZES), ("ep", "expert", experts)):
-        if fits := _fitting(layout, layer, one_stage, field, sizes):
+        if fits := _fitting(engine, layer, one_stage, field, sizes):
             return f"{name} that fits: {_some(fits)}"
     return ""
 
@@ -54,11 +54,11 @@ def _suggestion(layout: LayoutOf, spec: ModelSpec, parallel: Parallel) -> str:
 _NO_EXTRA_LAYERS = {"embedding_counts": False, "loss_counts": False}
 
 
-def _fitting(layout: LayoutOf, spec: ModelSpec, parallel: Parallel, field: str, sizes: Iterable[int]) -> list[int]:
+def _fitting(engine: str, spec: ModelSpec, parallel: Parallel, field: str, sizes: Iterable[int]) -> list[int]:
     fits = []
     for size in sizes:
         try:
-            layout(spec, replace(parallel, **{field: size}))  # type: ignore[arg-type]
+            layout_of(engine, spec, replace(parallel, **{field: size}))  # type: ignore[arg-type]
             fits.append(size)
         except ConfigError:
             pass

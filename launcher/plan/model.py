@@ -8,8 +8,7 @@ from typing import Any
 from servicekit.errors import ConfigError
 from tandem_config.problems import ConfigErrors, ConfigProblem
 from weightsync.model.config import UnsupportedModel
-from weightsync.model.presets import CONFIGS, preset
-from weightsync.model.spec import ModelSpec
+from weightsync.model.spec import PRESETS, ModelSpec, preset
 
 _LARGEST_BYTES = 2**24
 # Keys that change what a model computes, not which parameters it has.
@@ -31,7 +30,7 @@ def model_spec(model: str) -> ModelSpec:
         model: built-in name, config.json, or the folder of one.
     Raises: ConfigErrors: an unknown name, with the closest one; a file that is no supported config.json.
     """
-    if model in CONFIGS:
+    if model in PRESETS:
         return preset(model)
     file = _config_file(model)
     if file is None:
@@ -62,12 +61,12 @@ def _config_file(model: str) -> Path | None:
 
 
 def _unknown(model: str) -> ConfigProblem:
-    close = difflib.get_close_matches(model.lower().rsplit("/", 1)[-1], CONFIGS, 1, 0.5)
+    close = difflib.get_close_matches(model.lower().rsplit("/", 1)[-1], PRESETS, 1, 0.5)
     hint = f"did you mean {close[0]}? " if close else ""
     return _problem(
         model,
         "is neither a file, nor a folder with config.json, nor a built-in model",
-        f"{hint}built in: {', '.join(CONFIGS)}",
+        f"{hint}built in: {', '.join(PRESETS)}",
     )
 
 

@@ -35,7 +35,7 @@ from tests.manifests.kustomize import (
     templates_of,
     workloads,
 )
-from weightsync.model.presets import preset
+from weightsync.model.spec import preset
 
 ALL = ["base", *OVERLAYS, *VARIANTS]
 # trainer_service.app imports torch; these three are read from its text.

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from servicekit.errors import ConfigError
-from weightsync.model.mapping import EMBEDDING, LM_HEAD
+from weightsync.families.decoder import EMBEDDING, LM_HEAD
 
 _SHOWN = 5
 

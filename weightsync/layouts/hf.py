@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from weightsync.families.rule import Rule
 from weightsync.layouts.layout import Layout, LayoutBuilder, Piece, local_shape, piece_array
 from weightsync.layouts.placement import part_shape, rule_applies
-from weightsync.model.mapping import Rule, rules_for
 from weightsync.model.spec import ModelSpec
 
 _RANK_ZERO = np.zeros((1, 1), dtype=np.int64)
@@ -13,7 +13,7 @@ _RANK_ZERO = np.zeros((1, 1), dtype=np.int64)
 def hf_layout(spec: ModelSpec) -> Layout:
     """Make the layout with every canonical tensor whole on rank 0; a tied model has no lm_head.weight."""
     builder = LayoutBuilder(1)
-    for rule in rules_for(spec):
+    for rule in spec.rules():
         for layer in range(spec.num_layers if rule.stage == "layer" else 1):
             if rule.stage != "layer" or rule_applies(rule, spec, layer):
                 for expert in range(spec.num_experts if rule.per_expert else 1):

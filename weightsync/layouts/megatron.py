@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from servicekit.errors import ConfigError
+from weightsync.families.rule import Placement, Rule
 from weightsync.layouts.layout import Layout, LayoutBuilder, Parallel, Piece, PieceArray, exact_share, piece_array
 from weightsync.layouts.placement import (
     SAME_ON_BOTH_SIDES,
@@ -17,7 +18,6 @@ from weightsync.layouts.placement import (
     split_vocabulary,
 )
 from weightsync.layouts.stages import ModelChunk, chunks_of
-from weightsync.model.mapping import Placement, Rule, rules_for
 from weightsync.model.spec import ModelSpec
 
 OUTPUT_LAYER = "output_layer.weight"
@@ -37,7 +37,7 @@ def megatron_layout(spec: ModelSpec, parallel: Parallel) -> Layout:
     builder = LayoutBuilder(parallel.world_size)
     grid = _Grid(spec, parallel)
     chunks = chunks_of(spec.num_layers, parallel)
-    for rule in rules_for(spec):
+    for rule in spec.rules():
         placed = _PlacedRule(rule=rule, grid=grid)
         if rule.stage == "layer":
             for chunk, layer in _layers(chunks):
@@ -46,7 +46,7 @@ def megatron_layout(spec: ModelSpec, parallel: Parallel) -> Layout:
         else:
             placed.place(builder, chunks[0] if rule.stage == "first" else chunks[-1], chunks[-1].first_layer)
     if spec.tied and parallel.pipeline > 1:
-        embedding = next(rule for rule in rules_for(spec) if rule.stage == "first")
+        embedding = next(rule for rule in spec.rules() if rule.stage == "first")
         _PlacedRule(rule=embedding, grid=grid).place(builder, chunks[-1], 0, alias=OUTPUT_LAYER)
     return builder.build()
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from servicekit.errors import ConfigError
+from weightsync.families.rule import Placement, Rule
 from weightsync.layouts.layout import Piece, PieceArray, exact_share, local_shape, piece_array
-from weightsync.model.mapping import Placement, Rule
 from weightsync.model.spec import ModelSpec
 
 

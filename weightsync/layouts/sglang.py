@@ -3,6 +3,7 @@
 import numpy as np
 
 from servicekit.errors import ConfigError
+from weightsync.families.rule import Placement, Rule
 from weightsync.layouts.layout import Layout, LayoutBuilder, Parallel, Piece, PieceArray, exact_share, piece_array
 from weightsync.layouts.placement import (
     SAME_ON_BOTH_SIDES,
@@ -12,7 +13,6 @@ from weightsync.layouts.placement import (
     rule_applies,
     split_vocabulary,
 )
-from weightsync.model.mapping import Placement, Rule, rules_for
 from weightsync.model.spec import ModelSpec
 
 # DEFAULT_VOCAB_PADDING_SIZE of sglang/srt/layers/vocab_parallel_embedding.py
@@ -38,7 +38,7 @@ def sglang_layout(spec: ModelSpec, parallel: Parallel) -> Layout:
     if parallel.expert > 1 and spec.num_experts == 0:
         raise ConfigError("expert parallel size must be 1: the model has no experts")
     builder = LayoutBuilder(parallel.tensor)
-    for rule in rules_for(spec):
+    for rule in spec.rules():
         layers = _layers(rule, spec)
         if layers:  # the sizes of a rule that no layer has (the dense MLP of a mixture) need not divide
             cut = _cut(rule, spec, parallel)

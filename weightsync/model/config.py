@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from servicekit.errors import ConfigError
+from weightsync.families.family import Family
 
 # Larger than in any model, and small enough that the product of two does not overflow.
 _LARGEST = 2**30
@@ -78,23 +79,22 @@ def positive(config: Mapping[str, Any], key: str, default: float) -> float:
     return number
 
 
-def check_computation(config: Mapping[str, Any], *, qkv_bias: bool, longest: int) -> None:
+def check_computation(config: Mapping[str, Any], family: Family, *, longest: int) -> None:
     """Check the entries that change the computation, except rotary embeddings and experts.
 
     Args:
-        qkv_bias: the family's projections have biases.
         longest: tokens of the longest sequence.
     Raises: UnsupportedModel: with the entry and its value.
     """
     _check_quantization(config.get("quantization_config"))
     _check_activation(config.get("hidden_act", "silu"))
     for switch in ("attention_bias", "mlp_bias"):
-        if not qkv_bias and config.get(switch):
+        if not family.qkv_bias and config.get(switch):
             raise UnsupportedModel(
-                f"{switch}: true is not supported in a {config['model_type']} model (output layers have biases, too)",
+                f"{switch}: true is not supported in a {family.model_type} model (output layers have biases, too)",
                 "use a model without these biases",
             )
-    _check_windows(config, longest)
+    _check_windows(config, family, longest)
 
 
 def _check_quantization(settings: Any) -> None:
@@ -117,7 +117,7 @@ def _check_activation(name: Any) -> None:
     )
 
 
-def _check_windows(config: Mapping[str, Any], longest: int) -> None:
+def _check_windows(config: Mapping[str, Any], family: Family, longest: int) -> None:
     """Refuse sliding windows, as transformers finds them, unless every sequence fits into the window."""
     types = entries(config, "layer_types")
     listed = [layer for layer, kind in enumerate(types) if kind == _SLIDING]
@@ -136,7 +136,7 @@ def _check_windows(config: Mapping[str, Any], longest: int) -> None:
     window = whole(config, "sliding_window", default=_WINDOW)
     if window >= longest:
         return
-    if sliding := _sliding_layers(config, listed):
+    if sliding := _sliding_layers(config, family, listed):
         raise UnsupportedModel(
             f"use_sliding_window: true is not supported (sliding_window {window}, from layer {sliding[0]} on)",
             "use a model whose layers all have full attention; sequences that the window holds train the same with "
@@ -144,12 +144,12 @@ def _check_windows(config: Mapping[str, Any], longest: int) -> None:
         )
 
 
-def _sliding_layers(config: Mapping[str, Any], listed: list[int]) -> list[int]:
+def _sliding_layers(config: Mapping[str, Any], family: Family, listed: list[int]) -> list[int]:
     layers = range(min(whole(config, "num_hidden_layers"), 2**14))
-    if config["model_type"] == "llama":
-        return []  # LlamaConfig has no windows
-    if config["model_type"] == "qwen3_moe":
-        return list(layers)  # no layer is exempt
+    if family.windows == "none":
+        return []
+    if family.windows == "all":
+        return list(layers)
     if config.get("layer_types"):
         return listed
     first = whole(config, "max_window_layers", least=0, default=_FIRST_SLIDING_LAYER)

@@ -15,7 +15,6 @@ from functools import lru_cache
 from typing import TypeVar
 
 from servicekit.errors import ConfigError
-from weightsync.model.mapping import rules_for
 from weightsync.model.spec import ModelSpec
 
 Value = TypeVar("Value")
@@ -46,7 +45,7 @@ def _local_name(spec: ModelSpec, name: str) -> str | None:
 @lru_cache(maxsize=4)
 def _second_spellings(spec: ModelSpec) -> tuple[tuple[re.Pattern[str], str], ...]:
     """Return every further spelling as a pattern, with the local one."""
-    return tuple((_pattern(other), rule.megatron[0]) for rule in rules_for(spec) for other in rule.megatron[1:])
+    return tuple((_pattern(other), rule.megatron[0]) for rule in spec.rules() for other in rule.megatron[1:])
 
 
 def _pattern(spelling: str) -> re.Pattern[str]:

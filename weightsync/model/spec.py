@@ -1,35 +1,20 @@
 """The sizes of a model, from which the shapes of its parameters follow."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from servicekit.errors import ConfigError
+from weightsync.families import FAMILIES
+from weightsync.families.rule import Rule
 from weightsync.model.config import UnsupportedModel, check_computation, entries, is_whole, positive, whole
 from weightsync.model.rope import RopeScaling, read_rope
 
 # Larger than in any model; loops over layers, heads and experts stay short.
 _MOST_LAYERS, _MOST_HEADS, _MOST_EXPERTS = 2**14, 2**14, 2**16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """Properties of a model_type's parameters that are not in config.json."""
-
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    experts: bool = False
-
-
-# By model_type. Its mapping rules are in mapping/__init__.py; docs/adding-a-model.md has the steps.
-FAMILIES: dict[str, Family] = {
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=True),
-    "qwen3_moe": Family(qk_norm=True, experts=True),
-    "llama": Family(),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +64,9 @@ class ModelSpec:
             raise ConfigError(f"config.json holds a {type(config).__name__}, not a table")
         family = str(config.get("model_type"))
         if family not in FAMILIES:
-            known = ", ".join(FAMILIES)
             raise UnsupportedModel(
-                f"model_type {family!r} is not supported; supported: {known}",
-                "Qwen2, Qwen2.5, Qwen3, Qwen3-MoE, Llama 3",
+                f"model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}",
+                ", ".join(known.models for known in FAMILIES.values()),
             )
         try:
             return cls._from_supported(family, config)
@@ -91,10 +75,11 @@ class ModelSpec:
 
     @classmethod
     def _from_supported(cls, family: str, config: Mapping[str, Any]) -> "ModelSpec":
+        known = FAMILIES[family]
         rope_theta, rope_factor, scaling = read_rope(config)
         stated = whole(config, "max_position_embeddings")
         max_positions = stated if scaling is None else max(stated, scaling.longest)
-        check_computation(config, qkv_bias=FAMILIES[family].qkv_bias, longest=max_positions)
+        check_computation(config, known, longest=max_positions)
         heads, hidden = whole(config, "num_attention_heads", most=_MOST_HEADS), whole(config, "hidden_size")
         kv_heads = heads if config.get("num_key_value_heads") is None else whole(config, "num_key_value_heads")
         if heads % kv_heads != 0:
@@ -111,14 +96,14 @@ class ModelSpec:
             head_dim=_head_dim(config, hidden, heads),
             vocab_size=whole(config, "vocab_size"),
             tied=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=FAMILIES[family].qkv_bias,
-            qk_norm=FAMILIES[family].qk_norm,
+            qkv_bias=known.qkv_bias,
+            qk_norm=known.qk_norm,
             norm_eps=positive(config, "rms_norm_eps", 1e-6),
             rope_theta=rope_theta,
             max_positions=max_positions,
             rope_factor=rope_factor,
             rope_scaling=scaling,
-            **(_experts(config) if FAMILIES[family].experts else {}),
+            **(_experts(config) if known.experts else {}),
         )
 
     @classmethod
@@ -132,6 +117,23 @@ class ModelSpec:
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not valid JSON: {error}") from None
         return cls.from_config(config)
+
+    def rules(self) -> tuple[Rule, ...]:
+        """Return the mapping rules that apply to this model, in canonical order.
+
+        Raises: ConfigError: two of them have the same tensor or parameter.
+        """
+        flags = {"always": True, "untied": not self.tied, "qkv_bias": self.qkv_bias, "qk_norm": self.qk_norm}
+        rules = tuple(rule for rule in FAMILIES[self.family].rules if flags[rule.when])
+        for side, names in (
+            ("canonical tensor", [part.name for rule in rules for part in rule.parts]),
+            ("Megatron parameter", [name for rule in rules for name in rule.megatron]),
+            ("SGLang parameter", [rule.sglang for rule in rules]),
+        ):
+            twice = sorted(name for name, count in Counter(names).items() if count > 1)
+            if twice:
+                raise ConfigError(f"two mapping rules of {self.family} have the {side} {twice[0]}")
+        return rules
 
     def size(self, symbol: str) -> int:
         """Return the size for a symbol of the mapping rules, e.g. "hidden" or "q"."""
@@ -213,3 +215,12 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
         "dense_layers": tuple(i for i in layers if i in listed or (i + 1) % step != 0),
         "norm_topk_prob": norm_topk_prob,
     }
+
+
+# Sizes of published models by name, as far as `tandem plan` needs them.
+PRESETS = {name: config for family in FAMILIES.values() for name, config in family.presets.items()}
+
+
+def preset(name: str) -> ModelSpec:
+    """Return the sizes of a published model. Raises: KeyError: the name is unknown."""
+    return ModelSpec.from_config(PRESETS[name])

@@ -6,8 +6,7 @@ from functools import lru_cache
 import xxhash
 
 from weightsync.layouts.layout import Layout, Parallel
-from weightsync.layouts.megatron import megatron_layout
-from weightsync.layouts.sglang import sglang_layout
+from weightsync.layouts.registry import ROLLOUT_ENGINE, TRAINER_ENGINE, layout_of
 from weightsync.model.spec import ModelSpec
 from weightsync.plans.messages import Hop, Message, cut_messages, route
 from weightsync.plans.participants import Participants
@@ -34,7 +33,7 @@ class RoundPlan:
 @lru_cache(maxsize=4)
 def source_layout(spec: ModelSpec, parallel: Parallel) -> Layout:
     """Make the trainer's layout; cached, since it is the same in every round."""
-    return megatron_layout(spec, parallel)
+    return layout_of(TRAINER_ENGINE, spec, parallel)
 
 
 @lru_cache(maxsize=4)
@@ -49,7 +48,7 @@ def plan_round(spec: ModelSpec, trainer: Parallel, rollouts: tuple[Parallel, ...
     digest = xxhash.xxh3_128(f"{spec.fingerprint()} {max_elements}".encode())
     sequence = 0
     for parallel in rollouts:
-        plan = make_plan(source_layout(spec, trainer), sglang_layout(spec, parallel))
+        plan = make_plan(source_layout(spec, trainer), layout_of(ROLLOUT_ENGINE, spec, parallel))
         cut = cut_messages(plan, max_elements)
         plans[parallel] = plan
         messages[parallel] = tuple(replace(message, sequence=sequence + message.sequence) for message in cut)

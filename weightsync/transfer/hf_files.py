@@ -18,11 +18,11 @@ from servicekit.errors import ConfigError
 from tandem_files.atomic import make_way, replace_folder
 from tandem_files.exports import copy_companions, settle
 from tandem_files.model.safetensors_header import TRAINABLE
+from weightsync.families.decoder import EMBEDDING, LM_HEAD
 from weightsync.layouts.hf import hf_layout
 from weightsync.layouts.layout import Layout, Parallel
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.model.config import UntiedHead
-from weightsync.model.mapping import EMBEDDING, LM_HEAD
 from weightsync.model.megatron_names import in_local_spelling
 from weightsync.model.spec import ModelSpec
 from weightsync.plans.messages import Message, cut_messages

@@ -7,7 +7,7 @@ import torch
 from servicekit.errors import DigestMismatch
 from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.layouts.layout import Parallel
-from weightsync.layouts.sglang import sglang_layout
+from weightsync.layouts.registry import ROLLOUT_ENGINE, layout_of
 from weightsync.model.megatron_names import in_local_spelling
 from weightsync.model.spec import ModelSpec
 from weightsync.plans.messages import Message
@@ -42,8 +42,8 @@ class OwnShard:
         self.side, _, rank = slot.rpartition("/")
         self.rank = int(rank)
         self.tensors = in_local_spelling(spec, tensors)
-        layout_of = sglang_layout if self.is_receiver else source_layout
-        self.layout = layout_of(spec, parallel)
+        receives = self.is_receiver
+        self.layout = layout_of(ROLLOUT_ENGINE, spec, parallel) if receives else source_layout(spec, parallel)
         self.packers = Packers(self.layout, "dst" if self.is_receiver else "src")
         self._elements = self.layout.elements_of(self.rank)
         self._coverage = Coverage(self.layout, self.rank, slot)

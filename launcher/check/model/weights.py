@@ -8,9 +8,9 @@ import numpy as np
 
 from tandem_config.problems import ConfigProblem
 from tandem_files.model.safetensors_header import TRAINABLE, DamagedFile, TensorInfo, read_header
+from weightsync.families.decoder import EMBEDDING, LM_HEAD
 from weightsync.layouts.hf import hf_layout
 from weightsync.model.config import UntiedHead
-from weightsync.model.mapping import EMBEDDING, LM_HEAD
 from weightsync.model.spec import ModelSpec
 
 _INDEX = "model.safetensors.index.json"

@@ -17,8 +17,7 @@ from launcher.deploy.running.kinds import SHARED, component_of, templates
 from servicekit.errors import ConfigError
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
-from weightsync.model.presets import CONFIGS, preset
-from weightsync.model.spec import ModelSpec
+from weightsync.model.spec import PRESETS, ModelSpec, preset
 
 _RANKS = "TANDEM_RANKS_PER_HOST"
 
@@ -119,7 +118,7 @@ def _host_memory(name: str, config: RunConfig, template: Mapping[str, Any], per_
         return
     try:
         # models lie on the cluster's claim: a published one is known by its name
-        spec = preset(path.name.lower()) if path.name.lower() in CONFIGS else ModelSpec.from_folder(path)
+        spec = preset(path.name.lower()) if path.name.lower() in PRESETS else ModelSpec.from_folder(path)
         gib = float(sum(map(parse_quantity, limits))) / GIB
         yield from (replace(found, key=name) for found in host_problems(config, spec, per_host, gib, "its pod"))
     except ConfigError as error:

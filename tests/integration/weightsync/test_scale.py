@@ -12,7 +12,7 @@ import pytest
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.layouts.sglang import sglang_layout
-from weightsync.model.presets import preset
+from weightsync.model.spec import preset
 from weightsync.plans.plan import make_plan
 
 pytestmark = pytest.mark.integration

@@ -19,7 +19,7 @@ from tandem_config.loading import load_config
 from tandem_config.problems import ConfigErrors
 from tandem_config.schema import RunConfig
 from tests.kit.folders import different, write_model
-from weightsync.model.presets import preset
+from weightsync.model.spec import preset
 
 USER = {"role": "user", "content": "1+2="}
 ASSISTANT = {"role": "assistant", "content": "3"}

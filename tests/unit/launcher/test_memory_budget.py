@@ -26,8 +26,7 @@ from trainer_service.micro_batches.packed import context_share, pack
 from trainer_service.micro_batches.plan import RankShare, plan_step
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import padded_vocabulary
-from weightsync.model.presets import preset
-from weightsync.model.spec import ModelSpec
+from weightsync.model.spec import ModelSpec, preset
 
 GB = 1e9
 # The model of each overlay with GPUs; the folder that it names is the cluster's.

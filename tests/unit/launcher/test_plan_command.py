@@ -13,7 +13,7 @@ from launcher.cli import app
 from launcher.plan.sizes import rollout_sizes, trainer_sizes
 from tandem_config.problems import ConfigErrors
 from weightsync.layouts.layout import Parallel
-from weightsync.model.presets import CONFIGS, preset
+from weightsync.model.spec import PRESETS, preset
 
 CONTRACT = [
     "model",
@@ -96,7 +96,7 @@ def test_simulation_with_faults() -> None:
     assert "simulated round" in output
 
 
-@pytest.mark.parametrize("model", list(CONFIGS))
+@pytest.mark.parametrize("model", list(PRESETS))
 def test_every_built_in_model_can_be_planned(model: str) -> None:
     assert as_json("--model", model, "--trainer", "tp=2", "--rollout", "tp=4")["redundancy"] == 1.0
 
@@ -110,7 +110,7 @@ def test_trainer_ranks_may_share_kv_heads(model: str) -> None:
 
 @pytest.mark.parametrize("as_folder", [True, False])
 def test_a_config_json_or_its_folder(tmp_path: Path, as_folder: bool) -> None:
-    scaled = {**CONFIGS["llama-3.1-70b"], "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
+    scaled = {**PRESETS["llama-3.1-70b"], "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
     (tmp_path / "config.json").write_text(json.dumps(scaled))
     figures = as_json("--model", str(tmp_path if as_folder else tmp_path / "config.json"))
     assert figures["total_bytes"] == as_json("--model", "llama-3.1-70b")["total_bytes"]

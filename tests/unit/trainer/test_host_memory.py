@@ -11,7 +11,7 @@ from trainer_service.host_memory import host_bytes, host_like
 from trainer_service.megatron_engine.offload.copies import LockedCopies, _pieces
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
-from weightsync.model.presets import preset
+from weightsync.model.spec import preset
 
 
 def taken(size: int) -> int:

@@ -12,14 +12,14 @@ import torch
 from servicekit.errors import ConfigError
 from tests.kit.stores import canonical_tensors, cut, empty_like_rank, same, tiny_spec
 from tests.unit.weightsync.test_plan import move
+from weightsync.families import FAMILIES
+from weightsync.families.decoder import ATTENTION_RULES, MLP_RULES
+from weightsync.families.family import Family
+from weightsync.families.rule import CanonicalPart, Placement, Rule
 from weightsync.layouts.hf import hf_layout
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.layouts.sglang import sglang_layout
-from weightsync.model import mapping
-from weightsync.model import spec as model_spec
-from weightsync.model.mapping import CanonicalPart, Placement, Rule, rules_for
-from weightsync.model.mapping.dense import ATTENTION_RULES, MLP_RULES
 from weightsync.plans.plan import make_plan
 from weightsync.transfer.coverage import check_coverage
 
@@ -34,9 +34,8 @@ def carry_out(title: str) -> dict[str, Any]:
     blocks = [code for heading, code in BLOCKS if heading.startswith(title)]
     assert blocks, f"the guide has no block {title!r}"
     names: dict[str, Any] = {
-        "FAMILIES": model_spec.FAMILIES,
-        "Family": model_spec.Family,
-        "TABLES": mapping.TABLES,
+        "FAMILIES": FAMILIES,
+        "Family": Family,
         "Rule": Rule,
         "CanonicalPart": CanonicalPart,
         "Placement": Placement,
@@ -48,22 +47,26 @@ def carry_out(title: str) -> dict[str, Any]:
     return names
 
 
+def with_rules(rules: tuple[Rule, ...]) -> None:
+    """Gives the made-up family other rules."""
+    FAMILIES["sandwich"] = dataclasses.replace(FAMILIES["sandwich"], rules=rules)
+
+
 @pytest.fixture(autouse=True)
 def families() -> Iterator[None]:
     """What a test adds is gone after it."""
-    before = dict(model_spec.FAMILIES), dict(mapping.TABLES)
+    before = dict(FAMILIES)
     yield
-    for now, then in zip((model_spec.FAMILIES, mapping.TABLES), before, strict=True):
-        now.clear()  # type: ignore[attr-defined]
-        now.update(then)  # type: ignore[attr-defined]
+    FAMILIES.clear()
+    FAMILIES.update(before)
 
 
 def test_llama_is_what_the_guide_says() -> None:
-    family, table = model_spec.FAMILIES.pop("llama"), mapping.TABLES.pop("llama")
+    family = FAMILIES.pop("llama")
     with pytest.raises(ConfigError, match="llama"):
         tiny_spec("llama")
     carry_out("Llama 3")
-    assert (model_spec.FAMILIES["llama"], mapping.TABLES["llama"]) == (family, table)
+    assert dataclasses.replace(family, presets={}) == FAMILIES["llama"]
 
 
 def test_a_made_up_family_is_imported_synced_and_exported() -> None:
@@ -107,7 +110,7 @@ def test_a_rule_that_only_one_side_has_is_named_before_planning() -> None:
     carry_out("A family with a norm")
     spec = tiny_spec("sandwich")
     source = megatron_layout(spec, Parallel())
-    mapping.TABLES["sandwich"] = mapping.TABLES["qwen3"]
+    with_rules(FAMILIES["qwen3"].rules)
     with pytest.raises(ConfigError, match=r"the target lacks \['model\.layers\.0\.post_feedforward_layernorm"):
         make_plan(source, sglang_layout(spec, Parallel()))
 
@@ -125,14 +128,14 @@ def test_a_rule_that_only_one_side_has_is_named_before_planning() -> None:
 )
 def test_names_that_clash_are_refused(change: dict[str, Any], named: str) -> None:
     (rule,) = carry_out("A family with a norm")["SANDWICH_RULES"]
-    mapping.TABLES["sandwich"] = ATTENTION_RULES + MLP_RULES + (dataclasses.replace(rule, **change),)
+    with_rules((*ATTENTION_RULES, *MLP_RULES, dataclasses.replace(rule, **change)))
     with pytest.raises(ConfigError, match=named):
-        rules_for(tiny_spec("sandwich"))
+        tiny_spec("sandwich").rules()
 
 
 def test_a_shape_that_is_unknown_to_the_spec_is_named() -> None:
     (rule,) = carry_out("A family with a norm")["SANDWICH_RULES"]
     odd = dataclasses.replace(rule, parts=(CanonicalPart(name=rule.parts[0].name, rows="hiden"),))
-    mapping.TABLES["sandwich"] = ATTENTION_RULES + MLP_RULES + (odd,)
+    with_rules((*ATTENTION_RULES, *MLP_RULES, odd))
     with pytest.raises(ConfigError, match=r"post_feedforward_layernorm.*'hiden'"):
         hf_layout(tiny_spec("sandwich"))

@@ -5,7 +5,7 @@ import pytest
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.layouts.sglang import sglang_layout
-from weightsync.model.presets import preset
+from weightsync.model.spec import preset
 from weightsync.plans.cost import MessageSizes, Speeds, predict
 from weightsync.plans.limits import default_bucket_bytes
 from weightsync.plans.messages import cut_messages

@@ -6,7 +6,7 @@ import pytest
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.layouts.sglang import sglang_layout
-from weightsync.model.presets import preset
+from weightsync.model.spec import preset
 from weightsync.plans.cost import MessageSizes
 from weightsync.plans.limits import DEFAULT_BUCKET_BYTES
 from weightsync.plans.messages import cut_messages

@@ -8,7 +8,7 @@ from tests.kit.stores import tiny_spec
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.layouts.sglang import sglang_layout
-from weightsync.model.presets import preset
+from weightsync.model.spec import preset
 from weightsync.plans.cost import MessageSizes, Speeds, predict
 from weightsync.plans.messages import cut_messages, route
 from weightsync.plans.plan import make_plan

@@ -1,11 +1,14 @@
-"""Mapping rules of decoders with rotary attention and SwiGLU, shared by dense models and mixtures of experts."""
+"""The mapping rules of decoders with rotary attention and SwiGLU, dense or with a mixture of experts."""
 
-from weightsync.model.mapping.rule import CanonicalPart, Placement, Rule
+from weightsync.families.rule import CanonicalPart, Placement, Rule
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 _LAYER = "model.layers.{layer}."
+_MLP = _LAYER + "mlp."
+_EXPERT = _MLP + "experts.{expert}."
 _MCORE = "decoder.layers.{layer}."
+_MCORE_MLP = _MCORE + "mlp."
 _QKV = ("q_proj", "k_proj", "v_proj")
 _QKV_ROWS = ("q", "kv", "kv")
 
@@ -88,19 +91,53 @@ ATTENTION_RULES: tuple[Rule, ...] = (
 MLP_RULES: tuple[Rule, ...] = (
     Rule(
         parts=(
-            CanonicalPart(name=_LAYER + "mlp.gate_proj.weight", rows="ffn", cols="hidden"),
-            CanonicalPart(name=_LAYER + "mlp.up_proj.weight", rows="ffn", cols="hidden"),
+            CanonicalPart(name=_MLP + "gate_proj.weight", rows="ffn", cols="hidden"),
+            CanonicalPart(name=_MLP + "up_proj.weight", rows="ffn", cols="hidden"),
         ),
-        megatron=(_MCORE + "mlp.linear_fc1.weight",),
-        sglang=_LAYER + "mlp.gate_up_proj.weight",
+        megatron=(_MCORE_MLP + "linear_fc1.weight",),
+        sglang=_MLP + "gate_up_proj.weight",
         layers="dense",
         placement=Placement.GATE_UP,
     ),
     Rule(
-        parts=(CanonicalPart(name=_LAYER + "mlp.down_proj.weight", rows="hidden", cols="ffn"),),
-        megatron=(_MCORE + "mlp.linear_fc2.weight",),
-        sglang=_LAYER + "mlp.down_proj.weight",
+        parts=(CanonicalPart(name=_MLP + "down_proj.weight", rows="hidden", cols="ffn"),),
+        megatron=(_MCORE_MLP + "linear_fc2.weight",),
+        sglang=_MLP + "down_proj.weight",
         layers="dense",
         placement=Placement.COLUMNS,
+    ),
+)
+
+# The router, and gate, up and down of each expert.
+EXPERT_RULES: tuple[Rule, ...] = (
+    Rule(
+        parts=(CanonicalPart(name=_MLP + "gate.weight", rows="experts", cols="hidden"),),
+        megatron=(_MCORE_MLP + "router.weight",),
+        sglang=_MLP + "gate.weight",
+        placement=Placement.REPLICATED,
+        layers="experts",
+    ),
+    Rule(
+        parts=(
+            CanonicalPart(name=_EXPERT + "gate_proj.weight", rows="expert_ffn", cols="hidden"),
+            CanonicalPart(name=_EXPERT + "up_proj.weight", rows="expert_ffn", cols="hidden"),
+        ),
+        megatron=(
+            _MCORE_MLP + "experts.local_experts.{expert}.linear_fc1.weight",
+            _MCORE_MLP + "experts.linear_fc1.weight{expert}",
+        ),
+        sglang=_MLP + "experts.w13_weight",
+        placement=Placement.GATE_UP,
+        layers="experts",
+    ),
+    Rule(
+        parts=(CanonicalPart(name=_EXPERT + "down_proj.weight", rows="hidden", cols="expert_ffn"),),
+        megatron=(
+            _MCORE_MLP + "experts.local_experts.{expert}.linear_fc2.weight",
+            _MCORE_MLP + "experts.linear_fc2.weight{expert}",
+        ),
+        sglang=_MLP + "experts.w2_weight",
+        placement=Placement.COLUMNS,
+        layers="experts",
     ),
 )
