@@ -11,13 +11,13 @@ from kubernetes import client
 from kubernetes.client.exceptions import ApiException
 
 from coordinator.fleet.kubernetes.api.client import KubeApi
-from coordinator.fleet.kubernetes.api.crashes import Crashes
 from coordinator.fleet.kubernetes.api.errors import Expired, Throttled, translate
 from coordinator.fleet.kubernetes.api.pods import Pod, PodOutlook, read_pod, seen_at, selector
+from coordinator.fleet.kubernetes.api.watch import Crashes
 from coordinator.fleet.kubernetes.cluster import Cluster
 from coordinator.fleet.kubernetes.engines import engines
+from coordinator.fleet.kubernetes.keeper import HourlyBudget, StuckDetector
 from coordinator.fleet.kubernetes.outlook import trainer_outlook
-from coordinator.fleet.kubernetes.stuck import HourlyBudget, StuckDetector
 from coordinator.fleet.kubernetes.troubles import Troubles
 from coordinator.fleet.view import FleetView
 from coordinator.watch.events import EventLog

@@ -5,23 +5,62 @@ watch ends by time      continues from the last version
 410 Gone                lists again
 API unreachable, 429    lists again after a growing pause; until then the pods are those known last
 refused (RBAC)          reports it, tries again once a minute: roles may be corrected during a run
+
+A pod's restart count is of its whole life. `Crashes` counts those in a row, from what is seen of the pod:
+
+pod, as seen                                its next crash is
+ready                                       the first
+crashed after it ran for LONG_RUN_S         the second: this one was the first
+was not started by its runtime              the second, as after a long run
+crashed earlier, never seen ready           one more than its restarts: all of them count
 """
 
+import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from coordinator.fleet.kubernetes.api.client import KubeApi, PodChange
-from coordinator.fleet.kubernetes.api.crashes import Crashes
 from coordinator.fleet.kubernetes.api.errors import Expired
-from coordinator.fleet.kubernetes.api.pods import Pod, seen_at
+from coordinator.fleet.kubernetes.api.pods import Pod, PodOutlook, seen_at
 from servicekit.errors import PermissionDenied, TandemError
 from servicekit.logs import get_logger
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S, REFUSED_PAUSE_S = 0.5, 30.0, 60.0
+# A rank that loses another one ends too, once or twice; a pod that crashes so often in a row has a fault of its own.
+CRASHES_OF_A_DEAD_POD = 4
+# The kubelet forgets the crashes of a container that has run for so long, too.
+LONG_RUN_S = 600.0
 
 log = get_logger(__name__)
+
+
+class Crashes:
+    """Remembers when pods last worked, by uid. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Restarts that do not count: those up to the last time that the pod worked.
+        self._forgiven: dict[str, int] = {}
+
+    def judge(self, pod: Pod) -> Pod:
+        """Remember a pod as it is now. Returns: it, as DEAD if it has crashed CRASHES_OF_A_DEAD_POD times in a row."""
+        with self._lock:
+            if pod.ready:
+                self._forgiven[pod.uid] = pod.restarts
+            elif pod.crashes and pod.ran_s is not None and pod.ran_s >= LONG_RUN_S:
+                self._forgiven[pod.uid] = pod.crashes - 1
+            in_a_row = pod.crashes - self._forgiven.get(pod.uid, 0)
+        if in_a_row < CRASHES_OF_A_DEAD_POD:
+            return pod
+        return dataclasses.replace(pod, outlook=PodOutlook.DEAD, trouble=f"{pod.trouble}, {in_a_row} of them in a row")
+
+    def keep(self, uids: Iterable[str]) -> None:
+        """Forget all pods but these."""
+        kept = set(uids)
+        with self._lock:
+            self._forgiven = {uid: count for uid, count in self._forgiven.items() if uid in kept}
 
 
 class PodWatch:
