@@ -22,9 +22,8 @@ from coordinator.watch.control import RunControl, State
 from coordinator.watch.events import EventLog
 from coordinator.watch.fleet_recorder import FleetRecorder
 from coordinator.web.history import History
-from coordinator.web.on_loop import on_loop
 from coordinator.web.samples import SamplePages
-from coordinator.web.server import DATA, EARLIER, SAMPLES, PageServer
+from coordinator.web.server import DATA, EARLIER, SAMPLES, PageServer, on_loop
 from coordinator.web.snapshot import Source
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, TandemError

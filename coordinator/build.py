@@ -12,8 +12,8 @@ from coordinator.checkpoints.writing import Checkpointer
 from coordinator.data.prompts import PromptSet
 from coordinator.fleet.services import Services
 from coordinator.fleet.view import FleetView
+from coordinator.generate.dispatch import Rollouts
 from coordinator.generate.joiners import Patience, Seed
-from coordinator.generate.rollouts import Rollouts
 from coordinator.generate.sampling import Sampling
 from coordinator.inputs import Inputs
 from coordinator.leader_lease import LeaderLease, check_lease
@@ -26,8 +26,8 @@ from coordinator.record.health import logprob_limits
 from coordinator.record.progress import Progress
 from coordinator.record.samples.sink import SampleSink
 from coordinator.record.sinks import Sink
+from coordinator.record.trackers import build_trackers
 from coordinator.record.trackers.base import Outcome
-from coordinator.record.trackers.registry import build_trackers
 from coordinator.rewards.registry import Part
 from coordinator.rewards.taken import ShownColumns
 from coordinator.run import Run
@@ -220,7 +220,7 @@ def _weights(app: App, services: Services, group: WeightGroup, lead: LeaderLease
 def _rollouts(app: App, services: Services, seed: Seed | None) -> Rollouts:
     config = app.config
     return Rollouts(
-        services.fleet,
+        fleet=services.fleet,
         max_groups_per_call=config.rollout.max_groups_per_call,
         timeout_s=config.rollout.generate_timeout_s,
         patience=Patience(

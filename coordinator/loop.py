@@ -17,13 +17,19 @@ from numpy.typing import NDArray
 from coordinator.clients.trainer import Trainer, TrainResult
 from coordinator.data.cursor import DataCursor
 from coordinator.flow import Generation, GroupScores, Prompt, SyncResult, TrainBatch
-from coordinator.generate.rollouts import Rollouts
+from coordinator.generate.dispatch import Rollouts
 from coordinator.generate.sampling import Order, Sampling
 from coordinator.learn.advantages import group_advantages, zero_variance
 from coordinator.learn.kl import Divergence, diverge
 from coordinator.learn.scoring import Scorer
-from coordinator.learn.staleness import oldest_versions, stale_samples, staleness_histogram
-from coordinator.learn.updates import make_batch, measured_chunks, select_samples
+from coordinator.learn.updates import (
+    make_batch,
+    measured_chunks,
+    oldest_versions,
+    select_samples,
+    stale_samples,
+    staleness_histogram,
+)
 from coordinator.record.metrics_row import IterationRecord
 from coordinator.sync.publication import is_retriable
 from coordinator.sync.weight_sync import WeightSync

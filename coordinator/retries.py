@@ -12,7 +12,6 @@ from coordinator.fleet.services import Services, find_services
 from coordinator.inputs import read_inputs
 from coordinator.leader_lease import check_lease, may_write
 from coordinator.record.failure_count import MAX_FAILURES, checkpoint_of, forget_failures, note_failure
-from coordinator.record.reserve import release_reserve, take_reserve
 from coordinator.record.state import RunState
 from coordinator.record.summary import build_summary
 from coordinator.shutdown import Exits, TrainerLost, exit_code_of, follow
@@ -23,7 +22,7 @@ from servicekit.lifecycle.exit_codes import EXIT_FAILED, EXIT_GIVEN_UP, EXIT_OK
 from servicekit.lifecycle.tasks import cancel, end_of, first_of
 from servicekit.logs import get_logger
 from tandem_config.loading import dump_resolved
-from tandem_files.atomic import write_json_atomic
+from tandem_files.atomic import write_bytes_atomic, write_json_atomic
 from tandem_files.run_config import note_config
 from tandem_files.run_folder import STATE_FILE, SUMMARY_FILE
 from weightsync.membership.rendezvous import Evicted
@@ -33,6 +32,10 @@ if TYPE_CHECKING:
 
 # A trainer lost so many times in a row without a finished iteration would be lost again.
 MAX_RETURNS = 3
+# File that holds disk space, so that a run can write its last state and log lines when the disk is full.
+RESERVE_FILE = ".reserve"
+# Size of that file: the last state and log lines of all services; far less than a checkpoint.
+RESERVE_BYTES = 1 << 20
 
 log = get_logger(__name__)
 
@@ -242,3 +245,20 @@ def say_how_it_ended(state: RunState) -> None:
         log.error("run failed", error=state.error, **at)
     else:
         log.info(f"run {state.status}", why=state.error, **at)
+
+
+def take_reserve(run_dir: Path) -> None:
+    """Write the reserve file; a failure is only logged, since the run fails on a full disk anyway."""
+    try:
+        # Zeros suffice on common file systems; one that compresses would need random bytes.
+        write_bytes_atomic(run_dir / RESERVE_FILE, bytes(RESERVE_BYTES))
+    except OSError as error:
+        log.warning("disk reserve not taken", error=str(error))
+
+
+def release_reserve(run_dir: Path) -> None:
+    """Remove the reserve file; call it before the last state is written."""
+    try:
+        (run_dir / RESERVE_FILE).unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("disk reserve not released", error=str(error))

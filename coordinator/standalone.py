@@ -17,7 +17,7 @@ from coordinator.build import build_evaluator, build_scorer
 from coordinator.clients.replica import Replica
 from coordinator.fleet.fixed import FixedFleet
 from coordinator.fleet.services import merge_versions
-from coordinator.generate.rollouts import Rollouts
+from coordinator.generate.dispatch import Rollouts
 from coordinator.inputs import evaluation_prompts
 from coordinator.learn.evaluation import EvaluationResult
 from coordinator.record.evaluations import evaluation_row
@@ -64,7 +64,7 @@ async def evaluate_model(config: RunConfig, environment: ServiceEnvironment) -> 
         stack.push_async_callback(close_rewards, rewards)
         replicas = await _replicas(config, environment, stack)
         rollouts = Rollouts(
-            FixedFleet(replicas),
+            fleet=FixedFleet(replicas),
             max_groups_per_call=config.rollout.max_groups_per_call,
             timeout_s=config.rollout.generate_timeout_s,
         )

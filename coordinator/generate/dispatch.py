@@ -1,4 +1,4 @@
-"""One dispatch of an order: the calls to replicas, the groups received, the failures of each replica.
+"""Step 2: prompts to groups of completions, spread over the rollout replicas.
 
 A chunk of groups is one call to one replica; a group is in one chunk at a time, so it is kept once.
 
@@ -15,6 +15,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 
 from coordinator.clients.probing import while_alive
 from coordinator.clients.replica import Replica
@@ -26,40 +27,66 @@ from coordinator.generate.sampling import Order
 from coordinator.watch import metrics
 from servicekit.errors import DeadlineExceeded, InvalidRequest, TandemError, TooLarge, Unavailable
 from servicekit.logs import get_logger
+from servicekit.rpc.limits import MAX_COMPLETIONS_PER_CALL
 from tandem_api.rollout.v1 import rollout_pb2
 
 # One failed call may be an accident; a replica that fails every call costs a dispatch two of them.
 MAX_FAILURES = 2
 
-# Gets warnings for the operator, as text.
-Warn = Callable[[str], None]
-
 log = get_logger(__name__)
 
 
-class Dispatch:
-    """Samples the completions that an order asks for, for prompts by group id; `run` it once."""
+@dataclass(frozen=True, kw_only=True)
+class Rollouts:
+    """The rollout replicas as one service.
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        prompts: Mapping[str, Prompt],
-        order: Order,
-        *,
-        timeout_s: float,
-        patience: Patience,
-        seed: Seed | None,
-        warn: Warn,
-    ) -> None:
-        self._fleet = fleet
+    Attributes:
+        fleet: its serving replicas get work.
+        max_groups_per_call: most groups that a replica accepts in one call.
+        timeout_s: deadline of one call.
+        patience: how long to wait for a replica that does not answer, and for one to join when none is left.
+        seed: brings a version to replicas that join (WeightSync.seed_late_joiners); None: replicas cannot join.
+        warn: gets a message for the operator when no replica is left, and when one joins.
+    """
+
+    fleet: Fleet
+    max_groups_per_call: int
+    timeout_s: float
+    patience: Patience = field(default_factory=Patience)
+    seed: Seed | None = None
+    warn: Callable[[str], None] = log.warning
+
+    async def generate(self, prompts: Mapping[str, Prompt], order: Order) -> Generation:
+        """Sample `order.num_completions` completions for each prompt.
+
+        Args:
+            prompts: prompts by group id.
+        Returns: groups in the prompts' order.
+        Raises:
+            InvalidRequest, TooLarge: a replica refuses the request; repeating it would not help.
+            Unavailable: no replica is left, and none joined in time; the message has the last error of each.
+            TandemError: seeding a joiner failed for good, while no other replica works.
+        """
+        # Balanced: as many equal chunks as whole rounds over the replicas need.
+        most = min(self.max_groups_per_call, max(1, MAX_COMPLETIONS_PER_CALL // order.num_completions))
+        num_chunks = max(1, len(self.fleet.serving()), -(-len(prompts) // most))
+        size = max(1, -(-len(prompts) // num_chunks))
+        ids = list(prompts)
+        chunks = [ids[start : start + size] for start in range(0, len(ids), size)]
+        return await _Dispatch(self, prompts, order).run(chunks)
+
+
+class _Dispatch:
+    """One dispatch of an order: the calls to replicas, the groups received, the failures of each replica."""
+
+    def __init__(self, rollouts: Rollouts, prompts: Mapping[str, Prompt], order: Order) -> None:
+        self._fleet, self._patience, self._warn = rollouts.fleet, rollouts.patience, rollouts.warn
+        self._timeout_s = rollouts.timeout_s
         self._prompts = prompts
         self._order = order
-        self._timeout_s = timeout_s
-        self._patience = patience
-        self._warn = warn
         self._sampling = order.sampling.to_proto()
-        self._joiners = Joiners(seed, order.policy_version, self._any_free, interval_s=patience.look_s)
-        self._replicas = list(fleet.serving())  # that have taken part, lost ones included
+        self._joiners = Joiners(rollouts.seed, order.policy_version, self._any_free, interval_s=self._patience.look_s)
+        self._replicas = list(self._fleet.serving())  # that have taken part, lost ones included
         self._pending: deque[list[str]] = deque()
         self._running: dict[asyncio.Task[list[str]], Replica] = {}
         self._groups: dict[str, Group] = {}
@@ -70,7 +97,7 @@ class Dispatch:
         self._one_is_lost = False
 
     async def run(self, chunks: Sequence[list[str]]) -> Generation:
-        """Hand chunks out until every group is finished. Raises: as Rollouts.generate."""
+        """Hand chunks out until every group is finished. Raises: as `Rollouts.generate`."""
         self._pending.extend(chunks)
         try:
             while self._pending or self._running:

@@ -6,7 +6,7 @@ from itertools import islice
 
 from coordinator.answers import after_prompt, answer_in
 from coordinator.flow import Generation, GroupScores, Prompt
-from coordinator.generate.rollouts import Rollouts
+from coordinator.generate.dispatch import Rollouts
 from coordinator.generate.sampling import Order, Sampling
 from coordinator.learn.estimates import Estimate, estimates
 from coordinator.learn.scoring import Scorer

@@ -2,10 +2,14 @@
 
 The trainer decides which samples go through the model together (trainer_service/micro_batches). Legend: P prompts, G
 completions per prompt, S samples. Only `_chunk`, the last step, knows protobuf.
+
+The age of a sample, its staleness, is the number of versions between the policy that sampled its oldest token and the
+one that trains on it.
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -46,6 +50,39 @@ class Sample:
         completion = len(self.completion.token_ids)
         ids = _ID_BYTES * (len(self.prompt.token_ids) + completion)
         return ids + _SAMPLED_BYTES * completion + len(self.sample_id.encode()) + _OVERHEAD_BYTES
+
+
+def oldest_versions(groups: Sequence[Group]) -> list[int]:
+    """Return the oldest policy version of each sample, group by group: [S]."""
+    return [completion.oldest_version for group in groups for completion in group.completions]
+
+
+def staleness_histogram(versions: Iterable[int], current: int) -> dict[int, int]:
+    """Count samples by age in versions.
+
+    Args:
+        versions: oldest version of each sample.
+        current: version that trains on them.
+    Returns: age (>= 0) to number of samples, ascending.
+    Raises: ValueError: a version is newer than the current one.
+
+    >>> staleness_histogram([7, 7, 5], current=7)
+    {0: 2, 2: 1}
+    """
+    ages = Counter(current - version for version in versions)
+    if ages and min(ages) < 0:
+        raise ValueError(f"a sample carries version {current - min(ages)}, newer than the current version {current}")
+    return dict(sorted(ages.items()))
+
+
+def stale_samples(groups: Sequence[Group], current: int, max_staleness: int) -> list[str]:
+    """Return the ids of the samples that are too old to train on; in a synchronous iteration there should be none."""
+    return [
+        group.sample_id(index)
+        for group in groups
+        for index, completion in enumerate(group.completions)
+        if current - completion.oldest_version > max_staleness
+    ]
 
 
 def select_samples(

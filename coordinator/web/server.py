@@ -4,6 +4,7 @@ Samples are for those who know the run's key only: on one machine every user can
 what metrics show too, need none.
 """
 
+import asyncio
 import hmac
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -41,6 +42,8 @@ DATA = "/run.json"
 SAMPLES = "/samples.json"
 EARLIER = "/earlier.json"
 _PRIVATE = (SAMPLES, EARLIER)
+# Time-out of a snapshot. One takes milliseconds; a loop that has not taken one by then is stuck.
+SNAPSHOT_S = 5.0
 
 # Makes a JSON object from a request's parameters, in the connection's thread. Raises: TandemError: it cannot.
 Answer = Callable[[Mapping[str, str]], dict[str, Any]]
@@ -128,3 +131,22 @@ class PageServer:
         """End the server; blocks for half a second at most."""
         self._server.shutdown()
         self._server.server_close()
+
+
+def on_loop(snapshot: Callable[[], dict[str, Any]], loop: asyncio.AbstractEventLoop) -> Answer:
+    """Make the page's answer from `snapshot`, which is called on `loop`, between the run's steps.
+
+    Returns: an answer that raises Unavailable if the loop is stuck, or has ended.
+    """
+
+    async def take() -> dict[str, Any]:
+        return snapshot()
+
+    def answer(query: Mapping[str, str]) -> dict[str, Any]:
+        del query
+        try:
+            return asyncio.run_coroutine_threadsafe(take(), loop).result(SNAPSHOT_S)
+        except (TimeoutError, RuntimeError) as error:
+            raise Unavailable(f"the coordinator does not answer: {error or type(error).__name__}") from error
+
+    return answer

@@ -11,8 +11,8 @@ import pytest
 from coordinator.clients.trainer import Trainer
 from coordinator.fleet.watched import WatchedFleet
 from coordinator.flow import Generation, Prompt
+from coordinator.generate.dispatch import Rollouts
 from coordinator.generate.joiners import Patience
-from coordinator.generate.rollouts import Rollouts
 from coordinator.generate.sampling import Order, Sampling
 from coordinator.sync.weight_sync import WeightSync
 from servicekit.redis.registry import Registry
@@ -67,7 +67,7 @@ async def dispatcher_of(fleet: ChaosFleet) -> AsyncIterator[Dispatcher]:
     )
     warnings: list[str] = []
     rollouts = Rollouts(
-        watched,
+        fleet=watched,
         max_groups_per_call=1024,
         timeout_s=WAIT_S,
         patience=Patience(probe_s=2.0, rejoin_s=WAIT_S, look_s=0.1),

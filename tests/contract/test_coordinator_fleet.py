@@ -12,7 +12,7 @@ from coordinator.fleet.services import Services
 from coordinator.fleet.view import FleetView
 from coordinator.fleet.watched import WatchedFleet
 from coordinator.flow import Prompt
-from coordinator.generate.rollouts import Rollouts
+from coordinator.generate.dispatch import Rollouts
 from coordinator.generate.sampling import Order, Sampling
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import Unavailable
@@ -101,7 +101,7 @@ async def test_a_replica_that_is_announced_no_more_finishes_its_call(announcer: 
             sampling=Sampling(temperature=1.0, max_new_tokens=4, stop_token_ids=(EOS,)),
         )
         prompts = {"g0": Prompt(row=1, token_ids=encode("10+20="), answer="30")}
-        rollouts = Rollouts(fleet, max_groups_per_call=1, timeout_s=DEADLINE_S)
+        rollouts = Rollouts(fleet=fleet, max_groups_per_call=1, timeout_s=DEADLINE_S)
         generating = asyncio.create_task(rollouts.generate(prompts, order))
         await asyncio.wait_for(service.asked.wait(), DEADLINE_S)
         first.withdraw()

@@ -9,8 +9,8 @@ from prometheus_client import REGISTRY
 
 from coordinator.clients.replica import Replica
 from coordinator.flow import Generation, Prompt
+from coordinator.generate.dispatch import Rollouts
 from coordinator.generate.joiners import Patience, Seed
-from coordinator.generate.rollouts import Rollouts
 from coordinator.generate.sampling import Order, Sampling
 from coordinator.sync.weight_sync import WeightSync
 from servicekit.errors import Unavailable, WrongVersion
@@ -62,7 +62,7 @@ class Scene:
 
     def generate(self, *, max_groups_per_call: int = 1024) -> "asyncio.Task[Generation]":
         rollouts = Rollouts(
-            self.fleet,
+            fleet=self.fleet,
             max_groups_per_call=max_groups_per_call,
             timeout_s=5.0,
             patience=self.patience,

@@ -19,7 +19,7 @@ from coordinator.checkpoints import writing
 from coordinator.clients.replica import Replica
 from coordinator.clients.trainer import Trainer
 from coordinator.data.cursor import DataCursor
-from coordinator.generate.rollouts import Rollouts
+from coordinator.generate.dispatch import Rollouts
 from coordinator.learn.evaluation import Evaluator
 from coordinator.record.progress import Progress
 from coordinator.record.samples.sink import SampleSink

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from coordinator.flow import Prompt
-from coordinator.generate import rollouts
-from coordinator.generate.rollouts import Rollouts
+from coordinator.generate import dispatch
+from coordinator.generate.dispatch import Rollouts
 from coordinator.generate.sampling import Order, Sampling
 from servicekit.errors import InvalidRequest, Unavailable
 from tandem_api.rollout.v1 import rollout_pb2
@@ -30,7 +30,7 @@ def serving(fleet: FakeFleet) -> None:
 
 
 def rollouts_of(fleet: FakeFleet, *, max_groups_per_call: int = 1024) -> Rollouts:
-    return Rollouts(StaticFleet(fleet.replicas), max_groups_per_call=max_groups_per_call, timeout_s=5.0)
+    return Rollouts(fleet=StaticFleet(fleet.replicas), max_groups_per_call=max_groups_per_call, timeout_s=5.0)
 
 
 def sizes(fleet: FakeFleet) -> list[list[int]]:
@@ -74,7 +74,7 @@ async def test_calls_stay_below_the_replicas_limit() -> None:
 
 
 async def test_calls_stay_below_the_completions_that_a_replica_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{rollouts.__name__}.MAX_COMPLETIONS_PER_CALL", 3 * ORDER.num_completions)
+    monkeypatch.setattr(f"{dispatch.__name__}.MAX_COMPLETIONS_PER_CALL", 3 * ORDER.num_completions)
     async with fake_fleet() as fleet:
         serving(fleet)
         await rollouts_of(fleet).generate(PROMPTS, ORDER)
@@ -105,7 +105,7 @@ async def test_a_replica_that_leaves_finishes_its_call_and_gets_no_other() -> No
         stays, leaves = fleet.rollout_services
         members = StaticFleet(fleet.replicas)
         leaves.hold.clear()
-        rollouts = Rollouts(members, max_groups_per_call=5, timeout_s=5.0)
+        rollouts = Rollouts(fleet=members, max_groups_per_call=5, timeout_s=5.0)
         generating = asyncio.create_task(rollouts.generate(PROMPTS, ORDER))
         await asyncio.wait_for(leaves.asked.wait(), 5.0)
         members.admit(fleet.replicas[:1])
@@ -122,7 +122,7 @@ async def test_when_all_leave_the_error_says_so() -> None:
         members = StaticFleet(fleet.replicas)
         for service in fleet.rollout_services:
             service.hold.clear()
-        rollouts = Rollouts(members, max_groups_per_call=5, timeout_s=5.0)
+        rollouts = Rollouts(fleet=members, max_groups_per_call=5, timeout_s=5.0)
         generating = asyncio.create_task(rollouts.generate(PROMPTS, ORDER))
         for service in fleet.rollout_services:
             await asyncio.wait_for(service.asked.wait(), 5.0)

@@ -13,8 +13,8 @@ import pytest
 from coordinator.flow import Completion, Generation, Group, GroupScores, Prompt
 from coordinator.learn.evaluation import EvaluationResult
 from coordinator.record.sinks import FinishedIteration
+from coordinator.record.trackers import build_trackers
 from coordinator.record.trackers import wandb as wandb_tracker
-from coordinator.record.trackers.registry import build_trackers
 from coordinator.record.trackers.tensorboard import TensorboardBackend
 from tandem_config.loading import load_config
 from tandem_files.metrics_file import METRICS_FILE, MetricsFile

@@ -23,9 +23,8 @@ from coordinator.watch.fleet_recorder import FleetRecorder
 from coordinator.web import snapshot
 from coordinator.web.alerts import Conditions, alerts
 from coordinator.web.history import POINTS, History, thin
-from coordinator.web.on_loop import on_loop
 from coordinator.web.page_data import CURVES
-from coordinator.web.server import DATA, SAMPLES, PageServer
+from coordinator.web.server import DATA, SAMPLES, PageServer, on_loop
 from coordinator.web.snapshot import Source
 from servicekit.errors import ConfigError, PeerLost
 
@@ -385,7 +384,7 @@ async def test_head_has_no_body(ask: Callable[..., Any]) -> None:
 
 
 async def test_a_stuck_loop_is_said(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.web.on_loop.SNAPSHOT_S", 0.05)
+    monkeypatch.setattr("coordinator.web.server.SNAPSHOT_S", 0.05)
     loop = asyncio.get_running_loop()
     server = PageServer("127.0.0.1", 0, {DATA: on_loop(source.snapshot, loop)})
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
