@@ -3,6 +3,7 @@
 `tandem_config` checks the configuration itself; this package adds the files, the host and the run's folder.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from coordinator.data.scan_cache import RowIndex
@@ -10,12 +11,18 @@ from launcher.check.data.rows import check_data
 from launcher.check.data.tokenizer import check_tokenizer
 from launcher.check.host import check_host
 from launcher.check.model.folder import check_model
-from launcher.check.model.initial import check_initial
 from launcher.check.resume import check_output, check_resume
 from launcher.check.rewards import check_rewards
 from launcher.check.trackers import check_trackers
+from servicekit.errors import ConfigError
 from tandem_config.loading import Draft
 from tandem_config.problems import ConfigProblem
+from tandem_config.schema import RunConfig
+from tandem_files.checkpoints import TRAINER_FOLDER
+from tandem_files.digests import size_damages
+from trainer_service.checkpoints.files import META, fitting_meta, parallel_of, read_digests
+from trainer_service.identity import identity
+from weightsync.model.spec import ModelSpec
 
 
 def preflight(
@@ -46,7 +53,7 @@ def preflight(
         problems += found
         # A run that resumes does not read it again.
         if spec is not None and resume is None and draft.usable("trainer.initial_checkpoint", "model.dtype"):
-            problems += check_initial(draft.config, spec)
+            problems += _check_initial(draft.config, spec)
         codec, found = check_tokenizer(draft.config, spec)
         problems += found
     else:
@@ -62,3 +69,34 @@ def preflight(
     problems += check_trackers(draft.config) if draft.usable("trackers") else ()
     problems += check_output(draft.config) if resume is None else check_resume(resume, draft.config, spec, data)
     return [*draft.problems, *draft.placed(problems)]
+
+
+def _check_initial(config: RunConfig, spec: ModelSpec) -> Iterator[ConfigProblem]:
+    """Check that a new run can start from trainer.initial_checkpoint: all files are there, of this model and type.
+
+    Reads the folder as the trainer will, but its small files only.
+    """
+    folder = config.trainer.initial_checkpoint
+    if folder is None:
+        return
+    digests, faults = read_digests(folder)
+    faults = faults or size_damages(folder, digests)
+    suggestion = "give a folder of `tandem import`, or trainer/ in a checkpoint of a run of the same model"
+    if (folder / TRAINER_FOLDER / META).is_file():
+        faults, suggestion = ["is a whole checkpoint, not the trainer's part"], f"give {folder / TRAINER_FOLDER}"
+    elif not faults:
+        suggestion = f"{suggestion}, of this model.dtype; or leave it out, to start from model.path"
+        faults = list(_unfit(config, spec))
+    if faults:
+        yield ConfigProblem(
+            key="trainer.initial_checkpoint", value=str(folder), message="; ".join(faults), suggestion=suggestion
+        )
+
+
+def _unfit(config: RunConfig, spec: ModelSpec) -> Iterator[str]:
+    folder = config.trainer.initial_checkpoint
+    if folder is not None:
+        try:
+            parallel_of(folder, fitting_meta(folder, identity(config, spec)))
+        except ConfigError as error:
+            yield str(error)

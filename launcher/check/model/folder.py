@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from launcher.check.model.trainer import check_tensor_size, check_trainer_sizes, indivisible
-from launcher.check.model.values import check_values
 from launcher.check.model.weights import check_weights
 from servicekit.errors import ConfigError
 from tandem_config.problems import ConfigProblem
@@ -35,8 +34,7 @@ def check_model(config: RunConfig, usable: Callable[..., bool]) -> tuple[ModelSp
         spec = ModelSpec.from_folder(folder)
     except ConfigError as error:
         return None, [_unusable(folder, error)]
-    problems = list(check_weights(folder, spec))
-    problems = problems or list(check_values(folder, spec))
+    problems = check_weights(folder, spec)
     problems += check_trainer_sizes(spec, config.trainer, usable)
     problems += _check_reference(config, spec) if usable("grpo.reference_path", "grpo.kl_coefficient") else ()
     problems += _check_dense_layers(folder, spec)
@@ -123,8 +121,7 @@ def _check_reference(config: RunConfig, spec: ModelSpec) -> Iterator[ConfigProbl
             "out for the policy's start",
         )
         return
-    problems = list(check_weights(folder, spec)) or list(check_values(folder, spec))
-    yield from (replace(problem, key=_REFERENCE) for problem in problems)
+    yield from (replace(problem, key=_REFERENCE) for problem in check_weights(folder, spec))
 
 
 def _check_dense_layers(folder: Path, spec: ModelSpec) -> Iterator[ConfigProblem]:

@@ -1,8 +1,9 @@
-"""Checks that a model folder's safetensors files are complete and hold the tensors that its config.json implies."""
+"""Checks that a model folder's safetensors files are complete and hold numbers, in the tensors of its config.json."""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -16,9 +17,19 @@ from weightsync.model.spec import ModelSpec
 _INDEX = "model.safetensors.index.json"
 _COMPARED_BYTES = 2**24
 _SHOWN = 3
+# Size and number of the blocks of a tensor that are searched for values that are no numbers.
+_BLOCK_BYTES = 2**16
+_BLOCKS = 4
+# By type: unsigned integers of its size, and the exponent, all of whose bits are set in infinity and NaN.
+_EXPONENTS = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00)}
 
 
-def check_weights(folder: Path, spec: ModelSpec) -> Iterator[ConfigProblem]:
+def check_weights(folder: Path, spec: ModelSpec) -> list[ConfigProblem]:
+    """Return what is wrong with the files and their tensors; if nothing is, what is wrong with the values."""
+    return list(_check_files(folder, spec)) or list(_check_values(folder, spec))
+
+
+def _check_files(folder: Path, spec: ModelSpec) -> Iterator[ConfigProblem]:
     """Report missing, truncated and corrupt files, and tensors that are missing or have a wrong shape or type."""
     files = sorted(folder.glob("*.safetensors"))
     index = folder / _INDEX
@@ -107,9 +118,43 @@ def _check_tied(folder: Path, tensors: list[tuple[Path, TensorInfo]]) -> Iterato
         yield _problem(folder, untied.problem, untied.advice)
 
 
+def _check_values(folder: Path, spec: ModelSpec) -> Iterator[ConfigProblem]:
+    """Report tensors with NaN or infinity, which a diverged training leaves. The files must be complete.
+
+    Of large tensors a few blocks are read, so that a model of hundreds of gigabytes takes seconds.
+    """
+    wanted = set(hf_layout(spec).params)
+    bad: list[str] = []
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors = {name: info for name, info in read_header(path).items() if name in wanted}
+        with path.open("rb") as file:
+            bad += [name for name, info in tensors.items() if not _is_finite(file, info)]
+    if bad:
+        advice = "use an earlier checkpoint of the model, or download it again: no log-prob of it is a number"
+        yield _problem(folder, f"holds NaN or infinity, in {_shown(bad)}", advice)
+
+
+def _is_finite(file: BinaryIO, info: TensorInfo) -> bool:
+    """Whether all values of a tensor, or of the blocks of a large one, are finite."""
+    if info.dtype not in _EXPONENTS:
+        return True
+    kind, exponent = _EXPONENTS[info.dtype]
+    size = info.end - info.begin
+    step = max(_BLOCK_BYTES, size // _BLOCKS // _BLOCK_BYTES * _BLOCK_BYTES)
+    for offset in range(0, size, step):
+        file.seek(info.begin + offset)
+        values = np.frombuffer(file.read(min(_BLOCK_BYTES, size - offset)), kind)
+        if ((values & exponent) == exponent).any():
+            return False
+    return True
+
+
 def _listed(noun: str, names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{noun}{'s' if len(names) > 1 else ''} {', '.join(names[:_SHOWN])}{more}"
+    return f"{noun}{'s' if len(names) > 1 else ''} {_shown(names)}"
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _conversion_hint(folder: Path) -> str:

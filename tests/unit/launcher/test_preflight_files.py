@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from launcher.check.model import values
+from launcher.check.model import weights as weights_check
 from launcher.check.preflight import preflight
 from tandem_config.loading import draft_config
 from tandem_config.problems import ConfigProblem
@@ -55,7 +55,7 @@ def test_values_that_are_no_numbers_are_found(tmp_path: Path, dtype: type, value
 
 
 def test_a_large_tensor_is_looked_at_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "_BLOCK_BYTES", 16)
+    monkeypatch.setattr(weights_check, "_BLOCK_BYTES", 16)
     file, weights = write_config(tmp_path), tmp_path / "model" / WEIGHTS
     tensors = load_file(weights)
     tensors["model.embed_tokens.weight"].flat[1:4] = np.nan
