@@ -1,8 +1,13 @@
-"""`tandem checkpoints`: a run's checkpoints, what each holds, and whether its files are as they were written."""
+"""Commands on checkpoints, without services: `tandem checkpoints`, `tandem export` and `tandem import`.
+
+The first lists what each checkpoint of a run holds, and whether its files are as they were written. An export makes a
+Hugging Face folder from a checkpoint; an import makes a trainer checkpoint at a layout from such a folder.
+"""
 
 import contextlib
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +15,12 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from launcher.report import print_problems
 from launcher.view.run_view import make_console
 from servicekit.errors import ConfigError
 from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
+from tandem_config.loading import load_config
+from tandem_config.problems import ConfigErrors
 from tandem_files.checkpoints import (
     COMPLETE,
     FOLDER,
@@ -25,8 +33,10 @@ from tandem_files.checkpoints import (
     step_folder,
 )
 from tandem_files.model.safetensors_header import read_header
-from trainer_service.checkpoints.files import parallel_of, read_meta
+from trainer_service.checkpoints.files import CHECKPOINT, parallel_of, read_meta
+from trainer_service.export import ExportSource, Form, compare_export, export
 from weightsync.layouts.layout import Parallel
+from weightsync.model.spec import ModelSpec
 
 # What users call the kinds of tensors in a shard (trainer_service/checkpoints/files.py), in the order of the output.
 _CONTENTS = {
@@ -47,6 +57,8 @@ _SHORT = {
     "expert_tensor": "ETP",
 }
 _MIB = 2**20
+# Advice where torch is missing, as in the coordinator's image.
+_ELSEWHERE = "run this where Tandem is installed whole, or in the trainer's image: python -m trainer_service.export"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,3 +162,67 @@ def _marks(run_dir: Path, rows: list[_Row]) -> Iterator[tuple[int, list[str]]]:
         if is_kept(step_folder(run_dir, row.iteration)):
             notes.append("kept: the best by an evaluation set that has changed")
         yield row.iteration, notes
+
+
+def export_command(source: ExportSource, out: Path | None, test: Path | None, *, form: Form, tolerance: float) -> int:
+    """Run `tandem export`; see trainer_service.export. Returns: the exit code."""
+    console, complaints = make_console(), make_console(stderr=True)
+
+    def warn(text: str) -> None:
+        complaints.print(Text(text, style="bold yellow"))
+
+    if (out is None) == (test is None):
+        complaints.print(Text("not exported: give --out DIR to write, or --test DIR to compare", style="bold red"))
+        return EXIT_BAD_CONFIG
+    try:
+        if test is not None:
+            alike, text = compare_export(source, test, warn, tolerance=tolerance)
+            console.print(Text(text, style="bold green" if alike else "bold red"))
+            return EXIT_OK if alike else EXIT_FAILED
+        if out is not None:
+            console.print(Text(export(source, out, warn, form=form), style="bold green"))
+    except ConfigErrors as errors:
+        print_problems(complaints, errors.problems)
+        return EXIT_BAD_CONFIG
+    except ConfigError as error:
+        complaints.print(Text(f"not exported: {error}", style="bold red"))
+        return EXIT_BAD_CONFIG
+    except ModuleNotFoundError as error:  # in the coordinator's image
+        complaints.print(Text(f"not exported: {error}: {_ELSEWHERE}", style="bold red"))
+        return EXIT_BAD_CONFIG
+    except OSError as error:
+        what = f"write {out}" if out is not None else f"compare with {test}"
+        complaints.print(Text(f"failed: cannot {what}: {error}", style="bold red"))
+        return EXIT_FAILED
+    return EXIT_OK
+
+
+def import_command(config: Path, overrides: Sequence[str], out: Path) -> int:
+    """Run `tandem import`. Returns: the exit code."""
+    console, complaints = make_console(), make_console(stderr=True)
+    begun_s = time.perf_counter()
+    try:
+        settings = load_config(config, overrides)
+        spec, parallel = ModelSpec.from_folder(settings.model.path), Parallel(**settings.trainer.parallel_sizes)
+        if out.exists() and not CHECKPOINT.is_in(out):
+            raise ConfigError(f"--out {out} holds something else than {CHECKPOINT.name}: choose a new folder")
+        import torch
+
+        from trainer_service.checkpoints.importing import import_policy
+
+        dtype: torch.dtype = getattr(torch, settings.model.dtype)
+        written = import_policy(settings.model.path, spec, parallel, dtype, out.absolute())
+    except ConfigErrors as errors:
+        print_problems(complaints, errors.problems)
+        return EXIT_BAD_CONFIG
+    except ConfigError as error:
+        complaints.print(Text(f"not imported: {error}", style="bold red"))
+        return EXIT_BAD_CONFIG
+    except OSError as error:
+        complaints.print(Text(f"failed: cannot write {out}: {error}", style="bold red"))
+        return EXIT_FAILED
+    seconds = time.perf_counter() - begun_s
+    ranks = "1 rank" if parallel.world_size == 1 else f"{parallel.world_size} ranks"
+    text = f"{settings.model.path} is in {out}: {written / _MIB:.1f} MiB for {ranks}, {seconds:.1f} s"
+    console.print(Text(text, style="bold green"))
+    return EXIT_OK

@@ -12,11 +12,7 @@ from launcher.deploy.cli import deploy
 from launcher.init.cli import init
 from launcher.plan.cli import plan
 from launcher.score.cli import score
-from launcher.view.compare.cli import compare
-from launcher.view.logs.cli import logs
-from launcher.view.page import page
-from launcher.view.profile.cli import profile
-from launcher.view.samples.cli import samples
+from launcher.view.cli import compare, logs, page, profile, samples
 
 app = typer.Typer(
     name="tandem",
@@ -277,7 +273,7 @@ def import_(
         tandem import my.yaml --out tp8 --set trainer.tensor_parallel=8
         tandem run my.yaml --set trainer.initial_checkpoint=tp8 --set trainer.tensor_parallel=8
     """
-    from launcher.importing import import_command
+    from launcher.checkpoints import import_command
 
     given = _given_once(file, config)
     if given is None:
@@ -333,7 +329,7 @@ def export(
         tandem export runs/my-run --out for-megatron --format dist
         tandem export runs/my-run --out my-model --set model.path=/new/place/of/the/model
     """
-    from launcher.export import export_command
+    from launcher.checkpoints import export_command
     from trainer_service.export import ExportSource
 
     source = ExportSource(run_dir=run_dir, checkpoint=checkpoint, config=config, overrides=overrides or [], dtype=dtype)

@@ -191,8 +191,7 @@ def _prepare(stack: ExitStack, config: RunConfig, resume: Path | None, indices: 
 def _run(request: "RunRequest", console: Console) -> int:
     """Run to the end and print the outcome, even if the plot or the summary fails. Returns: the exit code."""
     from launcher.run.run import launch
-    from launcher.view.plot import plot_rewards
-    from launcher.view.summary import print_summary
+    from launcher.view.summary import plot_rewards, print_summary
 
     settings = request.config.run
     left_s = partial(

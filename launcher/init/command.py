@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,6 @@ from launcher.init.choices import Choices, flow
 from launcher.init.layout import HostMachine
 from launcher.init.sample import first_row
 from launcher.init.suggest import suggest_all
-from launcher.init.text import render
 from launcher.report import headline, print_problems
 from launcher.view.run_view import make_console
 from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
@@ -24,7 +24,7 @@ from tandem_config.cross_checks import cross_check
 from tandem_config.loading import Draft, draft_config
 from tandem_config.overrides import parse_overrides
 from tandem_config.problems import ConfigErrors, ConfigProblem, errors_only
-from tandem_config.schema import LISTED
+from tandem_config.schema import LISTED, RunConfig
 from tandem_files.atomic import write_bytes_atomic
 from tandem_files.rows.problems import DataError
 
@@ -32,6 +32,12 @@ from tandem_files.rows.problems import DataError
 _COMMON_NAMES = ("train", "training", "data", "rows", "dataset", "prompts")
 # What the command prints of what it chose.
 _SHOWN = ("data.prompt_key", "data.max_prompt_tokens", "reward", "trainer.tensor_parallel")
+# Longest line of a comment in the file.
+_WIDTH = 110
+_HEADER = """\
+# Written by `tandem init`. Change what you like: every other key has its default, and docs/configuration.md describes
+# all of them. Relative paths are relative to this file.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +124,29 @@ def choose(asked: InitRequest, machine: HostMachine) -> Choices:
     choices.suggest("run.name", asked.name, f"results will be in runs/{asked.name}")
     suggest_all(choices, spec, codec, machine)
     return choices
+
+
+def render(choices: Choices, folder: Path) -> str:
+    """Return the text of the file, which will lie in `folder`."""
+    written = choices.written(folder)
+    sections = [name for name in RunConfig.model_fields if name in written]
+    parts = ["\n".join(_section(choices, name, written[name])) for name in sections]
+    return _HEADER + "".join(f"\n{part}\n" for part in parts)
+
+
+def _section(choices: Choices, name: str, content: object) -> Iterator[str]:
+    if isinstance(content, dict) and name not in LISTED:
+        yield f"{name}:"
+        for key, value in content.items():
+            yield from _comment(choices.reasons[f"{name}.{key}"], "  ")
+            yield f"  {key}: {flow(value)}"
+        return
+    yield from _comment(choices.reasons[name], "")
+    yield f"{name}: {flow(content)}"
+
+
+def _comment(text: str, indent: str) -> Iterator[str]:
+    yield from (f"{indent}# {line}" for line in textwrap.wrap(text, _WIDTH))
 
 
 def _reward_problems(draft: Draft) -> list[ConfigProblem]:

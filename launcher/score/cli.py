@@ -1,9 +1,16 @@
-"""The command line of `tandem score`."""
+"""The command line of `tandem score`. Imports when it is called."""
 
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from launcher.score.scoring import Report
 
 
 def score(
@@ -35,9 +42,82 @@ def score(
         tandem score -c my.yaml --prompt '7*8?' --completion 'It is 56.' --answer 56
         tandem score -c my.yaml completions.jsonl --json --set reward.kind=math_verify
     """
-    from launcher.score.command import score_command
-
     if (file is None) == (completion is None):
         raise typer.BadParameter("give either a FILE with completions, or --completion TEXT")
     one = {"completion": completion, **({"prompt": prompt} if prompt else {}), "answer": answer}
-    raise typer.Exit(score_command(config, [one] if file is None else file, overrides or [], column, as_json=as_json))
+    raise typer.Exit(_score(config, [one] if file is None else file, overrides or [], column, as_json=as_json))
+
+
+def _score(
+    config: Path,
+    completions: Path | Sequence[Mapping[str, Any]],
+    overrides: Sequence[str],
+    column: str,
+    *,
+    as_json: bool,
+) -> int:
+    """Run `tandem score`. Returns: the exit code; EXIT_FAILED if a run would end."""
+    from rich.text import Text
+
+    from launcher.report import print_problems
+    from launcher.score.scoring import score as score_rows
+    from launcher.view.run_view import make_console
+    from servicekit.errors import ConfigError
+    from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
+    from servicekit.logs import configure_logging
+    from tandem_config.problems import ConfigErrors
+    from tandem_files.rows.problems import DataError
+
+    # What own functions print goes to stderr, as a run's goes to the coordinator's log.
+    configure_logging("score", level="WARNING" if as_json else "INFO")
+    complaints = make_console(stderr=True)
+    try:
+        report = score_rows(config, completions, overrides=overrides, column=column)
+    except ConfigErrors as error:
+        print_problems(complaints, error.problems)
+        return EXIT_BAD_CONFIG
+    except (ConfigError, DataError, OSError) as error:
+        complaints.print(Text(str(error), style="bold red"))
+        return EXIT_BAD_CONFIG
+    console = make_console()
+    if as_json:
+        console.file.write(json.dumps(report.plain()) + "\n")
+    else:
+        for line in _lines(report):
+            console.print(line)
+    return EXIT_FAILED if report.would_end else EXIT_OK
+
+
+def _lines(report: "Report") -> Iterator["Text"]:
+    from rich.text import Text
+
+    from launcher.score.scoring import shown
+    from launcher.view.samples.draw import visible
+
+    for one in report.completions:
+        reward = "left out" if one.reward is None else f"reward {one.reward:.4g}"
+        scores = [_score_text(name, score, report.weights[name]) for name, score in one.scores.items()]
+        seconds = f"{sum(one.seconds.values()):.3f} s" if one.seconds else ""
+        yield Text.assemble((one.place, "bold cyan"), "  ".join(["", reward, *scores, *_texts(one.parts), seconds]))
+        yield Text(f"    {visible(shown(one.completion))}", style="dim")
+        for name, why in one.why.items():
+            yield Text(f"    {name}: {visible(why)}")
+    totals = report.totals
+    yield Text("")
+    left_out = f", {totals['left_out']} left out" if totals["left_out"] else ""
+    means = _texts({name: mean for name, mean in totals["means"].items() if mean is not None})
+    mean = "-" if totals["reward_mean"] is None else f"{totals['reward_mean']:.4g}"
+    yield Text("  ".join([f"{totals['completions']} completions{left_out}: mean reward {mean}", *means]), style="bold")
+    for remark in report.remarks:
+        yield Text(f"note: {remark}", style="yellow")
+    if report.would_end:
+        yield Text(f"a run would end here: {report.would_end}", style="bold red")
+
+
+def _texts(values: Mapping[str, float]) -> list[str]:
+    return [f"{name} {value:.4g}" for name, value in values.items()]
+
+
+def _score_text(name: str, score: float | None, weight: float) -> str:
+    factor = "" if weight == 1.0 else f" x {weight:g}"
+    return f"{name} {'-' if score is None else format(score, '.4g')}{factor}"

@@ -1,4 +1,4 @@
-"""The closing summary of a run, from summary.json and metrics.jsonl."""
+"""The closing summary of a run, from summary.json and metrics.jsonl, and its picture, reward.png."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from tandem_files.metrics_file import Heldout, is_weighted, reward_means, score_text
-from tandem_files.run_folder import metrics_rows, read_summary
+from tandem_files.metrics_file import Baseline, Heldout, is_weighted, reward_means, score_text
+from tandem_files.run_folder import metrics_rows, read_state, read_summary
 
 
 def print_summary(console: Console, run_dir: Path) -> None:
@@ -149,3 +149,38 @@ def _sum(rows: Sequence[Mapping[str, float | None]], metric: str) -> float:
 def _overhead(summary: Mapping[str, Any]) -> str:
     share = (summary.get("time") or {}).get("overhead_share_median")
     return "" if share is None else f"{share:.1%} of an iteration, median (RPCs, scoring, packing, sync, waiting)"
+
+
+def plot_rewards(run_dir: Path) -> Path | None:
+    """Draw training reward and held-out score over the iterations, from metrics.jsonl, into `<run_dir>/reward.png`.
+
+    Returns: its path, or None if there is nothing to draw.
+    """
+    rows = [row for row in metrics_rows(run_dir) if row.get("iteration") is not None]
+    if not rows:
+        return None
+    # Imported here: matplotlib takes a second, and --help must stay quick.
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    state = read_state(run_dir)
+    baseline, heldout = Baseline.of_state(state), Heldout.of_state(state)
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for metric, label, style in (
+        ("reward_mean", "training reward, mean", "-"),
+        ("heldout_accuracy", f"{heldout.title}, greedy", "o-"),
+    ):
+        found = [(row["iteration"] or 0, value) for row in rows if (value := row.get(metric)) is not None]
+        points = baseline.begin(metric, found)
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
+    axes.set(xlabel="iteration", ylabel="mean score", title=run_dir.name)
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="lower right")
+    path = run_dir / "reward.png"
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.web.server import DATA, PageServer
-from launcher.view.page import open_page
+from launcher.view.cli import open_page
 from tandem_files.samples.folder import SampleFolder
 from tandem_files.samples.schema import TextSpan
 from tests.kit.samples import stored, write_samples

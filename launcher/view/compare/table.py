@@ -1,18 +1,53 @@
-"""Prints the comparison: a table per metric, one of times, the settings that differ, and the runs' troubles."""
+"""`tandem compare`: prints a table per metric, one of times, the settings that differ, and the runs' troubles."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from launcher.view.compare.differences import REWARDS, differing
-from launcher.view.compare.runs import RunCurves, curve_of
+from launcher.view.compare.picture import draw
+from launcher.view.compare.runs import RunCurves, begun, check_metrics, curve_of, read_runs
+from launcher.view.run_view import make_console
+from servicekit.errors import ConfigError
+from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
 
 # Iterations whose mean is shown.
 LAST = 10
 _TIMES = (("all s", "iteration_s"), ("gen s", "generate_s"), ("train s", "train_s"), ("sync s", "sync_s"))
 _SETTING_CHARACTERS = 24
+
+
+def compare_command(
+    folders: Sequence[Path], metrics: Sequence[str], *, smooth: float, out: Path | None, last: int
+) -> int:
+    """Run `tandem compare`.
+
+    Args:
+        metrics: empty: reward, and held-out accuracy if it was measured.
+        smooth, last: as `draw` and `print_comparison` take them.
+    Returns: the exit code.
+    """
+    console = make_console(ends_with_reader=True)
+    try:
+        runs, without_rows = begun(read_runs(folders))
+        measured = [metric for metric in ("heldout_accuracy",) if any(run.points(metric) for run in runs)]
+        chosen = list(dict.fromkeys(metrics)) or ["reward_mean", *measured]
+        check_metrics(runs, metrics)
+        if out is not None:
+            draw(runs, chosen, smooth, out)
+        print_comparison(console, runs, chosen, last)
+        for run in without_rows:
+            text = f"! {run.label}: left out, it has no finished iteration yet (state: {run.status})"
+            console.print(Text(text, style="bold yellow"))
+        if out is not None:
+            console.print(Text(f"curves: {out}"))
+    except ConfigError as error:
+        make_console(stderr=True).print(Text(str(error), style="bold red"))
+        return EXIT_BAD_CONFIG
+    return EXIT_OK
 
 
 def print_comparison(console: Console, runs: Sequence[RunCurves], metrics: Sequence[str], last: int = LAST) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
-from launcher.view.compare.command import compare_command
 from launcher.view.compare.differences import differing
 from launcher.view.compare.picture import smoothed
 from launcher.view.compare.runs import curve_of, read_runs
+from launcher.view.compare.table import compare_command
 
 OWN: dict[str, Any] = {
     "kind": "function",

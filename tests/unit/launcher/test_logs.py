@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launcher.view.logs.command import logs_command
 from launcher.view.logs.lines import Entry, parse
-from launcher.view.logs.show import WantedLines, show, time_of
+from launcher.view.logs.show import WantedLines, logs_command, show, time_of
 from servicekit.errors import ConfigError
 
 TRACE = "Traceback (most recent call last):\n  File x\nOSError: no"

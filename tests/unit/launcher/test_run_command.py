@@ -11,7 +11,7 @@ from launcher import commands
 from launcher.run import run
 from launcher.run.outcome import LaunchOutcome
 from launcher.run.run import RunRequest
-from launcher.view import plot
+from launcher.view import summary
 from launcher.view.run_view import RunView
 from tandem_config.loading import load_config
 from tandem_files.checkpoints import mark_complete, step_folder
@@ -55,7 +55,7 @@ def test_a_picture_that_cannot_be_drawn_does_not_hide_the_outcome(
     def fail(run_dir: Path) -> None:
         raise error
 
-    monkeypatch.setattr(plot, "plot_rewards", fail)
+    monkeypatch.setattr(summary, "plot_rewards", fail)
     assert commands.run_command(write_config(tmp_path), [], resume=None) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == FAILED.text

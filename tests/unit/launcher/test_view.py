@@ -11,13 +11,12 @@ import pytest
 from rich.console import Console
 
 from launcher.run import outcome
-from launcher.run.logs import last_error
+from launcher.run.supervisor import last_error
 from launcher.view.follow import follow, show_event
 from launcher.view.metric_columns import columns_for, heading, line, rewards_line
-from launcher.view.plot import plot_rewards
 from launcher.view.run_view import RunView, make_console
 from launcher.view.status import describe
-from launcher.view.summary import print_summary, summary_lines
+from launcher.view.summary import plot_rewards, print_summary, summary_lines
 from servicekit.lifecycle.tasks import cancel
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_files.checkpoints import mark_complete, step_folder

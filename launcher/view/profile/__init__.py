@@ -1,1 +1,0 @@
-"""`tandem profile`: where the time of a profiled train step went."""
