@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainer_service.megatron_engine.layers import layer_spec
+from trainer_service.megatron_engine import layer_spec
 
 
 def install() -> None:

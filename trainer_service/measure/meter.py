@@ -1,13 +1,22 @@
 """Measures a train step: tokens per second, model-FLOPs utilisation, peak memory, over all ranks."""
 
+import time
 from functools import cached_property
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from servicekit.logs import get_logger
-from trainer_service.measure.memory import peak_bytes, restart_peak
-from trainer_service.measure.speed import measured_flops_per_s
+
+_PROCESS = Path("/proc/self")
+_RESET_PEAK = "5"  # see proc_pid_clear_refs(5)
+_KIB = 1024
+# Dimension of the matrices whose product is timed: enough to fill the device. A GPU does the larger one in 1 to 20 ms.
+_SIZES = {"cpu": 512, "cuda": 8192}
+# Time that is spent on it, and most products.
+_SECONDS = 0.1
+_MOST_REPEATS = 50
 
 log = get_logger(__name__)
 
@@ -61,3 +70,51 @@ class StepMeter:
             tflops = float(total) / 1e12 / dist.get_world_size()
             log.info("device speed measured", tflops_per_rank=round(tflops, 3), ranks=dist.get_world_size())
         return float(total)
+
+
+def restart_peak(device: torch.device) -> None:
+    """Begin a new peak: of what PyTorch has allocated on a GPU, else of what the process has resident.
+
+    Where a host does not let a process do that for its resident memory, the peak is that since the process started.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    try:
+        (_PROCESS / "clear_refs").write_text(_RESET_PEAK, encoding="ascii")
+    except OSError:
+        return
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most bytes since `restart_peak`; 0 where the host does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        lines = (_PROCESS / "status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * _KIB for line in lines if line.startswith("VmHWM:")), 0)
+
+
+def measured_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    """Multiply square matrices of the model's type for about 0.1 s. Returns: FLOP/s of the fastest product."""
+    size = _SIZES[device.type]
+    # no random numbers, whose state is the trainer's; equal ones would need less power than a model's
+    left = torch.linspace(-1, 1, size * size, device=device).to(dtype).view(size, size)
+    right, out = left.flip(0), torch.empty_like(left)
+    _seconds(left, right, out)  # the first one loads the kernel
+    best, begun_s = float("inf"), time.perf_counter()
+    for _ in range(_MOST_REPEATS):
+        best = min(best, _seconds(left, right, out))
+        if time.perf_counter() - begun_s > _SECONDS:
+            break
+    return 2.0 * size**3 / best
+
+
+def _seconds(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> float:
+    begun_s = time.perf_counter()
+    torch.mm(left, right, out=out)
+    if left.device.type == "cuda":
+        torch.cuda.synchronize(left.device)
+    return time.perf_counter() - begun_s

@@ -10,13 +10,12 @@ import os
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tandem_files.profiles.folder import Operator, RankProfile, trace_path, write_profile
-from trainer_service.measure.timeline import Interval, shares
 
 # Operators of a table.
 MOST_OPERATORS = 40
@@ -25,6 +24,32 @@ _COMMUNICATES = ("c10d::", "gloo:", "nccl:", "nccldevkernel", "ncclkernel")
 # Categories of a trace's events, by where the timeline is.
 _CATEGORIES = {"cuda": ("kernel", "gpu_memcpy", "gpu_memset"), "cpu": ("cpu_op", "user_annotation")}
 _US = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """An operator or a kernel while it ran.
+
+    Attributes:
+        self_s: its seconds without those of the operators that it called.
+        communicates: it is a collective or a message.
+    """
+
+    name: str
+    start_s: float
+    end_s: float
+    self_s: float
+    communicates: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """Seconds of a timeline; compute_s + exposed_s + idle_s is its length."""
+
+    compute_s: float
+    communication_s: float
+    exposed_s: float
+    idle_s: float
 
 
 def intervals_of(events: Iterable[Mapping[str, Any]], timeline: str) -> list[Interval]:
@@ -62,6 +87,32 @@ def intervals_of(events: Iterable[Mapping[str, Any]], timeline: str) -> list[Int
             )
         )
     return intervals
+
+
+def shares(intervals: Sequence[Interval], seconds: float) -> Shares:
+    """Divide a timeline of `seconds`; intervals may overlap, on several streams or threads."""
+    computing = [(one.start_s, one.end_s) for one in intervals if not one.communicates]
+    communicating = [(one.start_s, one.end_s) for one in intervals if one.communicates]
+    compute_s, busy_s = _covered(computing), _covered([*computing, *communicating])
+    return Shares(
+        compute_s=compute_s,
+        communication_s=_covered(communicating),
+        exposed_s=busy_s - compute_s,
+        idle_s=max(0.0, seconds - busy_s),
+    )
+
+
+def _covered(pairs: Iterable[tuple[float, float]]) -> float:
+    """Return the length of what lies between at least one pair of a start and an end.
+
+    >>> _covered([(0, 2), (1, 3), (5, 6)])
+    4.0
+    """
+    total, until = 0.0, float("-inf")
+    for start_s, end_s in sorted(pairs):
+        total += max(0.0, end_s - max(start_s, until))
+        until = max(until, end_s)
+    return total
 
 
 def _within(event: Mapping[str, Any], caller: Mapping[str, Any]) -> bool:

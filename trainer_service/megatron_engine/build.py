@@ -1,7 +1,8 @@
-"""Builds megatron-core objects from a model spec and settings: config, model chunks, DDP, AdamW."""
+"""Builds megatron-core objects from a model spec and settings: config, model chunks, DDP, AdamW, what is offloaded."""
 
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,14 +13,16 @@ from megatron.core.enums import ModelType
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from servicekit.errors import ConfigError
-from tandem_config.schema import TrainerSection
+from tandem_config.schema import OffloadSection, TrainerSection
 from trainer_service.checkpoints.files import EXPERTS
 from trainer_service.megatron_engine import ON_CPU
-from trainer_service.megatron_engine.agreement import WAIT_S
+from trainer_service.megatron_engine.agreement import WAIT_S, RankAgreement
 from trainer_service.megatron_engine.head.policy_model import PolicyModel
-from trainer_service.megatron_engine.layers.layer_spec import Modules, decoder_spec
+from trainer_service.megatron_engine.layer_spec import Modules, decoder_spec
+from trainer_service.megatron_engine.offload.states import EngineState, Offload
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import padded_vocabulary
 from weightsync.model.megatron_names import in_local_spelling
@@ -335,3 +338,55 @@ def _use_one_kernel(optimizer: ChainedOptimizer) -> None:
         if isinstance(part.optimizer, torch.optim.Adam):
             for group in part.optimizer.param_groups:
                 group["fused"] = True
+
+
+def layer_options(trainer: TrainerSection, num_layers: int) -> dict[str, Any]:
+    """Make the arguments of TransformerConfig that say how layers compute, and what their backward pass computes again.
+
+    Args:
+        num_layers: of the model; more than a chunk has means all of the chunk's.
+    """
+    options: dict[str, Any] = {"moe_grouped_gemm": trainer.moe_grouped_gemm}
+    if trainer.recompute == "selective":
+        options |= {"recompute_granularity": "selective", "recompute_modules": list(trainer.recompute_modules)}
+    if trainer.recompute == "full":
+        layers = num_layers if trainer.recompute_layers is None else trainer.recompute_layers
+        # one checkpoint per layer: a checkpoint of several would hold the activations of them all together
+        options |= {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": layers}
+    return options
+
+
+def build_offload(
+    settings: OffloadSection,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: ChainedOptimizer,
+    device: torch.device,
+    folder: Path | None,
+    agreement: RankAgreement,
+) -> Offload:
+    """Set up what is offloaded; AdamW's state must be filled in (AdamState).
+
+    Args:
+        folder: of files that hold a CPU's bytes; None: the folder of temporary files.
+    Raises: ConfigError: the host has no room.
+    """
+    offload = Offload(device, folder, agreement)
+    parameters = [parameter.data for chunk in chunks for parameter in chunk.parameters()]
+    if settings.parameters:
+        offload.add(EngineState.PARAMETERS, parameters)
+    if settings.gradients:
+        # every update begins with zeros
+        buffers = [buffer for chunk in chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+        offload.add(EngineState.GRADIENTS, [buffer.grad_data for buffer in buffers], keep=False)
+    if settings.optimizer:
+        # float32 parameters are AdamW's own: they are the state above
+        offload.add(EngineState.OPTIMIZER, _optimizer_tensors(optimizer), beside=parameters)
+    return offload
+
+
+def _optimizer_tensors(optimizer: ChainedOptimizer) -> list[Tensor]:
+    """Return what AdamW holds: masters and moments; step counts, a few bytes which are read at any time, are not."""
+    parts = [part.optimizer for part in optimizer.chained_optimizers]
+    masters = [master.data for part in parts for group in part.param_groups for master in group["params"]]
+    states = [value for part in parts for state in part.state.values() for value in state.values()]
+    return [tensor for tensor in [*masters, *states] if isinstance(tensor, Tensor) and tensor.dim() > 0]

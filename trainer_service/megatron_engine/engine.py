@@ -26,7 +26,7 @@ from trainer_service.checkpoints.files import (
     weights_only,
 )
 from trainer_service.checkpoints.parts import Held
-from trainer_service.engine import Saving, StepResult
+from trainer_service.engine import Saving, StepResult, learning_rate_at
 from trainer_service.identity import identity
 from trainer_service.measure.flops import FlopCosts
 from trainer_service.measure.meter import StepMeter
@@ -34,17 +34,14 @@ from trainer_service.measure.profiler import StepProfiler
 from trainer_service.megatron_engine import build, checkpoint
 from trainer_service.megatron_engine.adam_state import AdamState
 from trainer_service.megatron_engine.agreement import RankAgreement
-from trainer_service.megatron_engine.layers.layer_spec import chosen_modules
-from trainer_service.megatron_engine.offload.build import build_offload
+from trainer_service.megatron_engine.layer_spec import chosen_modules
 from trainer_service.megatron_engine.offload.states import CHECKPOINT, STEP, EngineState
-from trainer_service.megatron_engine.options.recompute import recompute_arguments
 from trainer_service.megatron_engine.reference import ReferencePolicy, check_reference
 from trainer_service.megatron_engine.schedule import MicroBatchTensors, Schedule, to_device
 from trainer_service.megatron_engine.step import StepRunner
 from trainer_service.micro_batches.checks import Limits
 from trainer_service.micro_batches.plan import RankShare, measure_all
 from trainer_service.micro_batches.samples import FloatArray, Samples
-from trainer_service.objectives.learning_rate import learning_rate_at
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.model.spec import ModelSpec
@@ -81,7 +78,7 @@ class MegatronEngine:
         )
         self._saver = checkpoint.BackgroundSaver(self._agreement)
         sequence_parallel = trainer.sequence_parallel and trainer.tensor_parallel > 1
-        options = recompute_arguments(trainer, self._spec.num_layers) | {"moe_grouped_gemm": trainer.moe_grouped_gemm}
+        options = build.layer_options(trainer, self._spec.num_layers)
         mcore_config = build.transformer_config(self._spec, self._parallel, self._dtype, sequence_parallel, **options)
         chunks = build.build_chunks(self._spec, mcore_config, config.grpo.temperature, device, modules)
         self._parameters = build.named_parameters(chunks, self._spec)
@@ -99,7 +96,7 @@ class MegatronEngine:
         )
         self._profiler = StepProfiler(config.profile, run_dir, device)
         self._schedule = Schedule(wrapped, self._profiler.micro_batch)
-        self._offload = build_offload(trainer.offload, wrapped, optimizer, device, run_dir, self._agreement)
+        self._offload = build.build_offload(trainer.offload, wrapped, optimizer, device, run_dir, self._agreement)
         self._reference = ReferencePolicy(self._parameters, self._offload) if config.grpo.kl_coefficient != 0 else None
         # then checkpoints have it too
         self._refreshes = self._reference is not None and config.grpo.reference_refresh_every is not None

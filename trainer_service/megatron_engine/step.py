@@ -28,10 +28,9 @@ from trainer_service.megatron_engine.agreement import RankAgreement
 from trainer_service.megatron_engine.reference import ReferencePolicy
 from trainer_service.megatron_engine.schedule import MicroBatchTensors, Schedule, to_device
 from trainer_service.megatron_engine.token_state import MEASURED_SUMS, SUMS, TokenState
-from trainer_service.micro_batches.epochs import reordered
 from trainer_service.micro_batches.packed import PackedRow
 from trainer_service.micro_batches.plan import RankShare, plan_step, plan_updates
-from trainer_service.micro_batches.samples import Samples
+from trainer_service.micro_batches.samples import Samples, reordered
 from trainer_service.objectives.quantile import quantile_of
 from trainer_service.objectives.step_metrics import step_metrics
 

@@ -5,9 +5,9 @@ Legend: S samples, T completion tokens of all samples, N tokens (prompts and com
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -143,3 +143,26 @@ class Samples:
     def per_token(self, values: NDArray[Number]) -> NDArray[Number]:
         """Repeat [S] values for each completion token: [T]."""
         return np.repeat(values, self.completion_lengths)
+
+
+def reordered(
+    samples: Samples, num_updates: int, key: Sequence[int], divide: Literal["samples", "prompts"] = "samples"
+) -> Samples:
+    """Assign samples to updates anew, at random, in shares that differ by at most one sample (one prompt).
+
+    The second and later epochs of a step use it. Every rank, and a run that resumes, gets the same order from the same
+    key.
+
+    Args:
+        num_updates: of the epoch, at most as many as samples.
+        divide: what is divided; samples, if there are fewer prompts than updates.
+        key: numbers that are not negative: the run's seed, the number of the step and of the epoch.
+    """
+    together = np.arange(len(samples))
+    if divide == "prompts" and samples.prompt_index.max() + 1 >= num_updates:
+        together = samples.prompt_index
+    updates = np.empty(int(together.max()) + 1, np.int64)
+    order = np.random.default_rng(key).permutation(updates.size)
+    for update, numbers in enumerate(np.array_split(order, num_updates)):
+        updates[numbers] = update
+    return replace(samples, update_index=updates[together])

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 
 from tests.integration.trainer.reference import CONFIG, NUM_UPDATES, token_logprobs
-from trainer_service.micro_batches.epochs import reordered
-from trainer_service.micro_batches.samples import Samples
+from trainer_service.micro_batches.samples import Samples, reordered
 
 Gradients = dict[str, torch.Tensor]
 

@@ -10,9 +10,8 @@ from servicekit.errors import ConfigError
 from tandem_config.schema import TrainerSection
 from tests.unit.weightsync.test_layouts import moe_spec
 from trainer_service.checkpoints.files import file_of
-from trainer_service.megatron_engine import build
+from trainer_service.megatron_engine import build, layer_spec
 from trainer_service.megatron_engine.attention.core import PackedAttention
-from trainer_service.megatron_engine.layers import layer_spec
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
 

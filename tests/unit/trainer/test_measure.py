@@ -11,7 +11,7 @@ import torch
 
 from tests.integration.trainer.reference import NUM_UPDATES, make_samples
 from trainer_service.measure.flops import FlopCosts
-from trainer_service.measure.speed import measured_flops_per_s
+from trainer_service.measure.meter import measured_flops_per_s
 from trainer_service.micro_batches.plan import plan_step
 from weightsync.model.spec import ModelSpec
 
@@ -37,7 +37,7 @@ MIXTURE |= {"mlp_only_layers": [0], "norm_topk_prob": True}
 PEAKS = """
 import sys
 import torch
-from trainer_service.measure.memory import peak_bytes, restart_peak
+from trainer_service.measure.meter import peak_bytes, restart_peak
 cpu = torch.device("cpu")
 restart_peak(cpu)
 print(peak_bytes(cpu))

@@ -6,7 +6,7 @@ from torch.nn.functional import rms_norm
 
 from tests.kit.stores import tiny_spec
 from trainer_service.megatron_engine.build import transformer_config
-from trainer_service.megatron_engine.layers.norm import TorchRMSNorm
+from trainer_service.megatron_engine.layer_spec import TorchRMSNorm
 from weightsync.layouts.layout import Parallel
 
 EPS = 1e-2  # large enough to show

@@ -17,8 +17,7 @@ from tandem_files.profiles.folder import read_profiles, trace_path
 from tests.integration.trainer.reference import NUM_UPDATES, make_samples
 from trainer_service.measure import profiler as profiling
 from trainer_service.measure.profiler import MICRO_BATCHES, StepProfiler
-from trainer_service.measure.timeline import Interval, Shares, shares
-from trainer_service.measure.trace_table import intervals_of, operators
+from trainer_service.measure.trace_table import Interval, Shares, intervals_of, operators, shares
 
 CPU = torch.device("cpu")
 SAMPLES = make_samples()

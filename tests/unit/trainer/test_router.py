@@ -8,7 +8,7 @@ import torch
 
 from tests.kit.stores import tiny_spec
 from trainer_service.megatron_engine import build
-from trainer_service.megatron_engine.layers.layer_spec import decoder_spec
+from trainer_service.megatron_engine.layer_spec import decoder_spec
 from weightsync.layouts.layout import Parallel
 
 

@@ -18,8 +18,7 @@ from tests.unit.trainer.conftest import KL
 from tests.unit.trainer.test_reference_policy import same, state_of
 from trainer_service.megatron_engine.engine import MegatronEngine
 from trainer_service.micro_batches.checks import check
-from trainer_service.micro_batches.epochs import reordered
-from trainer_service.micro_batches.samples import Samples
+from trainer_service.micro_batches.samples import Samples, reordered
 
 SAMPLES = make_samples(16)
 HALF = len(SAMPLES) // 2

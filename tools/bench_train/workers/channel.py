@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from tools.bench_train.shapes import SHAPES, Shape, make_samples
-from trainer_service.measure.memory import peak_bytes, restart_peak
+from trainer_service.measure.meter import peak_bytes, restart_peak
 from trainer_service.micro_batches.samples import Samples
 
 LEARNING_RATE = 1e-4  # so that a step changes weights by much more than their rounding

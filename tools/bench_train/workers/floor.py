@@ -4,7 +4,7 @@ import torch
 
 from tools.bench_train.shapes import step_flops
 from tools.bench_train.workers.channel import Channel, Meter, options
-from trainer_service.measure.speed import measured_flops_per_s
+from trainer_service.measure.meter import measured_flops_per_s
 from weightsync.model.spec import ModelSpec
 
 

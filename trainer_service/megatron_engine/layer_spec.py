@@ -6,7 +6,7 @@ transformer_engine: its norms and linear layers, of which some are fused, around
 Both: the router of a mixture of experts is `Float32Router`.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from megatron.core.extensions import transformer_engine
@@ -20,17 +20,54 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+from torch.autograd import Function
 
 from servicekit.errors import ConfigError
 from tandem_config.schema import TrainerSection
 from trainer_service.megatron_engine.attention.core import PackedAttention
-from trainer_service.megatron_engine.layers.norm import TorchRMSNorm
 
 Modules = Literal["torch", "transformer_engine"]
+# Types in which a CPU computes as the inputs are; for others, and on GPUs, torch's own operator is better.
+_COMPOSED = (torch.float32, torch.float64)
 
 # mcore 0.16.1's router tests this name, which only a successful import of TransformerEngine defines
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
+
+
+class TorchRMSNorm(torch.nn.RMSNorm):
+    """RMSNorm whose weight's gradient mcore sums over tensor-parallel ranks under sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        if x.device.type != "cpu" or x.dtype not in _COMPOSED:
+            return super().forward(x)
+        out: Tensor = _RMSNorm.apply(x, self.weight, self.eps)
+        return out
+
+
+class _RMSNorm(Function):
+    """y = w x / rms(x) in half the passes over memory that torch makes on a CPU, where no kernel of its own exists."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        normed = x * scale
+        ctx.save_for_backward(normed, weight, scale)
+        return normed * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        normed, weight, scale = ctx.saved_tensors
+        products = (grad * normed).flatten(0, -2)
+        # the part of the gradient along x, which normalising takes away
+        along = torch.mv(products, weight).div_(normed.shape[-1]).view_as(scale)
+        return (grad * weight).addcmul_(normed, along, value=-1).mul_(scale), products.sum(0), None
 
 
 class Float32Router(TopKRouter):

@@ -1,1 +1,0 @@
-"""The modules of a decoder layer, and their spec."""
