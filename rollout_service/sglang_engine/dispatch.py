@@ -2,6 +2,7 @@
 
 SGLang's own `generate_request` answers a batch when the whole batch is done, or streams every token through a task per
 request. This subclass of its TokenizerManager registers the same request states, with an event that only counts down.
+`launch_engine` starts an Engine that has it.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from sglang.srt.entrypoints.engine import Engine, init_tokenizer_manager
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
@@ -166,3 +168,24 @@ def _completion(out: dict[str, Any]) -> SampledCompletion:
 def _spans(meta: dict[str, Any], num_tokens: int) -> list[Span]:
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": num_tokens}]
     return [Span(start=span["start"], end=span["end"], policy_version=int(span["version"])) for span in spans]
+
+
+def _init_group_manager(server_args: Any, port_args: Any) -> Any:
+    return init_tokenizer_manager(server_args, port_args, GroupTokenizerManager)
+
+
+class TokenEngine(Engine):
+    """An Engine that works on token ids only: with our TokenizerManager, and without detokenizer."""
+
+    init_tokenizer_manager_func = staticmethod(_init_group_manager)
+
+    @classmethod
+    def _launch_detokenizer_subprocesses(cls, *args: Any, **kwargs: Any) -> tuple[list[Any], list[str]]:
+        # With skip_tokenizer_init the schedulers answer the TokenizerManager directly: the detokenizer would be
+        # an unused process of 600 MiB and seconds of imports.
+        return [], []
+
+
+def launch_engine(arguments: dict[str, Any]) -> TokenEngine:
+    """Start the processes and wait until they can generate. Raises: RuntimeError: a rank did not start."""
+    return TokenEngine(**arguments)

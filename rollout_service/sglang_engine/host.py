@@ -115,7 +115,7 @@ class SglangProcesses:
         tempfile.tempdir = str(self._folder)
         self.arguments = engine_arguments(self._config, self._name, self._share, cuda) | model_arguments(spec)
         with _own_logging():
-            from rollout_service.sglang_engine.launch import launch_engine  # imports SGLang: seconds
+            from rollout_service.sglang_engine.dispatch import launch_engine  # imports SGLang: seconds
 
             if not self._stopping:
                 try:

@@ -1,11 +1,17 @@
-"""The spare shard of staged rounds: filled while the engine generates, then exchanged with the served one."""
+"""The spare shard of staged rounds: filled while the engine generates, then exchanged with the served one.
+
+PREPARE checks that the process can still allocate the memory for it.
+"""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
 from servicekit.errors import ConfigError
-from weightsync.transfer.capacity import free_bytes
+
+_CGROUP = Path("/sys/fs/cgroup")  # version 2, as containers see their own
+_MEMINFO = Path("/proc/meminfo")
 
 
 class SpareShard:
@@ -76,3 +82,32 @@ def _references(tensor: torch.Tensor) -> int:
     """Count the tensors on the tensor's memory, in Python or not."""
     storage = tensor.untyped_storage()  # itself a reference
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the free bytes of the GPU, or of the host within this container's limit.
+
+    Caches count as free. Another process may take the memory a moment later: nothing is reserved.
+    """
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own cache
+        return int(torch.cuda.mem_get_info(device)[0] + unused)
+    return int(min(_of_host(_MEMINFO), _of_container(_CGROUP)))
+
+
+def _of_host(meminfo: Path) -> int:
+    lines = (line.split() for line in meminfo.read_text(encoding="ascii").splitlines())
+    return next(int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:")
+
+
+def _of_container(cgroup: Path) -> float:
+    """Return the free bytes within the container's limit; infinite without a limit or a cgroup."""
+    try:
+        limit = (cgroup / "memory.max").read_text(encoding="ascii").strip()
+        if limit == "max":
+            return float("inf")
+        used = int((cgroup / "memory.current").read_text(encoding="ascii"))
+        statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text(encoding="ascii").splitlines())
+        return int(limit) - used + int(statistics["inactive_file"])
+    except FileNotFoundError:
+        return float("inf")

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rollout_service.sglang_cpu.experts import leave_out_foreign_experts, local_experts
+from rollout_service.sglang_engine.plugin import _leave_out_foreign_experts, local_experts
 
 T, H, F, E, K = 5, 6, 4, 4, 2
 
@@ -38,11 +38,11 @@ def test_a_rank_with_every_expert_takes_sglangs_own_path() -> None:
     share, ids = routed()
     topk = SimpleNamespace(topk_weights=share, topk_ids=ids)
     own = torch.ones(1)
-    assert leave_out_foreign_experts(lambda *arguments: own, None, own, topk, None) is own
+    assert _leave_out_foreign_experts(lambda *arguments: own, None, own, topk, None) is own
 
 
 def test_an_activation_that_is_not_built_is_refused() -> None:
     share, ids = routed()
     topk = SimpleNamespace(topk_weights=share, topk_ids=ids - 1)
     with pytest.raises(NotImplementedError, match="gelu"):
-        leave_out_foreign_experts(lambda *a: share, None, share, topk, SimpleNamespace(activation="gelu"))
+        _leave_out_foreign_experts(lambda *a: share, None, share, topk, SimpleNamespace(activation="gelu"))

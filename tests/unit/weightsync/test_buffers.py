@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from weightsync.plans.limits import number_of_buffers
-from weightsync.transfer.transports.buffers import Buffers
+from weightsync.transfer.transports.collective import Buffers
 
 
 @pytest.mark.parametrize(("size", "largest", "number"), [(100, 100, 2), (60, 100, 3), (50, 100, 4), (0, 0, 2)])

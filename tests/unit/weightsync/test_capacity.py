@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weightsync.transfer import capacity
+from weightsync.transfer import spare
 
 GIB = 2**30
 
@@ -14,8 +14,8 @@ GIB = 2**30
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A host with 8 GiB available and no cgroup."""
     (tmp_path / "meminfo").write_text("MemTotal: 16777216 kB\nMemFree: 1048576 kB\nMemAvailable: 8388608 kB\n")
-    monkeypatch.setattr(capacity, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(capacity, "_CGROUP", tmp_path)
+    monkeypatch.setattr(spare, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(spare, "_CGROUP", tmp_path)
     return tmp_path
 
 
@@ -27,14 +27,14 @@ def limit(folder: Path, text: str) -> None:
 
 
 def test_a_host_gives_what_is_available(machine: Path) -> None:
-    assert capacity.free_bytes(torch.device("cpu")) == 8 * GIB
+    assert spare.free_bytes(torch.device("cpu")) == 8 * GIB
 
 
 @pytest.mark.parametrize(("text", "free"), [("max", 8), (str(4 * GIB), 2), (str(64 * GIB), 8)])
 def test_a_container_gives_no_more_than_its_limit(machine: Path, text: str, free: int) -> None:
     limit(machine, text)
-    assert capacity.free_bytes(torch.device("cpu")) == free * GIB
+    assert spare.free_bytes(torch.device("cpu")) == free * GIB
 
 
 def test_this_machine_has_some() -> None:
-    assert capacity.free_bytes(torch.device("cpu")) > 2**20
+    assert spare.free_bytes(torch.device("cpu")) > 2**20

@@ -22,7 +22,7 @@ from weightsync.simulate.clock import Clock, Machine, SimulatedLink
 from weightsync.simulate.ranks import MessageInFlight, Rank, RankTraffic, Walk, Weights, steps_of
 from weightsync.transfer.digest import HEADER_BYTES
 from weightsync.transfer.transports import collective
-from weightsync.transfer.transports.buffers import Buffers
+from weightsync.transfer.transports.collective import Buffers
 from weightsync.transfer.transports.packing import Packer
 from weightsync.transfer.transports.transport import TransferJob
 
