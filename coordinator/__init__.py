@@ -1,1 +1,1 @@
-"""The coordinator: runs GRPO iterations over gRPC, on a CPU. Read `loop.py` first. Never imports torch."""
+"""The coordinator: runs GRPO iterations over gRPC, on a CPU. Read `schedule/sync.py` first. Never imports torch."""

@@ -1,4 +1,4 @@
-"""The parts of the process (`App`), and the wiring of a run: loop, weight sync, dispatch, checkpoints."""
+"""The parts of the process (`App`), and the wiring of a run: schedule, weight sync, dispatch, checkpoints."""
 
 import asyncio
 import uuid
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from coordinator.checkpoints.missed_checkpoints import MissedCheckpoints
+from coordinator.checkpoints.run_checkpoints import MissedCheckpoints, RunCheckpoints
 from coordinator.checkpoints.writing import Checkpointer
 from coordinator.data.prompts import PromptSet
 from coordinator.fleet.services import Services
@@ -16,10 +16,9 @@ from coordinator.generate.dispatch import Rollouts
 from coordinator.generate.joiners import Patience, Seed
 from coordinator.generate.sampling import Sampling
 from coordinator.inputs import Inputs
-from coordinator.leader_lease import LeaderLease, check_lease
+from coordinator.leader_lease import LeaderCheck, LeaderLease, check_lease
 from coordinator.learn.evaluation import Evaluator, PromptsToEvaluate
 from coordinator.learn.scoring import Scorer
-from coordinator.loop import GrpoLoop
 from coordinator.record.evaluations import Evaluations
 from coordinator.record.exporting import Exporter
 from coordinator.record.health import logprob_limits
@@ -31,6 +30,7 @@ from coordinator.record.trackers.base import Outcome
 from coordinator.rewards.registry import Part
 from coordinator.rewards.taken import ShownColumns
 from coordinator.run import Run
+from coordinator.schedule.sync import SyncSchedule
 from coordinator.shutdown import Exits, Leaving
 from coordinator.sync.forecast import Forecast
 from coordinator.sync.participants import WeightGroup
@@ -45,6 +45,7 @@ from servicekit.redis.registry import Registry
 from servicekit.security.tls import Identity
 from tandem_config.comparing.resuming import mark_of
 from tandem_config.schema import EvaluationSet, RunConfig
+from tandem_files.metrics_file import METRICS_FILE, MetricsFile
 from tandem_files.run_folder import RunIdentity
 from tandem_files.samples.folder import SampleFolder
 from tandem_files.tokenizer import TextCodec
@@ -98,7 +99,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
     scorer = build_scorer(config, inputs.codec, app.rewards)
     limits = logprob_limits((config.model.dtype, config.sync.dtype), config.grpo.logprob_diff_limit)
     progress = Progress(state=inputs.state, events=app.events, limits=limits)
-    loop = GrpoLoop(
+    schedule = SyncSchedule(
         grpo=config.grpo,
         sampling=_sampling(config, inputs.codec, config.grpo.temperature),
         cursor=inputs.cursor,
@@ -111,22 +112,16 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
         rng=inputs.rng,
         ending=app.leaving.asked,
     )
+    rows = MetricsFile(app.environment.run_dir / METRICS_FILE)
+    leading = LeaderCheck(lease=lead, patience_s=config.sync.formation_timeout_s)
     return Run(
         settings=config.run,
         logprob_diff_stop=config.grpo.logprob_diff_stop,
         run_dir=app.environment.run_dir,
-        loop=loop,
+        schedule=schedule,
         evaluations=_evaluations(app, services, scorer, rollouts),
-        checkpointer=Checkpointer(
-            run_dir=app.environment.run_dir,
-            model=str(config.model.path),
-            trainer=services.trainer,
-            keep=config.run.keep_checkpoints,
-            background=config.run.checkpoint_async,
-            mark=mark_of(config, app.owner.run_id),
-            left=partial(progress.note_left, "checkpoints"),
-        ),
-        missed=MissedCheckpoints(state=inputs.state, progress=progress, budget=config.run.missed_checkpoint_budget),
+        rows=rows,
+        checkpoints=_checkpoints(app, services, progress, rows, leading),
         exporter=_exporter(app, services, progress),
         control=app.control,
         dropped_prompts=inputs.dropped_prompts(),
@@ -138,9 +133,32 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
         progress=progress,
         resumed=inputs.resumed,
         checkpoint=inputs.checkpoint,
-        lead=lead,
-        lead_patience_s=config.sync.formation_timeout_s,
+        lead=leading,
         sinks=_sinks(app, lead, progress),
+    )
+
+
+def _checkpoints(
+    app: App, services: Services, progress: Progress, rows: MetricsFile, lead: LeaderCheck
+) -> RunCheckpoints:
+    config, run_dir, state = app.config, app.environment.run_dir, app.inputs.state
+    return RunCheckpoints(
+        run_dir=run_dir,
+        checkpointer=Checkpointer(
+            run_dir=run_dir,
+            model=str(config.model.path),
+            trainer=services.trainer,
+            keep=config.run.keep_checkpoints,
+            background=config.run.checkpoint_async,
+            mark=mark_of(config, app.owner.run_id),
+            left=partial(progress.note_left, "checkpoints"),
+        ),
+        missed=MissedCheckpoints(state=state, progress=progress, budget=config.run.missed_checkpoint_budget),
+        state=state,
+        progress=progress,
+        rows=rows,
+        lead=lead,
+        every=config.run.checkpoint_every,
     )
 
 

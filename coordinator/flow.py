@@ -159,6 +159,62 @@ class GroupScores:
         return int(self.rewards_PG.size - self.present_PG.sum())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """What an iteration's completions lose for being unlikely under the reference policy.
+
+    Attributes:
+        penalties_PG: [P, G] what is taken off each reward; 0 for samples without one.
+        metrics: kl_reference (k3, mean over tokens) and kl_reward (mean over samples of what is taken off).
+        seconds: of the trainer's forward passes.
+    """
+
+    penalties_PG: NDArray[np.float64]
+    metrics: Mapping[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageResult:
+    """Advantages of an iteration's samples, and which groups or samples have none."""
+
+    advantages_PG: NDArray[np.float64]
+    # [P, G] True: the sample has no reward; None: there is no such sample.
+    missing_PG: NDArray[np.bool_] | None
+    # [P] groups whose rewards are all equal, and those left out of training.
+    zero_variance_P: NDArray[np.bool_]
+    dropped_P: NDArray[np.bool_]
+
+
+# Upper bounds on the wire: a token id as a varint; a log-prob, and the token's place in the mask; for the rest of a
+# sample: its lengths, advantage, flag (21 with the prefix of its name), and the fields that a message has once (53).
+_ID_BYTES, _SAMPLED_BYTES, _OVERHEAD_BYTES = 5, 4 + 1, 96
+
+
+@dataclass(kw_only=True, slots=True)
+class Sample:
+    """One completion with its prompt and advantage, as the trainer gets it."""
+
+    sample_id: str
+    prompt: Prompt
+    completion: Completion
+    advantage: float
+    # False: counts in no loss, but still in the denominators (a masked truncation).
+    trainable: bool
+
+    @property
+    def group_id(self) -> str:
+        """Name of its group, see Group.sample_id."""
+        return self.sample_id.rpartition("#")[0]
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that it adds to a message at most."""
+        completion = len(self.completion.token_ids)
+        ids = _ID_BYTES * (len(self.prompt.token_ids) + completion)
+        return ids + _SAMPLED_BYTES * completion + len(self.sample_id.encode()) + _OVERHEAD_BYTES
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainBatch:
     """Everything that one TrainStep call sends."""
@@ -181,6 +237,28 @@ class TrainBatch:
         )
         for chunk in self.chunks:
             yield trainer_pb2.TrainStepRequest(chunk=chunk)
+
+
+# Parts of a step that are the model's own work.
+_COMPUTING = ("old_logprobs", "reference", "forward_backward", "optimizer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """Result of one train step."""
+
+    # The version after the step.
+    policy_version: int
+    # loss, grad_norm, entropy, ... as the trainer names them.
+    metrics: dict[str, float]
+    # Seconds by part: receive, pack, old_logprobs, reference (with a KL term), forward_backward, optimizer, onload and
+    # offload (of trainer.offload), total.
+    seconds: dict[str, float]
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of the model's own work; the rest of a step is Tandem's overhead."""
+        return sum(self.seconds.get(part, 0.0) for part in _COMPUTING)
 
 
 class ReplicaOutcome(Enum):
@@ -218,3 +296,26 @@ class SyncResult:
     epoch: int = 0
     # By replica, the seconds of its slowest rank, over all stages.
     replica_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationRecord:
+    """The results of an iteration."""
+
+    iteration: int
+    # After the iteration.
+    policy_version: int
+    generation: Generation
+    scored: GroupScores
+    # Of each completion, [P, G].
+    advantages_PG: NDArray[np.float64]
+    # [P] groups whose rewards are all equal, and those left out of training.
+    zero_variance_P: NDArray[np.bool_]
+    dropped_P: NDArray[np.bool_]
+    # None: nothing to train on.
+    step: TrainResult | None
+    sync: SyncResult | None
+    # Samples by age in versions.
+    staleness: Mapping[int, int]
+    # What is taken off the rewards; None: nothing is.
+    divergence: Divergence | None = None

@@ -1,6 +1,7 @@
 """Our claim to be the run's only coordinator, checked before anything is written."""
 
 import asyncio
+from dataclasses import dataclass
 from typing import Protocol
 
 from servicekit.errors import Unavailable, describe, in_part
@@ -98,3 +99,23 @@ async def may_write(lead: LeaderLease, lost: "asyncio.Future[None]") -> bool:
         log.warning("lead not confirmed", error=describe(error))
         return lead.left_s > 0
     return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaderCheck:
+    """Checks that we lead the run, before anything of it is written.
+
+    Attributes:
+        patience_s: how long to wait for Redis to confirm it.
+    """
+
+    lease: LeaderLease
+    patience_s: float
+
+    async def confirm(self) -> None:
+        """Wait until it is certain. Raises: Evicted: another coordinator has taken over."""
+        await check_lead(self.lease, self.patience_s)
+
+    def in_the_moment(self) -> None:
+        """Check immediately before a file is replaced. Raises: as `check_lease`."""
+        check_lease(self.lease)

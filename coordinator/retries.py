@@ -184,7 +184,7 @@ async def _attempt(app: App) -> bool:
             return False
         if app.leaving.left:
             return True
-        summary = build_summary(run.state, run.rows(), versions)
+        summary = build_summary(run.state, run.rows.rows(), versions)
         write_json_atomic(app.environment.run_dir / SUMMARY_FILE, summary)
         return True
 

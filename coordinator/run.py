@@ -1,7 +1,7 @@
 """A run from its first weight sync to its summary: iterations, evaluations, checkpoints, and when to stop.
 
 start      trainer's version == ours; sync it to every replica; first evaluation
-iterate    gate -> iteration (loop.py) -> evaluation (record/evaluations.py) -> checkpoint -> report
+iterate    gate -> iteration (schedule/) -> evaluation (record/evaluations.py) -> checkpoint -> report
 finish     checkpoint, Hugging Face export, summary
 """
 
@@ -15,13 +15,10 @@ from pathlib import Path
 
 from structlog.contextvars import bound_contextvars
 
-from coordinator.checkpoints.loading import set_damaged_aside
-from coordinator.checkpoints.missed_checkpoints import MissedCheckpoints
-from coordinator.checkpoints.writing import Checkpointer, NotWritten
+from coordinator.checkpoints.run_checkpoints import RunCheckpoints
 from coordinator.flow import DataKey
-from coordinator.leader_lease import LeaderLease, check_lead, check_lease
+from coordinator.leader_lease import LeaderCheck
 from coordinator.learn.evaluation import EvaluationResult
-from coordinator.loop import GrpoLoop
 from coordinator.record.evaluations import Evaluations, evaluation_row, heldout_of
 from coordinator.record.exporting import Exporter
 from coordinator.record.iteration_warnings import check_same_model
@@ -30,6 +27,7 @@ from coordinator.record.progress import Progress
 from coordinator.record.resuming import Renewal, reward_warning
 from coordinator.record.sinks import FinishedIteration, Sink, Sinks
 from coordinator.record.state import RunState
+from coordinator.schedule.sync import SyncSchedule
 from coordinator.shutdown import Leaving
 from coordinator.sync.take_over import take_over
 from coordinator.watch.control import RunControl
@@ -40,8 +38,8 @@ from servicekit.stopwatch import Stopwatch
 from servicekit.tracing import span
 from tandem_config.comparing.resuming import UNRECORDED, RunComparison
 from tandem_config.schema import RunSection
-from tandem_files.checkpoints import UndamagedCheckpoint, keep_checkpoint
-from tandem_files.metrics_file import METRICS_FILE, Baseline, MetricsFile, Row
+from tandem_files.checkpoints import UndamagedCheckpoint
+from tandem_files.metrics_file import METRICS_FILE, Baseline, MetricsFile
 from tandem_files.run_config import adopt_next
 from tandem_files.run_folder import STATE_FILE
 
@@ -68,9 +66,8 @@ class Run:
         settings: the configuration's section `run`.
         state: what this process and earlier ones have done; `progress` keeps it up to date.
         resumed: whether earlier processes may have worked on this run, with the same services.
+        rows: metrics.jsonl.
         checkpoint: the one that the run resumes from.
-        lead: checked before anything is written.
-        lead_patience_s: how long to wait for Redis to confirm that we lead the run.
         reward_facts: what the scores depend on (resuming.py).
         comparison: of the run with the checkpoint that it resumes from; None: it does not.
         renewal: what is not compared with that checkpoint's evaluations.
@@ -82,16 +79,15 @@ class Run:
     settings: RunSection
     logprob_diff_stop: float | None
     run_dir: Path
-    loop: GrpoLoop
+    schedule: SyncSchedule
     evaluations: Evaluations
-    checkpointer: Checkpointer
-    missed: MissedCheckpoints
+    rows: MetricsFile
+    checkpoints: RunCheckpoints
     exporter: Exporter
     control: RunControl
     state: RunState
     progress: Progress
-    lead: LeaderLease
-    lead_patience_s: float
+    lead: LeaderCheck
     reward_facts: Mapping[str, str] = field(default_factory=dict)
     comparison: RunComparison | None = None
     renewal: Renewal = field(default_factory=Renewal)
@@ -105,10 +101,8 @@ class Run:
     _renewed: list[EvaluationResult] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self._rows = MetricsFile(self.run_dir / METRICS_FILE)
         self._sinks = Sinks(self.sinks, partial(self.progress.warn, "sink"))
         self._earlier_s, self._start_s = self.state.wall_s, time.monotonic()
-        self.checkpointer.newest = self.state.iteration if self.state.iteration else -1
 
     async def execute(self) -> None:
         """Execute the whole run; when asked to end early, do what shutdown.py says.
@@ -122,14 +116,14 @@ class Run:
                 await working
                 return
             await cancel(working)
-            await self._save()
+            await self.checkpoints.save_last()
             self.leaving.left = True
         except TandemError:
-            await self.checkpointer.linger(self.settings.stop_timeout_s)
+            await self.checkpoints.checkpointer.linger(self.settings.stop_timeout_s)
             raise
         finally:
             await cancel(working)
-            await self.checkpointer.close()
+            await self.checkpoints.checkpointer.close()
             await self._sinks.close()
 
     async def _work(self) -> None:
@@ -143,14 +137,14 @@ class Run:
             await self._finish()
 
     async def _start(self) -> None:
-        await self.loop.weights.take_over()
-        await self._check_lead()
-        lost = self._rows.cut_after(self.state.iteration)
+        await self.schedule.weights.take_over()
+        await self.lead.confirm()
+        lost = self.rows.cut_after(self.state.iteration)
         if lost:
             message = f"{METRICS_FILE} lacks the rows of {lost} iterations up to {self.state.iteration}"
             self.progress.warn("lost_rows", f"{message}: lost in a crash or on a full disk")
         since = Baseline(renewed=self.state.renewed)
-        self.progress.load([since.comparable(row) for row in self._rows.rows()])
+        self.progress.load([since.comparable(row) for row in self.rows.rows()])
         self.progress.note_dropped_prompts(self.dropped_prompts)
         self._note_comparison()
         self.progress.warn_if("reward_changed", reward_warning(self.state.rewards, self.reward_facts))
@@ -159,14 +153,14 @@ class Run:
         self.exporter.note_template()
         self._announce("sync")
         await self._agree_on_version()
-        self._set_damaged_aside()
+        self.checkpoints.set_damaged_aside(self.checkpoint)
         # On a resume too: replicas start without weights, and no other process would send them.
         with in_part(_PARTS["sync"]):
-            self.progress.note_sync(await self.loop.weights.publish(self.state.policy_version))
+            self.progress.note_sync(await self.schedule.weights.publish(self.state.policy_version))
         self.progress.start()
-        self.missed.none()
+        self.checkpoints.missed.none()
         await self._evaluate_at_the_start()
-        await self._check_lead()
+        await self.lead.confirm()
         self._save_state("running")
         self.leaving.settled.set()
         self.leaving.saves = True
@@ -184,7 +178,7 @@ class Run:
         """Warn of evaluation sets that begin anew, and keep the checkpoint of the best policy by the former ones."""
         best = self.renewal.former_best
         if best is not None and best.iteration:
-            await asyncio.to_thread(keep_checkpoint, self.run_dir, best.iteration, self._check_lease)
+            await asyncio.to_thread(self.checkpoints.keep, best.iteration)
         for message in self.renewal.messages:
             self.progress.warn("evaluation_changed", message)
 
@@ -199,8 +193,8 @@ class Run:
         if self.state.iteration:
             self._renewed = evaluated
             return
-        await self._check_lead()
-        self._rows.append(row, self._check_lease)
+        await self.lead.confirm()
+        self.rows.append(row, self.lead.in_the_moment)
         self._sinks.take(FinishedIteration(record=None, row=row, evaluated=evaluated))
 
     async def _agree_on_version(self) -> None:
@@ -208,10 +202,9 @@ class Run:
 
         Raises: WrongVersion: a new run finds a trainer that has trained already.
         """
-        trainer, ours = self.loop.trainer, self.state.policy_version
+        trainer, ours = self.schedule.trainer, self.state.policy_version
         if self.resumed:
-            folder = self.checkpointer.trainer_folder(self.state.iteration) if self.state.iteration else None
-            version = await take_over(trainer, self.loop.weights, ours, folder)
+            version = await take_over(trainer, self.schedule.weights, ours, self.checkpoints.trainer_folder())
             if version != ours:
                 self.progress.warn(
                     "take_over", f"the checkpoint's version {ours} is now {version}: services were ahead of it"
@@ -224,15 +217,6 @@ class Run:
                 f"the trainer is at policy version {trained}, this run begins at {ours}: "
                 "start a new trainer too, or resume from a checkpoint (--resume)"
             )
-
-    def _set_damaged_aside(self) -> None:
-        """Warn of newer checkpoints that could not be used, and rename them, so that later ones can be written."""
-        if self.checkpoint is None:
-            return
-        for complaint, remark in set_damaged_aside(self.checkpoint):
-            self.state.damaged_checkpoints.append(complaint)
-            self.progress.warn("damaged_checkpoint", complaint + remark)
-        self.checkpoint = None
 
     def _is_over(self, iteration: int) -> bool:
         """Whether no iteration follows `iteration`."""
@@ -249,7 +233,7 @@ class Run:
     async def _iterate(self, number: int) -> None:
         watch = Stopwatch(self._part)
         before = self.evaluations.beside(number)
-        record = await self.loop.iterate(number, self.state.policy_version, watch, before)
+        record = await self.schedule.iterate(number, self.state.policy_version, watch, before)
         check_same_model(record, self.logprob_diff_stop)
         evaluated = await before.result() or []
         self._note_evaluated(evaluated, number - 1)
@@ -260,121 +244,63 @@ class Run:
                 after = await self.evaluations.after(number, record.policy_version, last=self._is_over(number))
             improved = self._note_evaluated(after, number)
             evaluated = [*evaluated, *after]
-        checkpoint = self._has_checkpoint(number) or self.evaluations.wants_checkpoint(number, improved=improved)
+        checkpoint = self.checkpoints.has(number, last=self._is_over(number)) or self.evaluations.wants_checkpoint(
+            number, improved=improved
+        )
         if checkpoint:
             with watch.part("checkpoint"):
-                checkpoint = await self._save_trainer(number)
+                checkpoint = await self.checkpoints.save_trainer(number)
         if self.exporter.is_due(number) and not self._is_over(number):  # the final policy is exported in any case
             with watch.part("export"):
-                await self._check_lead()
+                await self.lead.confirm()
                 self.progress.warn_if("export", await self.exporter.export(number))
         parts = {**watch.parts, "report": self._report_s}
         await self._report(record, evaluated, Timing(parts=parts, total_s=watch.total_s() + self._report_s), checkpoint)
-
-    async def _save_trainer(self, number: int) -> bool:
-        """Begin the checkpoint of an iteration. Returns: whether that worked, or the checkpoint is missed."""
-        await self._settle_checkpoint()
-        await self._check_lead()
-        try:
-            await self.checkpointer.save_trainer(number)
-        except NotWritten as error:
-            self.missed.note(number, error)
-            return False
-        return True
-
-    def _has_checkpoint(self, number: int) -> bool:
-        """Whether iteration `number` ends with a checkpoint, or has ended with one."""
-        every, over = self.settings.checkpoint_every, self._is_over(number)
-        return number % every == 0 or over or number == self.checkpointer.newest
 
     async def _report(
         self, record: IterationRecord, evaluated: Sequence[EvaluationResult], timing: Timing, checkpoint: bool
     ) -> None:
         """Write the row, then the state, then complete the checkpoint, which a resume starts from."""
         start_s = time.perf_counter()
-        if self.checkpointer.has_ended:
-            await self._settle_checkpoint()
-        await self._check_lead()
+        if self.checkpoints.checkpointer.has_ended:
+            await self.checkpoints.settle()
+        await self.lead.confirm()
         row = build_row(record, heldout_of(evaluated), timing) | evaluation_row(evaluated)
-        self.state.cursor, self.state.batch_rng = self.loop.cursor.state(), dict(self.loop.rng.bit_generator.state)
+        self.state.cursor, self.state.batch_rng = (
+            self.schedule.cursor.state(),
+            dict(self.schedule.rng.bit_generator.state),
+        )
         self.progress.advance(record, row)
-        self._rows.append(row, self._check_lease)
+        self.rows.append(row, self.lead.in_the_moment)
         self._save_state("running")
         if adopt_next(self.run_dir):
             log.info("configuration of this launch adopted")
         if checkpoint:
-            await self._complete_checkpoint()
+            await self.checkpoints.complete()
         if evaluated:
-            await self.checkpointer.mark_best(self.state.best, self._check_lease)
+            await self.checkpoints.mark_best()
         self.progress.report(row, {**timing.parts, "total": timing.total_s})
         self._sinks.take(FinishedIteration(record=record, row=row, evaluated=evaluated))
         self._report_s = time.perf_counter() - start_s
         self.leaving.settled.set()
         self.progress.check_not_stuck()
 
-    async def _complete_checkpoint(self) -> None:
-        """Complete the checkpoint of the last iteration, when the trainer's part is written, or miss it."""
-        self._rows.sync()
-        try:
-            await self.checkpointer.complete(self.state, self._check_lead, self._check_lease)
-        except NotWritten as error:
-            self.missed.note(self.state.iteration, error)
-        if not self.checkpointer.writing:
-            await self._settle_checkpoint()
-
-    async def _settle_checkpoint(self) -> None:
-        """Wait for the checkpoint that is being finished, if there is one, and note how it ended."""
-        running = self.checkpointer.running
-        if running is None:
-            return
-        try:
-            await self.checkpointer.settle()
-        except NotWritten as error:
-            self.missed.note(running.iteration, error)
-        else:
-            self.missed.none()
-            # One that was being written when it became the best could not be marked then.
-            await self.checkpointer.mark_best(self.state.best, self._check_lease)
-
     def _note_evaluated(self, evaluated: Sequence[EvaluationResult], iteration: int) -> bool:
         """Record evaluations of the policy after `iteration`. Returns: whether it is the best so far."""
         for result in evaluated:
             self.progress.note_scores("heldout", result.scored, f"evaluation set {result.name}")
-        return self.evaluations.note(evaluated, iteration, has_checkpoint=self._has_checkpoint(iteration))
-
-    async def _save(self) -> None:
-        """Write a checkpoint of the last iteration, if there is one and it has none yet."""
-        await self._settle_checkpoint()
-        if self.state.iteration in (0, self.checkpointer.newest):
-            return
-        await self._check_lead()
-        await self.checkpointer.save_trainer(self.state.iteration)
-        self._rows.sync()
-        await self.checkpointer.complete(self.state, self._check_lead, self._check_lease)
-        await self.checkpointer.settle()
-        self.missed.none()
-        log.info("checkpoint saved at the end", iteration=self.state.iteration)
+        has_checkpoint = self.checkpoints.has(iteration, last=self._is_over(iteration))
+        return self.evaluations.note(evaluated, iteration, has_checkpoint=has_checkpoint)
 
     async def _finish(self) -> None:
         """Write the run's results: a last checkpoint and the policy as a Hugging Face folder."""
-        await self._save()
+        await self.checkpoints.save_last()
         self._announce("export")
         problem = await self.exporter.export_final()
         self.progress.warn_if("export", problem)
-        await self._check_lead()
+        await self.lead.confirm()
         self.state.troubles += [problem] if problem else []
         self._save_state("finished")
-
-    async def _check_lead(self) -> None:
-        """Wait until it is certain that we lead the run. Raises: Evicted: another coordinator has taken over."""
-        await check_lead(self.lead, self.lead_patience_s)
-
-    def _check_lease(self) -> None:
-        check_lease(self.lead)
-
-    def rows(self) -> list[Row]:
-        """Return the rows of metrics.jsonl."""
-        return self._rows.rows()
 
     @contextlib.contextmanager
     def _part(self, part: str) -> Iterator[None]:
@@ -397,4 +323,4 @@ class Run:
     def _save_state(self, status: str) -> None:
         self.state.status = status
         self.state.wall_s = self._earlier_s + time.monotonic() - self._start_s
-        self.state.note(self.run_dir / STATE_FILE, self._check_lease)
+        self.state.note(self.run_dir / STATE_FILE, self.lead.in_the_moment)

@@ -2,14 +2,13 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.flow import TrainBatch
+from coordinator.flow import TrainBatch, TrainResult
 from servicekit.errors import Unavailable, rpc_errors
 from servicekit.logs import get_logger
 from servicekit.rpc.channel import DeadlineChannel, open_channel
@@ -22,28 +21,8 @@ from weightsync.round.client import of_participant
 STEP_TIMEOUT_S = 3600.0
 SAVE_TIMEOUT_S = 1800.0
 STATUS_TIMEOUT_S = 10.0
-# Parts of a step that are the model's own work.
-COMPUTING = ("old_logprobs", "reference", "forward_backward", "optimizer")
 
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainResult:
-    """Result of one train step."""
-
-    # The version after the step.
-    policy_version: int
-    # loss, grad_norm, entropy, ... as the trainer names them.
-    metrics: dict[str, float]
-    # Seconds by part: receive, pack, old_logprobs, reference (with a KL term), forward_backward, optimizer, onload and
-    # offload (of trainer.offload), total.
-    seconds: dict[str, float]
-
-    @property
-    def compute_s(self) -> float:
-        """Seconds of the model's own work; the rest of a step is Tandem's overhead."""
-        return sum(self.seconds.get(part, 0.0) for part in COMPUTING)
 
 
 class Trainer:

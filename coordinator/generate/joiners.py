@@ -1,8 +1,8 @@
 """Replicas that join during a dispatch: they are seeded with the version that it samples.
 
-The trainer is idle while a dispatch runs (loop.py), and a round of the joiners alone does not touch replicas that
-generate (weight_sync.py). A seeding that has begun is awaited even when the dispatch no longer needs it, so that it
-cannot overlap with the next round; it has deadlines of its own.
+The trainer is idle while a dispatch runs (schedule/sync.py), and a round of the joiners alone does not touch replicas
+that generate (weight_sync.py). A seeding that has begun is awaited even when the dispatch no longer needs it, so that
+it cannot overlap with the next round; it has deadlines of its own.
 """
 
 import asyncio

@@ -9,12 +9,12 @@ Legend: P prompts, G completions per prompt, S samples (those with a reward), T 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.learn.updates import Sample, policy_tokens
+from coordinator.flow import Divergence, Sample
+from coordinator.learn.updates import policy_tokens
 from servicekit.errors import NotFinite
 from tandem_config.schema import GrpoSection
 
@@ -28,21 +28,6 @@ KL_ESTIMATORS: Mapping[str, Callable[[Array], Array]] = {
     "k2": lambda delta_T: 0.5 * delta_T**2,
     "k3": lambda delta_T: np.exp(delta_T) - delta_T - 1,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Divergence:
-    """What an iteration's completions lose for being unlikely under the reference policy.
-
-    Attributes:
-        penalties_PG: [P, G] what is taken off each reward; 0 for samples without one.
-        metrics: kl_reference (k3, mean over tokens) and kl_reward (mean over samples of what is taken off).
-        seconds: of the trainer's forward passes.
-    """
-
-    penalties_PG: Array
-    metrics: Mapping[str, float]
-    seconds: float
 
 
 def diverge(

@@ -10,46 +10,17 @@ one that trains on it.
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.flow import Completion, Group, Prompt, TrainBatch
+from coordinator.flow import Group, Sample, TrainBatch
 from servicekit.rpc.limits import SAMPLE_CHUNK_BYTES, chunk_starts
 from tandem_api.trainer.v1 import trainer_pb2
 
 Indices = NDArray[np.int64]
-
-# Upper bounds on the wire: a token id as a varint; a log-prob, and the token's place in the mask; for the rest of a
-# sample: its lengths, advantage, flag (21 with the prefix of its name), and the fields that a message has once (53).
-_ID_BYTES, _SAMPLED_BYTES, _OVERHEAD_BYTES = 5, 4 + 1, 96
-
-
-@dataclass(kw_only=True, slots=True)
-class Sample:
-    """One completion with its prompt and advantage, as the trainer gets it."""
-
-    sample_id: str
-    prompt: Prompt
-    completion: Completion
-    advantage: float
-    # False: counts in no loss, but still in the denominators (a masked truncation).
-    trainable: bool
-
-    @property
-    def group_id(self) -> str:
-        """Name of its group, see Group.sample_id."""
-        return self.sample_id.rpartition("#")[0]
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes that it adds to a message at most."""
-        completion = len(self.completion.token_ids)
-        ids = _ID_BYTES * (len(self.prompt.token_ids) + completion)
-        return ids + _SAMPLED_BYTES * completion + len(self.sample_id.encode()) + _OVERHEAD_BYTES
 
 
 def oldest_versions(groups: Sequence[Group]) -> list[int]:

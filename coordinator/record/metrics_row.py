@@ -12,9 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.clients.trainer import TrainResult
-from coordinator.flow import Generation, GroupScores, SyncResult
-from coordinator.learn.kl import Divergence
+from coordinator.flow import GroupScores, IterationRecord
 from tandem_files.metrics_file import STEP_PARTS, Row
 
 # The trainer's metrics, under the same names in a row; null if they were not reported, or the step was skipped. With
@@ -48,29 +46,6 @@ _TRAINER_FIELDS = (
 _PARTS = ("generate", "reward", "reference", "batch", "train", "sync", "checkpoint", "export", "evaluate", "report")
 # What is done between iterations, and is no part of one's own work.
 _BETWEEN = ("evaluate", "checkpoint", "export")
-
-
-@dataclass(frozen=True, kw_only=True)
-class IterationRecord:
-    """The results of an iteration."""
-
-    iteration: int
-    # After the iteration.
-    policy_version: int
-    generation: Generation
-    scored: GroupScores
-    # Of each completion, [P, G].
-    advantages_PG: NDArray[np.float64]
-    # [P] groups whose rewards are all equal, and those left out of training.
-    zero_variance_P: NDArray[np.bool_]
-    dropped_P: NDArray[np.bool_]
-    # None: nothing to train on.
-    step: TrainResult | None
-    sync: SyncResult | None
-    # Samples by age in versions.
-    staleness: Mapping[int, int]
-    # What is taken off the rewards; None: nothing is.
-    divergence: Divergence | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.flow import Completion, Generation, Group, GroupScores, Prompt
+from coordinator.flow import AdvantageResult, Completion, Divergence, Generation, Group, GroupScores, Prompt
 from coordinator.learn.advantages import group_advantages
-from coordinator.loop import GrpoLoop
+from coordinator.steps import compute_advantages, measure_divergence
 from servicekit.errors import NotFinite
 from tandem_api.trainer.v1 import trainer_pb2
 from tandem_config.schema import GrpoSection
@@ -52,10 +52,23 @@ def generation() -> Generation:
     return Generation(groups=tuple(groups), engine_s=1.0, retried_calls=0)
 
 
-def loop(trainer: Asked, **grpo: Any) -> GrpoLoop:
-    parts: dict[str, Any] = dict.fromkeys(("sampling", "cursor", "rollouts", "scorer", "weights", "rng"))
+@dataclass
+class KlSteps:
+    """The steps that the penalty is in, with their settings."""
+
+    grpo: GrpoSection
+    trainer: Asked
+
+    async def diverge(self, generated: Generation, scored: GroupScores) -> Divergence | None:
+        return await measure_divergence(self.grpo, self.trainer, generated, scored)  # type: ignore[arg-type]
+
+    def learn(self, scored: GroupScores, divergence: Divergence) -> AdvantageResult:
+        return compute_advantages(self.grpo, scored, divergence)
+
+
+def steps(trainer: Asked, **grpo: Any) -> KlSteps:
     settings = {"kl_coefficient": 0.1, "kl_in": "reward", "kl_estimator": "k1"} | grpo
-    return GrpoLoop(grpo=GrpoSection(**settings), incarnation="a", trainer=trainer, **parts)  # type: ignore[arg-type]
+    return KlSteps(GrpoSection(**settings), trainer)
 
 
 @pytest.mark.parametrize("old_logprobs", ["recompute", "rollout"])
@@ -67,7 +80,7 @@ async def test_the_sum_over_tokens_is_taken_off_before_the_group_statistics(
     estimator: str, of: Any, old_logprobs: str
 ) -> None:
     trainer = Asked()
-    grpo = loop(trainer, kl_estimator=estimator, old_logprobs=old_logprobs)
+    grpo = steps(trainer, kl_estimator=estimator, old_logprobs=old_logprobs)
     scored = GroupScores(rewards_PG=REWARDS, accuracy=0.0)
     divergence = await grpo.diverge(generation(), scored)
     assert divergence is not None
@@ -85,7 +98,7 @@ async def test_the_sum_over_tokens_is_taken_off_before_the_group_statistics(
 
 @pytest.mark.parametrize("old_logprobs", ["recompute", "rollout"])
 async def test_masked_tokens_are_in_no_sum_and_no_mean(old_logprobs: str) -> None:
-    generated, grpo = generation(), loop(Asked(), old_logprobs=old_logprobs)
+    generated, grpo = generation(), steps(Asked(), old_logprobs=old_logprobs)
     for completion, mask in zip(generated.groups[1].completions, ("101", "0100"), strict=True):
         completion.loss_mask = array("B", map(int, mask))
         for token in np.flatnonzero(~np.array(completion.loss_mask, np.bool_)):
@@ -99,7 +112,7 @@ async def test_masked_tokens_are_in_no_sum_and_no_mean(old_logprobs: str) -> Non
 
 async def test_samples_without_a_reward_are_not_measured() -> None:
     trainer, missing = Asked(), np.array([[False, True], [False, False]])
-    grpo = loop(trainer)
+    grpo = steps(trainer)
     scored = GroupScores(rewards_PG=REWARDS, accuracy=0.0, missing_PG=missing)
     divergence = await grpo.diverge(generation(), scored)
     assert divergence is not None
@@ -112,13 +125,13 @@ async def test_samples_without_a_reward_are_not_measured() -> None:
 
 async def test_a_divergence_that_is_not_finite_names_its_sample() -> None:
     with pytest.raises(NotFinite, match=r"samples: g0#0$"):
-        await loop(Asked(spoilt=float("nan"))).diverge(generation(), GroupScores(rewards_PG=REWARDS, accuracy=0.0))
+        await steps(Asked(spoilt=float("nan"))).diverge(generation(), GroupScores(rewards_PG=REWARDS, accuracy=0.0))
 
 
 async def test_a_token_without_a_log_prob_of_the_engine_has_no_divergence() -> None:
     spoilt = generation()
     first = spoilt.groups[0].completions[0]
-    grpo = loop(Asked(), old_logprobs="rollout")
+    grpo = steps(Asked(), old_logprobs="rollout")
     before = await grpo.diverge(generation(), GroupScores(rewards_PG=REWARDS, accuracy=0.0))
     for value in (float("nan"), float("-inf")):
         first.logprobs[0] = value

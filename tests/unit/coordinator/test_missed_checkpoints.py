@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from coordinator.checkpoints.missed_checkpoints import MissedCheckpoints
+from coordinator.checkpoints.run_checkpoints import MissedCheckpoints
 from coordinator.checkpoints.writing import Checkpointer, NotWritten
 from coordinator.record.progress import Progress
 from coordinator.record.state import RunState

@@ -1,0 +1,1 @@
+"""Schedules: which step of an iteration runs when."""

@@ -1,0 +1,114 @@
+"""The steps of a GRPO iteration, one function each; a schedule (schedule/sync.py) says which one runs when.
+
+A step takes data and returns data; it keeps nothing. Steps are numbered as in ARCHITECTURE.md: 2 is
+generate/dispatch.py, 4 is learn/scoring.py, 3 and 9 run in the rollout services. Legend: P prompts, G completions per
+prompt, S samples, T completion tokens of all samples.
+"""
+
+import numpy as np
+
+from coordinator.clients.trainer import Trainer
+from coordinator.data.cursor import DataCursor
+from coordinator.flow import (
+    AdvantageResult,
+    Divergence,
+    Generation,
+    GroupScores,
+    Prompt,
+    TrainBatch,
+)
+from coordinator.learn.advantages import group_advantages, zero_variance
+from coordinator.learn.kl import diverge
+from coordinator.learn.updates import make_batch, measured_chunks, select_samples, stale_samples
+from servicekit.errors import WrongVersion, in_part
+from servicekit.stopwatch import Stopwatch
+from tandem_config.schema import GrpoSection
+
+
+def take_prompts(cursor: DataCursor, num_prompts: int, number: int) -> dict[str, Prompt]:
+    """Step 1: take the next P prompts, by group id: iteration, place and data row, as in `i12.g3.row77`."""
+    with in_part("data"):
+        prompts = cursor.take(num_prompts)
+    return {f"i{number}.g{place}.{prompt.name}": prompt for place, prompt in enumerate(prompts)}
+
+
+def check_staleness(generation: Generation, policy_version: int, max_staleness: int) -> None:
+    """Check the age of all samples. Raises: WrongVersion: one is too old for a step of `policy_version`."""
+    stale = stale_samples(generation.groups, policy_version, max_staleness)
+    if stale:
+        raise WrongVersion(f"{len(stale)} samples are older than version {policy_version}; the first is {stale[0]}")
+
+
+async def measure_divergence(
+    grpo: GrpoSection, trainer: Trainer, generation: Generation, scored: GroupScores
+) -> Divergence | None:
+    """Step 5 with KL in the reward: measure how far completions are from the reference policy; None: there is none."""
+    present_PG = scored.present_PG
+    samples = select_samples(
+        generation.groups,
+        np.zeros(present_PG.shape),
+        np.zeros(len(present_PG), np.bool_),
+        truncated="keep",
+        missing_PG=~present_PG,
+    )
+    if not samples:
+        return None
+    watch, chunks = Stopwatch(), measured_chunks(samples)
+    reference_T = await trainer.logprobs(chunks, reference=True)
+    if grpo.old_logprobs == "recompute":
+        old_T = await trainer.logprobs(chunks)
+    else:
+        old_T = np.concatenate([np.asarray(sample.completion.logprobs, np.float32) for sample in samples])
+        # A token without a log-prob of the engine is taken to be as likely as under the reference.
+        old_T = np.where(np.isfinite(old_T), old_T, reference_T)
+    return diverge(samples, present_PG, old_T, reference_T, grpo, watch.total_s())
+
+
+def compute_advantages(grpo: GrpoSection, scored: GroupScores, divergence: Divergence | None = None) -> AdvantageResult:
+    """Step 5: compute the advantages, and which groups have none or are dropped.
+
+    Args:
+        divergence: what is taken off the rewards first; None: nothing.
+    """
+    penalties_PG = 0.0 if divergence is None else divergence.penalties_PG
+    zero_variance_P = zero_variance(scored.rewards_PG, scored.missing_PG)
+    return AdvantageResult(
+        advantages_PG=group_advantages(
+            scored.rewards_PG - penalties_PG,
+            std=grpo.advantage_std,
+            baseline=grpo.baseline,
+            missing_PG=scored.missing_PG,
+        ),
+        missing_PG=scored.missing_PG,
+        zero_variance_P=zero_variance_P,
+        dropped_P=zero_variance_P if grpo.zero_variance == "drop" else np.zeros_like(zero_variance_P),
+    )
+
+
+def build_batch(
+    grpo: GrpoSection,
+    generation: Generation,
+    result: AdvantageResult,
+    *,
+    step_id: str,
+    policy_version: int,
+    rng: np.random.Generator,
+) -> TrainBatch | None:
+    """Step 6: build the train step's batch; None if no sample is left."""
+    samples = select_samples(
+        generation.groups,
+        result.advantages_PG,
+        result.dropped_P,
+        truncated=grpo.truncated,
+        missing_PG=result.missing_PG,
+    )
+    if not samples:
+        return None
+    return make_batch(
+        samples,
+        step_id=step_id,
+        policy_version=policy_version,
+        num_updates=grpo.updates_per_iteration,
+        divide=grpo.updates_divide,
+        rng=rng,
+    )
