@@ -16,13 +16,13 @@ from pathlib import Path
 from structlog.contextvars import bound_contextvars
 
 from coordinator.checkpoints.run_checkpoints import RunCheckpoints
-from coordinator.flow import DataKey
+from coordinator.flow import DataKey, IterationRecord
 from coordinator.leader_lease import LeaderCheck
 from coordinator.learn.evaluation import EvaluationResult
 from coordinator.record.evaluations import Evaluations, evaluation_row, heldout_of
 from coordinator.record.exporting import Exporter
 from coordinator.record.iteration_warnings import check_same_model
-from coordinator.record.metrics_row import IterationRecord, Timing, build_row
+from coordinator.record.metrics_row import Timing, build_row
 from coordinator.record.progress import Progress
 from coordinator.record.resuming import Renewal, reward_warning
 from coordinator.record.sinks import FinishedIteration, Sink, Sinks

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 
-from coordinator.flow import GroupScores
+from coordinator.flow import GroupScores, IterationRecord
 from coordinator.record.health import mismatches
-from coordinator.record.metrics_row import IterationRecord
 from servicekit.errors import Internal
 
 # Rows whose answers cannot be read that one warning names.

@@ -4,10 +4,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from coordinator.flow import DataKey, GroupScores, SyncResult
+from coordinator.flow import DataKey, GroupScores, IterationRecord, SyncResult
 from coordinator.record.health import Watch, figures, troubles
 from coordinator.record.iteration_warnings import remarks, score_remarks
-from coordinator.record.metrics_row import IterationRecord, numeric
+from coordinator.record.metrics_row import numeric
 from coordinator.record.state import RunState
 from coordinator.watch import metrics
 from coordinator.watch.events import EventKind, EventLog

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from coordinator.flow import IterationRecord
 from coordinator.learn.evaluation import EvaluationResult
-from coordinator.record.metrics_row import IterationRecord
 from servicekit.logs import get_logger
 from tandem_files.metrics_file import Row
 

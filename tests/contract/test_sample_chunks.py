@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.flow import Completion, Prompt, TrainBatch
-from coordinator.learn.updates import Sample, make_batch
+from coordinator.flow import Completion, Prompt, Sample, TrainBatch
+from coordinator.learn.updates import make_batch
 from servicekit.rpc.limits import SAMPLE_CHUNK_BYTES
 from tandem_config.schema import GrpoSection
 from trainer_service.micro_batches.checks import Limits, check_updates

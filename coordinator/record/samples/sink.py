@@ -7,8 +7,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.flow import IterationRecord
 from coordinator.learn.evaluation import EvaluationResult
-from coordinator.record.metrics_row import IterationRecord
 from coordinator.record.progress import no_left
 from coordinator.record.samples.table import Batch, table_of_batch
 from coordinator.record.sinks import FinishedIteration

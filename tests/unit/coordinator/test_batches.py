@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.flow import Completion, Group, Prompt
-from coordinator.learn.updates import Sample, make_batch, measured_chunks, select_samples, split_updates
+from coordinator.flow import Completion, Group, Prompt, Sample
+from coordinator.learn.updates import make_batch, measured_chunks, select_samples, split_updates
 from servicekit.rpc.limits import MAX_MESSAGE_BYTES, chunk_starts
 
 RNG = np.random.default_rng(1)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.clients.trainer import TrainResult
 from coordinator.data.cursor import CursorState
 from coordinator.fleet.services import merge_versions
+from coordinator.flow import TrainResult
 from coordinator.record.iteration_warnings import check_same_model
 from coordinator.record.metrics_row import Timing, build_row
 from coordinator.record.state import RunState, Totals

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.flow import Completion, Generation, Group, GroupScores, Prompt
+from coordinator.flow import Completion, Generation, Group, GroupScores, IterationRecord, Prompt
 from coordinator.learn.evaluation import EvaluationResult
-from coordinator.record.metrics_row import IterationRecord
 from coordinator.record.samples.sink import SampleSink, surplus
 from coordinator.record.sinks import FinishedIteration
 from coordinator.rewards.taken import ShownColumns
