@@ -1,4 +1,6 @@
-"""Writes the tables of docs/configuration.md from the schema, or checks that they are current.
+"""Writes the reference of all settings from the schema, or checks that it is current.
+
+docs/configuration.md is the index. docs/configuration/ has a page for each section, and one for the environment.
 
 python -m tools.configuration_reference write | check
 """
@@ -22,7 +24,10 @@ from tandem_config.sections.reward import CodeReference
 from tandem_config.sections.run import EvaluationSet
 
 REPO = Path(__file__).parents[1]
-PAGE = REPO / "docs" / "configuration.md"
+INDEX = REPO / "docs" / "configuration.md"
+FOLDER = REPO / "docs" / "configuration"
+ENVIRONMENT = FOLDER / "environment.md"
+_NAMED_PAGE = re.compile(r"(?<![\w./])docs/([\w-]+\.md)")
 _PART = re.compile(r"(?P<begin><!-- (?P<name>\w+): generated -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _SETTING = "type | unit | default | what it is | why this default"
@@ -35,10 +40,39 @@ def rendered(page: str) -> str:
     return _PART.sub(lambda found: f"{found['begin']}{made[found['name']]}\n{found['end']}", page)
 
 
+def pages() -> dict[Path, str]:
+    """Generate every page of the reference: index, environment, and a page for each section."""
+    written = {path: rendered(path.read_text(encoding="utf-8")) for path in (INDEX, ENVIRONMENT)}
+    return written | {FOLDER / f"{name}.md": _section_page(name, model) for name, model in sections().items()}
+
+
 def parts() -> dict[str, str]:
     """Generate the Markdown of each part, by the name in its markers."""
-    tables = [f"### {name}\n\n{_text(model)}\n\n{_section(name, model)}" for name, model in sections().items()]
-    return {"settings": "\n\n".join(tables), "environment": _environment(), "resuming": _resuming()}
+    return {"sections": _index(), "environment": _environment(), "resuming": _resuming()}
+
+
+def _index() -> str:
+    """List the sections with their pages."""
+    rows = [
+        f"| [`{name}`](configuration/{name}.md) | {_settings_of(name, model)} | {_cell(_linked(_text(model), ''))} |"
+        for name, model in sections().items()
+    ]
+    return _table("section | settings | what it is", rows)
+
+
+def _settings_of(name: str, model: type[Section]) -> int:
+    """Count the settings of a section; of a list, those that its kinds have."""
+    return len({key for kind in kinds(name).values() for key in kind.model_fields} or model.model_fields)
+
+
+def _section_page(name: str, model: type[Section]) -> str:
+    text = "\n\n".join([f"# {name}", _text(model), _section(name, model), "[All sections](../configuration.md)"])
+    return _linked(text, "../") + "\n"
+
+
+def _linked(text: str, up: str) -> str:
+    """Turn the pages that a text names into links, from a page whose way to docs/ is `up`."""
+    return _NAMED_PAGE.sub(lambda found: f"[{found[1]}]({up}{found[1]})", text)
 
 
 def _resuming() -> str:
@@ -179,17 +213,21 @@ def _cell(text: str | None) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write or check the page. Returns: 0, or 1 if the page is out of date. Raises: SystemExit: wrong usage."""
+    """Write or check the pages. Returns: 0, or 1 if a page is out of date. Raises: SystemExit: wrong usage."""
     if arguments not in (["write"], ["check"]):
         raise SystemExit(__doc__)
-    page = PAGE.read_text(encoding="utf-8")
+    wanted = pages()
+    extra = set(FOLDER.glob("*.md")) - wanted.keys()
+    stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     if arguments == ["write"]:
-        PAGE.write_text(rendered(page), encoding="utf-8")
+        for path in stale:
+            path.write_text(wanted[path], encoding="utf-8")
+        for path in extra:
+            path.unlink()
         return 0
-    if rendered(page) == page:
-        return 0
-    print(f"{PAGE.relative_to(REPO)} is not what the settings say: python -m tools.configuration_reference write")
-    return 1
+    for path in sorted([*stale, *extra]):
+        print(f"{path.relative_to(REPO)} is not what the settings say: python -m tools.configuration_reference write")
+    return 1 if stale or extra else 0
 
 
 if __name__ == "__main__":

@@ -1,31 +1,66 @@
-"""docs/configuration.md says what the settings say, all of them and no others."""
+"""The pages of the configuration say what the settings say, all of them and no others."""
 
 import ast
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
 
 from servicekit.environment import ServiceEnvironment
-from tandem_config.keys import all_keys, description, note
+from tandem_config.keys import all_keys, description, note, sections
 from tandem_config.schema import GrpoSection, RolloutSection, SyncSection, TrainerSection
-from tests.house.repository import PACKAGES, REPO, parse, python_files
-from tools.configuration_reference import PAGE, default_text, main, rendered, type_text
+from tests.house.repository import PACKAGES, parse, python_files
+from tools import configuration_reference as reference
+from tools.configuration_reference import ENVIRONMENT, INDEX, default_text, main, pages, type_text
 
 # Set by a service for its own ranks; nobody else has a reason to.
 INTERNAL = {"TANDEM_SERVICE_PID", "TANDEM_RECEIVER_"}
 
 
 @pytest.mark.runs("python -m tools.configuration_reference")
-def test_the_page_is_what_the_settings_say() -> None:
+def test_the_pages_are_what_the_settings_say() -> None:
     assert main(["check"]) == 0, "run: python -m tools.configuration_reference write"
 
 
-def test_a_page_that_lags_behind_is_noticed() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    old = page.replace("| `group_size` | integer >= 2 ", "| `group_size` | integer >= 1 ")
-    assert old != page
-    assert rendered(old) == page
+def test_every_section_has_a_page_that_the_index_links() -> None:
+    index = INDEX.read_text(encoding="utf-8")
+    assert [name for name in sections() if f"[`{name}`](configuration/{name}.md)" not in index] == []
+
+
+@pytest.fixture
+def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder docs/ with the pages as they are, which the tool takes for the repository's."""
+    shutil.copytree(INDEX.parent / "configuration", tmp_path / "docs" / "configuration")
+    shutil.copy(INDEX, tmp_path / "docs")
+    folder = tmp_path / "docs" / "configuration"
+    monkeypatch.setattr(reference, "REPO", tmp_path)
+    monkeypatch.setattr(reference, "INDEX", tmp_path / "docs" / "configuration.md")
+    monkeypatch.setattr(reference, "ENVIRONMENT", folder / "environment.md")
+    monkeypatch.setattr(reference, "FOLDER", folder)
+    return folder
+
+
+def test_a_page_that_lags_behind_is_noticed_and_written(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    current = (copy / "grpo.md").read_text(encoding="utf-8")
+    old = current.replace("| `group_size` | integer >= 2 ", "| `group_size` | integer >= 1 ")
+    assert old != current
+    (copy / "grpo.md").write_text(old, encoding="utf-8")
+    (copy / "trainer.md").unlink()
+    (copy / "forgotten.md").write_text("# a section that is gone\n", encoding="utf-8")
+    assert main(["check"]) == 1
+    named = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert named == [f"docs/configuration/{name}.md" for name in ("forgotten", "grpo", "trainer")]
+    assert main(["write"]) == main(["check"]) == 0
+    assert (copy / "grpo.md").read_text(encoding="utf-8") == current
+    assert not (copy / "forgotten.md").exists()
+
+
+def test_pages_that_a_text_names_are_links() -> None:
+    texts = pages()
+    assert "[numerics.md](../numerics.md)" in texts[INDEX.parent / "configuration" / "grpo.md"]
+    assert "[numerics.md](numerics.md)" in texts[INDEX]
 
 
 def test_every_setting_has_a_description_a_unit_and_a_reason() -> None:
@@ -58,13 +93,13 @@ def test_every_variable_that_the_code_names_is_on_the_page() -> None:
         and re.fullmatch(r"TANDEM_[A-Z_]+", node.value)
     }
     assert "TANDEM_TLS_CERT" in named
-    page = PAGE.read_text(encoding="utf-8")
+    page = ENVIRONMENT.read_text(encoding="utf-8")
     assert sorted(name for name in named - INTERNAL if f"`{name}`" not in page) == []
 
 
 def test_every_variable_on_the_page_is_named_by_the_code() -> None:
     code = "".join(path.read_text(encoding="utf-8") for package in PACKAGES for path in python_files(package))
-    shown = set(re.findall(r"`(TANDEM_[A-Z_]+)`", PAGE.read_text(encoding="utf-8")))
+    shown = set(re.findall(r"`(TANDEM_[A-Z_]+)`", ENVIRONMENT.read_text(encoding="utf-8")))
     assert shown
     assert sorted(name for name in shown if name not in code) == []
 
@@ -90,4 +125,3 @@ def test_types_and_defaults_are_told_as_they_are_written(
 def test_the_tool_knows_its_two_words() -> None:
     with pytest.raises(SystemExit):
         main(["chekc"])
-    assert (REPO / "docs" / "configuration.md") == PAGE
