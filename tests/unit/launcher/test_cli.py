@@ -96,6 +96,16 @@ def test_status_of_nothing_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "no runs in runs" in output
 
 
+@pytest.mark.runs("tandem logs")
+def test_logs_shows_the_warnings_of_a_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    line = '{"time": "2026-05-01T12:00:00+00:00", "level": "%s", "message": "%s", "service": "coordinator"}\n'
+    log = line % ("info", "serving") + line % ("warning", "replica left out")
+    (tmp_path / "logs" / "coordinator.log").write_text(log, encoding="utf-8")
+    code, output = invoke("logs", str(tmp_path), "--level", "warning", "--newest", "50")
+    assert (code, "replica left out" in output, "serving" in output) == (0, True, False)
+
+
 def test_version_names_the_engines() -> None:
     code, output = invoke("version")
     assert code == 0
