@@ -1,6 +1,7 @@
 """docs/extending.md, carried out: its smallest examples are what the code takes."""
 
 import re
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import indent
@@ -62,13 +63,14 @@ def test_the_objective_has_the_policy_gradient() -> None:
         sequences=Sequences(owner=torch.tensor([0, 0]), lengths=torch.tensor([2])),
     )
     names["token_loss"](tokens, GrpoSection()).loss.sum().backward()
-    assert torch.equal(logprobs.grad, -advantages)  # type: ignore[arg-type]
+    assert logprobs.grad is not None
+    assert torch.equal(logprobs.grad, -advantages)
 
 
 def test_the_metric_is_a_figure_of_the_row() -> None:
     row: dict[str, Any] = {}
     completions = [
-        Completion(token_ids=ids, logprobs=[], truncated=False, oldest_version=1)  # type: ignore[arg-type]
+        Completion(token_ids=array("i", ids), logprobs=array("f"), truncated=False, oldest_version=1)
         for ids in ([1, 2, 3], [4])
     ]
     carry_out("coordinator/record/metrics_row.py, in build_row", row=row, completions=completions)
