@@ -249,7 +249,7 @@ class TrainResult:
 
     # The version after the step.
     policy_version: int
-    # loss, grad_norm, entropy, ... as the trainer names them.
+    # Figures of the step, by their names in tandem_files/metrics_table.py.
     metrics: dict[str, float]
     # Seconds by part: receive, pack, old_logprobs, reference (with a KL term), forward_backward, optimizer, onload and
     # offload (of trainer.offload), total.

@@ -15,21 +15,8 @@ from tandem_api.coordinator.v1 import coordinator_pb2_grpc
 
 FULL_NAME = pb.DESCRIPTOR.services_by_name["CoordinatorService"].full_name
 
-_STATES = {
-    State.STARTING: pb.RUN_STATE_STARTING,
-    State.RUNNING: pb.RUN_STATE_RUNNING,
-    State.PAUSED: pb.RUN_STATE_PAUSED,
-    State.FINISHED: pb.RUN_STATE_FINISHED,
-    State.FAILED: pb.RUN_STATE_FAILED,
-    State.INTERRUPTED: pb.RUN_STATE_INTERRUPTED,
-}
-_KINDS = {
-    EventKind.STATE: pb.EVENT_KIND_STATE,
-    EventKind.ITERATION: pb.EVENT_KIND_ITERATION,
-    EventKind.PROGRESS: pb.EVENT_KIND_PROGRESS,
-    EventKind.EVALUATION: pb.EVENT_KIND_EVALUATION,
-    EventKind.WARNING: pb.EVENT_KIND_WARNING,
-}
+_STATES = {state: pb.RunState.Value(f"RUN_STATE_{state.name}") for state in State}
+_KINDS = {kind: pb.EventKind.Value(f"EVENT_KIND_{kind.name}") for kind in EventKind}
 
 
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):

@@ -1,6 +1,7 @@
 """Prometheus metrics of a rollout replica."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Summary
 
@@ -20,51 +21,28 @@ class SyncMetrics:
     """Metrics of weight syncs; RolloutMetrics makes them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        gauge, counter = partial(Gauge, registry=registry), partial(Counter, registry=registry)
+        summary, histogram = partial(Summary, registry=registry), partial(Histogram, registry=registry)
+        # fmt: off
         # Sum and count: the coordinator has the stages' quantiles; here they would be series per replica and stage.
-        self.seconds = Summary(
-            "tandem_weight_sync_seconds",
-            "Seconds of each stage of a weight sync, of the slowest rank.",
-            ["stage"],
-            registry=registry,
-        )
-        self.pause_seconds = Histogram(
-            "tandem_generation_pause_seconds",
+        self.seconds = summary("tandem_weight_sync_seconds",
+            "Seconds of each stage of a weight sync, of the slowest rank.", ["stage"])
+        self.pause_seconds = histogram("tandem_generation_pause_seconds",
             "Seconds for which a replica that had served refused calls: from closing its gate to opening it again.",
-            buckets=_PAUSE_BUCKETS,
-            registry=registry,
-        )
-        self.bytes = Counter(
-            "tandem_weight_sync_received_bytes_total", "Bytes that this replica's ranks received.", registry=registry
-        )
-        self.bandwidth = Gauge(
-            "tandem_weight_sync_bandwidth_bytes_per_second",
-            "Bytes received by all ranks / seconds of the slowest rank, in the last transfer.",
-            registry=registry,
-        )
-        self.redundancy = Gauge(
-            "tandem_weight_sync_redundancy_ratio",
-            "Bytes received / bytes of the shards in the last transfer; 1 is perfect.",
-            registry=registry,
-        )
-        self.staging_bytes = Gauge(
-            "tandem_weight_sync_staging_bytes",
-            "Most bytes that a rank's transfer buffers took in the last transfer.",
-            registry=registry,
-        )
-        self.epoch = Gauge(
-            "tandem_weight_sync_epoch", "Epoch of the weight group in the last round.", registry=registry
-        )
-        self.outcomes = Counter(
-            "tandem_weight_sync_outcomes_total",
-            "Rounds by how they ended here (committed, aborted, poisoned).",
-            ["outcome"],
-            registry=registry,
-        )
-        self.verify_failures = Counter(
-            "tandem_weight_sync_verify_failures_total",
-            "Rounds in which a digest was not that of the bytes sent.",
-            registry=registry,
-        )
+            buckets=_PAUSE_BUCKETS)
+        self.bytes = counter("tandem_weight_sync_received_bytes_total", "Bytes that this replica's ranks received.")
+        self.bandwidth = gauge("tandem_weight_sync_bandwidth_bytes_per_second",
+            "Bytes received by all ranks / seconds of the slowest rank, in the last transfer.")
+        self.redundancy = gauge("tandem_weight_sync_redundancy_ratio",
+            "Bytes received / bytes of the shards in the last transfer; 1 is perfect.")
+        self.staging_bytes = gauge("tandem_weight_sync_staging_bytes",
+            "Most bytes that a rank's transfer buffers took in the last transfer.")
+        self.epoch = gauge("tandem_weight_sync_epoch", "Epoch of the weight group in the last round.")
+        self.outcomes = counter("tandem_weight_sync_outcomes_total",
+            "Rounds by how they ended here (committed, aborted, poisoned).", ["outcome"])
+        self.verify_failures = counter("tandem_weight_sync_verify_failures_total",
+            "Rounds in which a digest was not that of the bytes sent.")
+        # fmt: on
         for outcome in _OUTCOMES:
             self.outcomes.labels(outcome)
 
@@ -101,29 +79,20 @@ class RolloutMetrics:
     """Metrics of one replica: made once per process; tests pass their own registry."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        self.generated_tokens = Counter(
-            "tandem_generated_tokens_total", "Completion tokens sampled.", registry=registry
-        )
-        self.generate_seconds = Histogram(
-            "tandem_generate_seconds",
-            "Seconds that the engine worked on a generate call.",
-            buckets=_GENERATE_BUCKETS,
-            registry=registry,
-        )
-        self.running_groups = Gauge("tandem_running_groups", "Groups being generated.", registry=registry)
-        self.engine_requests = Gauge(
-            "tandem_engine_requests", "Completions in the engine, decoding or waiting for room.", registry=registry
-        )
-        self.waiting_requests = Gauge(
-            "tandem_engine_waiting_requests", "Completions that wait for room in the engine.", registry=registry
-        )
-        self.kv_cache_usage = Gauge(
-            "tandem_kv_cache_usage_ratio", "Share of the engine's KV cache that is in use.", registry=registry
-        )
-        self.policy_version = Gauge("tandem_policy_version", "Policy version served.", registry=registry)
-        self.replica_state = Gauge(
-            "tandem_replica_state", "1 for the state that the replica is in.", ["state"], registry=registry
-        )
+        gauge, counter = partial(Gauge, registry=registry), partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        # fmt: off
+        self.generated_tokens = counter("tandem_generated_tokens_total", "Completion tokens sampled.")
+        self.generate_seconds = histogram("tandem_generate_seconds",
+            "Seconds that the engine worked on a generate call.", buckets=_GENERATE_BUCKETS)
+        self.running_groups = gauge("tandem_running_groups", "Groups being generated.")
+        self.engine_requests = gauge("tandem_engine_requests",
+            "Completions in the engine, decoding or waiting for room.")
+        self.waiting_requests = gauge("tandem_engine_waiting_requests", "Completions that wait for room in the engine.")
+        self.kv_cache_usage = gauge("tandem_kv_cache_usage_ratio", "Share of the engine's KV cache that is in use.")
+        self.policy_version = gauge("tandem_policy_version", "Policy version served.")
+        self.replica_state = gauge("tandem_replica_state", "1 for the state that the replica is in.", ["state"])
+        # fmt: on
         self.sync = SyncMetrics(registry)
 
     def watch_load(self, load: Callable[[], EngineLoad]) -> None:

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from tandem_files.atomic import naming, no_check, write_bytes_atomic
+from tandem_files.metrics_table import ACCURACY
 
 METRICS_FILE = "metrics.jsonl"
 Row = dict[str, float | int | None]
 # The mean of each reward's own scores, and of each part that a server gives.
 REWARD_MEAN = re.compile(r"reward/(.+)_mean")
 _OF_SET = re.compile(r"eval/(?P<name>[^/]+)/.+|(?P<heldout>heldout)_.+")
-# Parts of a train step, as the trainer names them and in their order; seconds in the rows' fields `train_PART_s`.
-STEP_PARTS = ("receive", "onload", "pack", "old_logprobs", "reference", "forward_backward", "optimizer", "offload")
 
 
 class MetricsFile:
@@ -106,7 +105,7 @@ class Baseline:
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> "Baseline":
         """Read it from a run's state, of any release."""
-        row = {"heldout_accuracy": state.get("initial_accuracy")} | dict(state.get("baseline") or {})
+        row = {ACCURACY: state.get("initial_accuracy")} | dict(state.get("baseline") or {})
         return cls(row=row, renewed=dict(state.get("renewed") or {}))
 
     def begin(self, column: str, points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

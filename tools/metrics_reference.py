@@ -1,9 +1,10 @@
-"""The metrics that the services declare, and their tables in docs/monitoring.md.
+"""The metrics that the services declare, the fields of metrics.jsonl, and the tables of both in docs/monitoring.md.
 
     python -m tools.metrics_reference write     writes the tables anew
     python -m tools.metrics_reference check     says whether they are what the code declares; part of the tests
 
-They are read from the source: two services may use one name, so none is imported.
+What tandem_files/metrics_table.py has comes from there. Other metrics are read from the source: two services may use
+one name, so none is imported.
 """
 
 import ast
@@ -12,9 +13,16 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from tandem_files.metrics_table import METRICS
+
 REPO = Path(__file__).resolve().parents[1]
 PAGE = REPO / "docs" / "monitoring.md"
 HEADING = "## Metrics\n\n"
+
+FIELDS = (
+    "A field that was not measured in an iteration is null. The held-out evaluation has some of them with `heldout_` "
+    "before the name; each reward has `reward/NAME_mean` and `reward/NAME_std`, each evaluation set `eval/SET/MEASURE`."
+)
 
 # Label `job` of a scraped service to the packages whose metrics it serves.
 JOBS = {
@@ -24,6 +32,11 @@ JOBS = {
 }
 # What Prometheus and its Python client add by themselves.
 BUILT_IN = ("up", "process_resident_memory_bytes", "process_cpu_seconds_total")
+# What the table says of each service's metrics.
+FROM_TABLE = {
+    "coordinator": [(metric.exported, metric.help) for metric in METRICS if metric.exported],
+    "trainer_service": [(metric.trainer, metric.help) for metric in METRICS if metric.trainer],
+}
 KINDS = ("Counter", "Gauge", "Histogram", "LateGauge", "Summary")
 
 
@@ -58,8 +71,12 @@ def _declared_in(*packages: str) -> tuple[Metric, ...]:
         for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             # Neither collections.Counter() nor the Gauge inside LateGauge, which passes its own arguments on.
             if isinstance(call, ast.Call) and call.args and isinstance(call.args[0], ast.Constant):
-                kind = ast.unparse(call.func).rpartition(".")[2]
+                name = ast.unparse(call.func).rpartition(".")[2]
+                kind = name[:1].upper() + name[1:]  # `gauge` is a Gauge with a registry
                 found += [_metric(kind, call)] if kind in KINDS else []
+    for name, about in (row for package in packages for row in FROM_TABLE.get(package, ())):
+        kind = "Counter" if name.endswith("_total") else "Gauge"
+        found.append(Metric(name=name, kind=kind, help=about, labels=frozenset()))
     return tuple(found)
 
 
@@ -92,11 +109,23 @@ def reference() -> str:
         lines += [f"### {title}", "", "| metric | type | labels | |", "|---|---|---|---|"]
         for metric in sorted(metrics, key=lambda each: each.name):
             labels = ", ".join(sorted(metric.labels))
-            lines.append(
-                f"| `{metric.name}` | {metric.kind.lower()} | {labels} | {metric.help.replace('|', chr(92) + '|')} |"
-            )
+            lines.append(f"| `{metric.name}` | {metric.kind.lower()} | {labels} | {_cell(metric.help)} |")
         lines.append("")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_fields()])
+
+
+def _fields() -> list[str]:
+    """The table of the fields of metrics.jsonl."""
+    lines = ["### Fields of metrics.jsonl", "", FIELDS, "", "| field | unit | on the page | |", "|---|---|---|---|"]
+    for metric in METRICS:
+        if metric.source in ("run", "trainer"):
+            title = _cell(metric.title)
+            lines.append(f"| `{metric.name}` | {metric.unit} | {title} | {_cell(metric.help)} |")
+    return [*lines, ""]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def main(arguments: list[str]) -> int:

@@ -26,6 +26,7 @@ from coordinator.watch.events import EventKind, EventLog
 from servicekit.lifecycle.background import BackgroundTask
 from tandem_config.schema import HELDOUT, EvaluationSection
 from tandem_files.metrics_file import Heldout, Row, score_text, set_of
+from tandem_files.metrics_table import ACCURACY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ class Evaluations:
             values = {"policy_version": float(result.policy_version), "iteration": float(iteration)}
             if result.name == HELDOUT and not math.isnan(result.scored.accuracy):
                 self.state.note_accuracy(result.scored)
-                values["heldout_accuracy"] = result.scored.accuracy
+                values[ACCURACY] = result.scored.accuracy
             measures = {name: estimate.value for name, estimate in result.estimates.items()}
             metrics.observe_evaluation(result.name, measures, result.policy_version)
             self.events.append(

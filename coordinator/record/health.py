@@ -1,8 +1,7 @@
 """Judges from the rows of metrics.jsonl whether a run learns, for `tandem run`, `status`, `top`, page and summary.
 
-Thresholds are those of deploy/monitoring/rules, if these have the alert; Prometheus also has the past and the other
-services. Curves are averaged over a third of the run, 2 to 10 iterations, so that short runs have warnings too and a
-single bad iteration of a long run gives none.
+The thresholds of alerts are in tandem_files/metrics_table.py. Curves are averaged over a third of the run, 2 to 10
+iterations, so that short runs have warnings too and a single bad iteration of a long run gives none.
 
 Rewards have any sign and scale: 0 or 1, -1 or 1, -6 to -5, 0 to 100. Their differences are therefore measured in the
 reward's own spread: the largest standard deviation of an iteration's rewards, averaged as the curves are; the largest,
@@ -10,10 +9,11 @@ since that of a solved task or a destroyed policy is near 0. Where it has been 0
 learn from: the policy has not changed, so it has neither risen nor collapsed (TandemNothingToLearn).
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from tandem_files import metrics_table as table
 from tandem_files.metrics_file import Heldout
 
 # Of |log pi_trainer - log pi_engine|, in nats. In bfloat16 healthy means are 0.01 to 0.04 with long tails, so that the
@@ -25,21 +25,8 @@ _IN_WORDS = {
     "logprob_abs_diff_p999": "for one token in a thousand",
     "logprob_abs_diff_mean": "on average",
 }
-# Times the mean difference of the first iterations. Below 1e-3 it is rounding, whatever its trend.
-MISMATCH_RISEN = 3.0
+# A mean difference below this is rounding, whatever its trend.
 _MISMATCH_FLOOR = 1e-3
-KL_HIGH = 0.1
-ENTROPY_COLLAPSED = 0.05
-NOTHING_TO_LEARN = 0.9
-# Standard deviations of the reward below its best: of rewards of 0 or 1 that have been right half of the time, 0.25.
-REWARD_COLLAPSED = 0.5
-ALL_TRUNCATED = 0.9
-# Shares of completions that count as wrong because scoring failed, or took too long. Above scoring.py's budgets (5 %
-# and 25 % of one batch) the run ends.
-REWARD_ERRORS = 0.01
-REWARD_TIMEOUTS = 0.05
-# Standard deviations of the held-out scores: two standard errors of the mean over 400 prompts.
-ACCURACY_LOST = 0.1
 # Standard deviations of the reward: one that has risen by so much and is not so far below its best means a solved task,
 # not a collapsed policy.
 _NOTICEABLE = 0.2
@@ -53,7 +40,7 @@ _MAX_WINDOWS = 500
 Row = Mapping[str, float]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Trouble:
     """A problem of the training.
 
@@ -101,15 +88,11 @@ def troubles(rows: Sequence[Row], heldout: Heldout | None, limits: Mapping[str, 
         limits: logprob_limits.
     """
     now = _Curves(rows, heldout or Heldout(), limits)
-    return [trouble for find in _FINDERS for trouble in find(now)]
+    return [*_of_steps(now), *_of_scoring(now), *_of_scores(now), *_of_policy(now)]
 
 
 def figures(rows: Sequence[Row], heldout: Heldout, limits: Mapping[str, float]) -> dict[str, float]:
-    """Return what troubles and Prometheus's rules are judged by, where it is known.
-
-    `reward`: how far it is below its best, `heldout`: below its start, in standard deviations; `mismatch`: the share
-    of its limit that the log-probs' difference has; `mismatch_rise`: how many times the first one its mean is.
-    """
+    """Return what troubles and Prometheus's rules are judged by, as the table explains it, where it is known."""
     now = _Curves(rows, heldout, limits)
     shares = [rows[-1][field] / limit for field, limit in limits.items() if rows and field in rows[-1]]
     found = {
@@ -139,7 +122,7 @@ class _Curves:
 
     def recent(self, field: str) -> float | None:
         """Return the field's mean over the newest iterations; None if there are too few."""
-        return _mean(self.rows[-self.window :], field) if len(self.rows) >= self.window else None
+        return mean_of(self.rows[-self.window :], field) if len(self.rows) >= self.window else None
 
     def last(self, field: str) -> float | None:
         """Return the field's newest value, for what is not measured in every iteration."""
@@ -148,13 +131,18 @@ class _Curves:
     def best(self, field: str) -> float | None:
         """Return the field's largest mean over a window (in long runs over _MAX_WINDOWS of the windows)."""
         starts = range(0, len(self.rows) - self.window + 1, max(1, len(self.rows) // _MAX_WINDOWS))
-        means = [_mean(self.rows[start : start + self.window], field) for start in starts]
+        means = [mean_of(self.rows[start : start + self.window], field) for start in starts]
         return max((mean for mean in means if mean is not None), default=None)
+
+    @cached_property
+    def recent_reward(self) -> float | None:
+        """The mean reward over the newest iterations."""
+        return self.recent(table.REWARD)
 
     @cached_property
     def reward_best(self) -> float | None:
         """The largest mean reward over a window."""
-        return self.best("reward_mean")
+        return self.best(table.REWARD)
 
     @cached_property
     def reward_spread(self) -> float:
@@ -164,7 +152,7 @@ class _Curves:
     @cached_property
     def reward_fall(self) -> float | None:
         """How far the mean reward is below its best, in its spread; 0: it has no spread; None: too few iterations."""
-        recent, best = self.recent("reward_mean"), self.reward_best
+        recent, best = self.recent_reward, self.reward_best
         if recent is None or best is None:
             return None
         return (best - recent) / self.reward_spread if self.reward_spread else 0.0
@@ -175,7 +163,7 @@ class _Curves:
 
         1: no evaluation's scores had any spread, so that all of them were better at the start.
         """
-        last, start, std = self.last("heldout_accuracy"), self.heldout.initial, self.heldout.std
+        last, start, std = self.last(table.ACCURACY), self.heldout.initial, self.heldout.std
         if last is None or start is None or std is None:
             return None
         spread = _spread(std, start) or _spread(abs(start - last), start)
@@ -187,7 +175,7 @@ class _Curves:
         field = "logprob_abs_diff_mean"
         # Iterations without a train step have none: at first all groups of a hard task may be equal.
         measured = [row for row in self.rows if field in row]
-        first, recent = _mean(measured[:_SHORTEST], field), self.recent(field)
+        first, recent = mean_of(measured[:_SHORTEST], field), self.recent(field)
         if first is None or recent is None or len(measured) < 2 * self.window:
             return None
         return recent / max(first, _MISMATCH_FLOOR)
@@ -195,7 +183,7 @@ class _Curves:
     @property
     def solved(self) -> bool:
         """Whether the reward has risen and is near its best, so that little is left to learn."""
-        recent, first = self.recent("reward_mean"), self.rows[0].get("reward_mean")
+        recent, first = self.recent_reward, self.rows[0].get(table.REWARD)
         if recent is None or first is None or self.reward_fall is None:
             return False
         return self.reward_fall <= _NOTICEABLE and recent - first > _NOTICEABLE * self.reward_spread > 0
@@ -206,126 +194,79 @@ def _spread(std: float | None, mean: float | None) -> float:
     return 0.0 if std is None or std <= _ROUNDING * abs(mean or 0.0) else std
 
 
-def _mean(rows: Sequence[Row], field: str) -> float | None:
+def mean_of(rows: Sequence[Row], field: str) -> float | None:
+    """Average a field over the rows that have it; None if none has it."""
     values = [row[field] for row in rows if field in row]
     return sum(values) / len(values) if values else None
 
 
-def _not_finite(now: _Curves) -> Iterator[Trouble]:
-    last = now.rows[-1] if now.rows else {}
+def _of_steps(now: _Curves) -> Iterator[Trouble]:
+    last: Row = now.rows[-1] if now.rows else {}
     missing = [name for name in ("loss", "grad_norm", "entropy") if name not in last]
     if last.get("trained_samples", 0) > 0 and missing:
-        text = f"{', '.join(missing)} of the last train step: not a number."
-        yield Trouble(kind="not_finite", name="TandemStepsFail", text=text)
-
-
-def _mismatch(now: _Curves) -> Iterator[Trouble]:
-    found = mismatches(now.rows[-1], now.limits) if now.rows else []
-    if found:
-        yield Trouble(kind="mismatch", name="TandemLogprobMismatch", text=f"{'; '.join(found)}.")
-    rise = now.mismatch_rise or 0.0
-    if rise > MISMATCH_RISEN:
+        yield Trouble("not_finite", "TandemStepsFail", f"{', '.join(missing)} of the last train step: not a number.")
+    if found := mismatches(last, now.limits):
+        yield Trouble("mismatch", "TandemLogprobMismatch", f"{'; '.join(found)}.")
+    if (rise := now.mismatch_rise or 0.0) > table.MISMATCH_RISEN.value:
         text = (
             f"Trainer and engine log-probs differ by {now.recent('logprob_abs_diff_mean'):.3g} on average over "
             f"{now.lately}, {rise:.1f} times as much as in the first ones."
         )
-        yield Trouble(kind="mismatch_rising", name="TandemLogprobMismatchRising", text=text)
-
-
-def _engine_logprobs(now: _Curves) -> Iterator[Trouble]:
-    count = now.rows[-1].get("engine_logprobs_not_finite", 0.0) if now.rows else 0.0
-    if count:
+        yield Trouble("mismatch_rising", table.MISMATCH_RISEN.alert, text)
+    if count := last.get("engine_logprobs_not_finite", 0.0):
         text = f"The engine gave no finite log-prob for {count:.0f} tokens of the last iteration."
-        yield Trouble(kind="engine_logprobs", name="TandemLogprobMismatch", text=text)
+        yield Trouble("engine_logprobs", "TandemLogprobMismatch", text)
 
 
-def _accuracy(now: _Curves) -> Iterator[Trouble]:
-    last, start = now.last("heldout_accuracy"), now.heldout.initial
-    if last is not None and start is not None and (now.heldout_fall or 0.0) > ACCURACY_LOST:
-        yield Trouble(
-            kind="accuracy",
-            name="TandemAccuracyBelowStart",
-            text=f"{now.heldout.title.capitalize()} is {last:.3g}; it was {start:.3g} before the training.",
-        )
-
-
-def _reward(now: _Curves) -> Iterator[Trouble]:
-    fall = now.reward_fall or 0.0
-    if fall > REWARD_COLLAPSED:
-        recent, best = now.recent("reward_mean"), now.reward_best
-        text = (
-            f"The mean reward of {now.lately} is {recent:.3g}; its best over {now.window} was {best:.3g}, "
-            f"{fall:.1f} standard deviations of the rewards above."
-        )
-        yield Trouble(kind="reward", name="TandemRewardCollapsed", text=text)
-
-
-def _truncated(now: _Curves) -> Iterator[Trouble]:
-    share = now.recent("truncated_ratio")
-    if share is not None and share > ALL_TRUNCATED:
-        yield Trouble(
-            kind="truncated",
-            name="TandemCompletionsTruncated",
-            text=f"{share:.0%} of the completions of {now.lately} are cut off by grpo.max_new_tokens before they end: "
-            "raise it, or find out why they do not end (tandem samples). A reward with require_stop gives them 0.",
-        )
-
-
-def _kl(now: _Curves) -> Iterator[Trouble]:
-    kl = now.recent("kl_old")
-    if kl is not None and kl > KL_HIGH:
-        text = f"KL(old || new) averages {kl:.3g} per token over {now.lately}."
-        yield Trouble(kind="kl", name="TandemKLHigh", text=text)
-
-
-def _entropy(now: _Curves) -> Iterator[Trouble]:
-    entropy = now.recent("entropy")
-    if entropy is not None and entropy < ENTROPY_COLLAPSED and not now.solved:
-        text = f"Token entropy averages {entropy:.3g} nats over {now.lately}."
-        yield Trouble(kind="entropy", name="TandemEntropyCollapsed", text=text)
-
-
-def _nothing_to_learn(now: _Curves) -> Iterator[Trouble]:
-    equal, std = now.recent("zero_variance_ratio"), now.recent("reward_std")
-    if equal is None or equal <= NOTHING_TO_LEARN or now.solved:
-        return
-    text = f"{equal:.0%} of the groups of {now.lately} have equal rewards."
-    reward = now.rows[-1].get("reward_mean", 0.0)
-    if equal == 1.0 and std is not None and not _spread(std, reward):
-        text = (
-            f"Every completion of {now.lately} got the reward {reward:g}, so the policy does "
-            "not learn: look at reward.kind, its settings, the answers and grpo.max_new_tokens."
-        )
-    yield Trouble(kind="equal_rewards", name="TandemNothingToLearn", text=text)
-
-
-def _scoring(now: _Curves) -> Iterator[Trouble]:
+def _of_scoring(now: _Curves) -> Iterator[Trouble]:
     for prefix, value, which in (
         ("", now.recent, f"the completions of {now.lately}"),
         ("heldout_", now.last, "the completions of the last held-out evaluation"),
     ):
-        for field, limit, name, why in (
-            ("reward_errors", REWARD_ERRORS, "TandemRewardErrors", "could not be scored"),
-            ("reward_timeouts", REWARD_TIMEOUTS, "TandemRewardTimeouts", "took longer than reward.timeout_s to score"),
+        for field, limit, why in (
+            ("reward_errors", table.REWARD_ERRORS, "could not be scored"),
+            ("reward_timeouts", table.REWARD_TIMEOUTS, "took longer than reward.timeout_s to score"),
         ):
             failed, scored = value(prefix + field), value(prefix + "scored_completions")
-            if failed is not None and scored and failed > limit * scored:
-                text = f"{failed / scored:.1%} of {which} {why}."
-                yield Trouble(kind=prefix + field, name=name, text=text)
+            if failed is not None and scored and failed > limit.value * scored:
+                yield Trouble(prefix + field, limit.alert, f"{failed / scored:.1%} of {which} {why}.")
 
 
-_FINDERS: tuple[Callable[[_Curves], Iterator[Trouble]], ...] = (
-    _not_finite,
-    _mismatch,
-    _engine_logprobs,
-    _scoring,
-    _accuracy,
-    _reward,
-    _truncated,
-    _kl,
-    _entropy,
-    _nothing_to_learn,
-)
+def _of_scores(now: _Curves) -> Iterator[Trouble]:
+    last, start = now.last(table.ACCURACY), now.heldout.initial
+    if last is not None and start is not None and (now.heldout_fall or 0.0) > table.ACCURACY_LOST.value:
+        text = f"{now.heldout.title.capitalize()} is {last:.3g}; it was {start:.3g} before the training."
+        yield Trouble("accuracy", table.ACCURACY_LOST.alert, text)
+    if (fall := now.reward_fall or 0.0) > table.REWARD_COLLAPSED.value:
+        text = (
+            f"The mean reward of {now.lately} is {now.recent_reward:.3g}; its best over {now.window} was "
+            f"{now.reward_best:.3g}, {fall:.1f} standard deviations of the rewards above."
+        )
+        yield Trouble("reward", table.REWARD_COLLAPSED.alert, text)
+
+
+def _of_policy(now: _Curves) -> Iterator[Trouble]:
+    if (share := now.recent("truncated_ratio") or 0.0) > table.ALL_TRUNCATED.value:
+        text = (
+            f"{share:.0%} of the completions of {now.lately} are cut off by grpo.max_new_tokens before they end: "
+            "raise it, or find out why they do not end (tandem samples). A reward with require_stop gives them 0."
+        )
+        yield Trouble("truncated", table.ALL_TRUNCATED.alert, text)
+    if (kl := now.recent("kl_old") or 0.0) > table.KL_HIGH.value:
+        yield Trouble("kl", table.KL_HIGH.alert, f"KL(old || new) averages {kl:.3g} per token over {now.lately}.")
+    entropy = now.recent("entropy")
+    if entropy is not None and entropy < table.ENTROPY_COLLAPSED.value and not now.solved:
+        text = f"Token entropy averages {entropy:.3g} nats over {now.lately}."
+        yield Trouble("entropy", table.ENTROPY_COLLAPSED.alert, text)
+    if (equal := now.recent("zero_variance_ratio") or 0.0) > table.NOTHING_TO_LEARN.value and not now.solved:
+        text = f"{equal:.0%} of the groups of {now.lately} have equal rewards."
+        std, reward = now.recent("reward_std"), now.rows[-1].get(table.REWARD, 0.0)
+        if equal == 1.0 and std is not None and not _spread(std, reward):
+            text = (
+                f"Every completion of {now.lately} got the reward {reward:g}, so the policy does "
+                "not learn: look at reward.kind, its settings, the answers and grpo.max_new_tokens."
+            )
+        yield Trouble("equal_rewards", table.NOTHING_TO_LEARN.alert, text)
 
 
 class Watch:

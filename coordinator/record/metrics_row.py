@@ -13,37 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.flow import GroupScores, IterationRecord
-from tandem_files.metrics_file import STEP_PARTS, Row
+from tandem_files.metrics_file import Row
+from tandem_files.metrics_table import ACCURACY, ITERATION_PARTS, METRICS, REWARD, STEP_PARTS
 
 # The trainer's metrics, under the same names in a row; null if they were not reported, or the step was skipped. With
 # KL in the reward those of it are the coordinator's own.
-_TRAINER_FIELDS = (
-    "entropy",
-    "logprob_abs_diff_max",
-    "logprob_abs_diff_p999",
-    "logprob_abs_diff_mean",
-    "loss",
-    "grad_norm",
-    "clip_fraction_low",
-    "clip_fraction_high",
-    "ratio_mean",
-    "kl_old",
-    "kl_reference",
-    "kl_loss",
-    "kl_reward",
-    "skipped_updates",
-    "engine_logprobs_not_finite",
-    "correction_weight_mean",
-    "correction_outside_fraction",
-    "learning_rate",
-    "packing_efficiency",
-    "prompt_sharing",
-    "train_tokens_per_s",
-    "model_flops_utilization",
-    "train_peak_memory_bytes",
-)
-# "report" is the previous iteration's: a row cannot hold the seconds of its own writing.
-_PARTS = ("generate", "reward", "reference", "batch", "train", "sync", "checkpoint", "export", "evaluate", "report")
+_TRAINER_FIELDS = tuple(metric.name for metric in METRICS if metric.source == "trainer")
 # What is done between iterations, and is no part of one's own work.
 _BETWEEN = ("evaluate", "checkpoint", "export")
 
@@ -73,9 +48,9 @@ def build_row(record: IterationRecord, heldout: GroupScores | None, timing: Timi
     return {
         "iteration": record.iteration,
         "policy_version": record.policy_version,
-        "reward_mean": _mean(rewards_S),
+        REWARD: _mean(rewards_S),
         "reward_std": _std(rewards_S),
-        "heldout_accuracy": None if heldout is None else _finite(heldout.accuracy),
+        ACCURACY: None if heldout is None else _finite(heldout.accuracy),
         "response_length_mean": num_tokens / len(completions),
         **{name: _finite(metrics.get(name)) for name in _TRAINER_FIELDS},
         "zero_variance_ratio": float(record.zero_variance_P.mean()),
@@ -100,7 +75,7 @@ def build_row(record: IterationRecord, heldout: GroupScores | None, timing: Timi
 def baseline_row(policy_version: int, heldout: GroupScores | None) -> Row:
     """Make row 0 of metrics.jsonl, of the evaluation before the first iteration, without the columns of its sets."""
     measured = {} if heldout is None else _scores_row("heldout_", heldout) | _parts_row("heldout_", heldout)
-    accuracy = {} if heldout is None else {"heldout_accuracy": _finite(heldout.accuracy)}
+    accuracy = {} if heldout is None else {ACCURACY: _finite(heldout.accuracy)}
     return {"iteration": 0, "policy_version": policy_version, **accuracy, **measured}
 
 
@@ -138,7 +113,8 @@ def _time_row(record: IterationRecord, timing: Timing) -> Row:
     compute_s += 0.0 if record.divergence is None else record.divergence.seconds
     overhead_s = timing.busy_s - record.generation.engine_s - compute_s
     return {
-        **{f"{part}_s": timing.parts.get(part, 0.0) for part in _PARTS},
+        # "report" is the previous iteration's: a row cannot hold the seconds of its own writing.
+        **{f"{part}_s": timing.parts.get(part, 0.0) for part in ITERATION_PARTS},
         **{f"train_{part}_s": None if record.step is None else record.step.seconds.get(part) for part in STEP_PARTS},
         "iteration_s": timing.total_s,
         "engine_s": record.generation.engine_s,

@@ -14,6 +14,7 @@ from coordinator.watch.events import EventKind, EventLog
 from servicekit.errors import Internal
 from servicekit.logs import get_logger
 from tandem_files.metrics_file import Heldout, Row
+from tandem_files.metrics_table import REWARD
 
 # Iterations in a row without anything to train on (grpo.zero_variance: drop) before the run stops: the policy does not
 # change meanwhile, so waiting cannot change the outcome.
@@ -133,7 +134,7 @@ class Progress:
         """Report an iteration whose row is written to those who watch. parts: seconds by part."""
         metrics.observe_row(row, parts)
         self.events.append(EventKind.ITERATION, f"iteration {row['iteration']}", numeric(row))
-        log.info("iteration done", **{name: row[name] for name in ("iteration", "reward_mean", "iteration_s")})
+        log.info("iteration done", **{name: row[name] for name in ("iteration", REWARD, "iteration_s")})
 
     def check_not_stuck(self) -> None:
         """Raise Internal if there has been nothing to train on for too many iterations."""
@@ -149,24 +150,17 @@ class Progress:
         metrics.POLICY_VERSION.set(self.state.policy_version)
 
     def _count(self, record: IterationRecord, row: Row) -> None:
-        """Add an iteration to the totals and counters."""
-        totals, generation = self.state.totals, record.generation
-        dropped, trained = int(row["dropped_groups"] or 0), int(row["trained_samples"] or 0)
-        generated = int(row["generated_tokens"] or 0)
-        totals.generated_tokens += generated
-        totals.trained_samples += trained
-        totals.dropped_groups += dropped
+        """Add an iteration to the totals."""
+        totals = self.state.totals
+        totals.generated_tokens += int(row["generated_tokens"] or 0)
+        totals.trained_samples += int(row["trained_samples"] or 0)
+        totals.dropped_groups += int(row["dropped_groups"] or 0)
         totals.dropped_samples += record.scored.num_missing
         totals.skipped_steps += record.step is None
-        totals.retried_calls += generation.retried_calls
+        totals.retried_calls += record.generation.retried_calls
         difference = row["logprob_abs_diff_max"]
         if difference is not None:
             totals.logprob_abs_diff_max = max(difference, totals.logprob_abs_diff_max or 0.0)
-        metrics.GENERATED_TOKENS.inc(generated)
-        metrics.TRAINED_SAMPLES.inc(trained)
-        metrics.DROPPED_GROUPS.inc(dropped)
-        metrics.DROPPED_SAMPLES.inc(record.scored.num_missing)
-        metrics.RETRIED_CALLS.inc(generation.retried_calls)
 
     def _check_training(self, row: Row) -> None:
         """Record the troubles of the training, and warn of new ones."""

@@ -6,20 +6,7 @@ from typing import Any
 from coordinator.record.metrics_row import median
 from coordinator.record.state import RunState
 from tandem_files.metrics_file import Row
-
-# Times of an iteration; the summary has their medians.
-_TIMES = (
-    "iteration_s",
-    "generate_s",
-    "engine_s",
-    "reward_s",
-    "batch_s",
-    "train_s",
-    "trainer_compute_s",
-    "sync_s",
-    "overhead_s",
-    "overhead_share",
-)
+from tandem_files.metrics_table import METRICS
 
 
 def build_summary(state: RunState, rows: Sequence[Row], versions: Mapping[str, str]) -> dict[str, Any]:
@@ -56,7 +43,7 @@ def build_summary(state: RunState, rows: Sequence[Row], versions: Mapping[str, s
             "redundancy": totals.redundancy,
         },
         "logprob_abs_diff_max": totals.logprob_abs_diff_max,
-        "time": {f"{name}_median": _median_of(rows, name) for name in _TIMES},
+        "time": {f"{metric.name}_median": _median_of(rows, metric.name) for metric in METRICS if metric.median},
         "counts": {
             "dropped_groups": totals.dropped_groups,
             "dropped_samples": totals.dropped_samples,

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import yaml
 
 from coordinator.record.health import logprob_limits
 from coordinator.record.metrics_row import numeric
-from coordinator.web.alerts import Alert, Conditions, alerts
+from coordinator.web.alerts import Alert
 from coordinator.web.history import History
 from coordinator.web.page_data import Picture
 from coordinator.web.snapshot import disk_free
@@ -42,20 +41,6 @@ class FolderSource:
         since = Baseline.of_state(state)
         history, settings = self._history(since), self._settings()
         status, error = self._status(state, now_s)
-        seen = Conditions(
-            state=status,
-            error=error,
-            standstill_s=now_s - state.get("last_progress_s", now_s),
-            rows=list(history.rows),
-            limits=_limits(settings),
-            announced=(),
-            serving=(),
-            poisoned=(),
-            failed_rounds=0,
-            disk_free=disk_free(self._run_dir),
-            heldout=Heldout.of_state(state),
-        )
-        damaged = [Alert(name="", text=text) for text in state.get("damaged_checkpoints", [])]
         return Picture(
             now_s=now_s,
             run=self._run_dir.name,
@@ -65,11 +50,15 @@ class FolderSource:
             total_iterations=settings.get("run", {}).get("iterations", state.get("iteration", 0)),
             policy_version=state.get("policy_version", 0),
             worked_s=state.get("wall_s", 0.0),
+            standstill_s=now_s - state.get("last_progress_s", now_s),
             history=history,
+            rows=list(history.rows),
             heldout=Heldout.of_state(state),
             baseline=since,
             best_accuracy=state.get("best_accuracy"),
-            alerts=[asdict(alert) for alert in [*alerts(seen), *damaged]],
+            limits=_limits(settings),
+            disk_free=disk_free(self._run_dir),
+            more_alerts=[Alert(name="", text=text) for text in state.get("damaged_checkpoints", [])],
         ).plain()
 
     def _status(self, state: Mapping[str, Any], now_s: float) -> tuple[str, str]:

@@ -2,53 +2,30 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from coordinator.web.alerts import Alert, Conditions, alerts
 from coordinator.web.history import History, Row
-from tandem_files.metrics_file import REWARD_MEAN, STEP_PARTS, Baseline, Heldout
+from tandem_files.metrics_file import REWARD_MEAN, Baseline
+from tandem_files.metrics_table import ACCURACY, ITERATION_PARTS, METRICS, STEP_PARTS
 
 # Fields of metrics.jsonl that are drawn, in the page's order, with their titles and units.
-CURVES = (
-    ("reward_mean", "Reward", ""),
-    ("heldout_accuracy", "Held-out accuracy", ""),
-    ("reward_std", "Reward, standard deviation", ""),
-    ("zero_variance_ratio", "Groups of equal rewards", "share"),
-    ("response_length_mean", "Completion length", "tokens"),
-    ("truncated_ratio", "Cut off", "share"),
-    ("entropy", "Entropy", "nats"),
-    ("kl_old", "KL(old || new)", "nats"),
-    ("loss", "Loss", ""),
-    ("grad_norm", "Gradient norm", ""),
-    ("learning_rate", "Learning rate", ""),
-    ("clip_fraction_high", "Clipped above", "share"),
-    ("clip_fraction_low", "Clipped below", "share"),
-    ("logprob_abs_diff_mean", "Log-prob mismatch, mean", "nats"),
-    ("logprob_abs_diff_p999", "Log-prob mismatch, 99.9 %", "nats"),
-    ("logprob_abs_diff_max", "Log-prob mismatch, max", "nats"),
-    ("tokens_per_s", "Tokens per second", ""),
-    ("train_tokens_per_s", "Trainer, tokens per second", ""),
-    ("model_flops_utilization", "Trainer, share of peak FLOP/s", "share"),
-    ("train_peak_memory_bytes", "Trainer, peak memory of a rank", "bytes"),
-    ("packing_efficiency", "Packing efficiency", "share"),
-    ("prompt_sharing", "Tokens left by shared prompts", "share"),
-    ("iteration_s", "Iteration", "s"),
-    ("sync_s", "Weight sync", "s"),
-)
+CURVES = tuple((metric.name, metric.title, metric.unit) for metric in METRICS if metric.title)
 # Fields of rows that depend on the configuration beside scores by reward: measures of evaluation sets (`mean@4`).
 _OF_SET = re.compile(r"eval/(.+)/([a-z]+@\d+)")
 _MOST_FURTHER = 24
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
-# The curve that is drawn with a line at its baseline.
-_HELDOUT = "heldout_accuracy"
-_CURRENT = ("reward_mean", _HELDOUT, "tokens_per_s", "sync_s", "iteration_s", "logprob_abs_diff_max")
-# Parts of an iteration; seconds in the rows' fields of these names and `_s`.
-PARTS = ("generate", "reward", "reference", "batch", "train", "sync", "evaluate", "checkpoint", "report")
 _ITERATIONS_SHOWN = 16
+# Attributes of a picture that are sent as they are.
+_SENT = (
+    *("now_s", "run", "state", "error", "part", "part_since_s", "iteration", "total_iterations", "policy_version"),
+    *("worked_s", "left_s", "best_accuracy", "awaited", "arrived", "replicas", "syncs", "messages"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Picture:
+class Picture(Conditions):
     """A run at one moment.
 
     Attributes:
@@ -57,68 +34,62 @@ class Picture:
         awaited: names of services that have not announced themselves.
         left_s: estimate of the seconds that the run still takes; None: there is none.
         arrived: by name, seconds from the coordinator's start to their announcement.
-        replicas, syncs, alerts, messages: as watch.observed, web.conditions and web.history have them.
+        replicas, syncs, messages: as watch.fleet_recorder and web.history have them.
+        more_alerts: those that do not follow from the conditions.
     """
 
     now_s: float
     run: str
-    state: str
-    error: str
     iteration: int
     total_iterations: int
     policy_version: int
     worked_s: float
     history: History
     left_s: float | None = None
-    heldout: Heldout = field(default_factory=Heldout)
     baseline: Baseline = field(default_factory=Baseline)
     best_accuracy: float | None = None
     part: str = ""
     part_since_s: float = 0.0
-    awaited: Sequence[str] = ()
+    awaited: Sequence[str] = field(default_factory=list)
     arrived: Mapping[str, float] = field(default_factory=dict)
-    replicas: Sequence[Mapping[str, Any]] = ()
-    syncs: Sequence[Mapping[str, Any]] = ()
-    alerts: Sequence[Mapping[str, Any]] = ()
-    messages: Sequence[Mapping[str, Any]] = ()
+    replicas: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    syncs: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    messages: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    more_alerts: Sequence[Alert] = ()
 
     def plain(self) -> dict[str, Any]:
         """Make the JSON object: numbers, strings, lists and objects of these."""
-        shown = list(self.history.rows)[-_ITERATIONS_SHOWN:]
+        shown = self.rows[-_ITERATIONS_SHOWN:]
         return {
-            "now_s": self.now_s,
-            "run": self.run,
-            "state": self.state,
-            "error": self.error,
-            "part": self.part,
-            "part_since_s": self.part_since_s,
-            "iteration": self.iteration,
-            "total_iterations": self.total_iterations,
-            "policy_version": self.policy_version,
-            "worked_s": self.worked_s,
-            "left_s": self.left_s,
-            "current": {name: self.history.last(name) for name in _CURRENT},
+            **{name: getattr(self, name) for name in _SENT},
+            "current": {name: self.history.last(name) for name, _, _ in CURVES},
+            "tiles": [
+                {
+                    "title": self.heldout.title if metric.name == ACCURACY else metric.tile,
+                    "value": self.history.last(metric.name),
+                    "start": self._start(metric.name),
+                    "help": metric.help,
+                }
+                for metric in METRICS
+                if metric.tile
+            ],
             "initial_accuracy": self.heldout.initial,
             "heldout_title": self.heldout.title,
-            "best_accuracy": self.best_accuracy,
             "curves": [self._curve(name, title, unit) for name, title, unit in (*CURVES, *further(self.history.names))],
-            "iterations": [_parts(row) for row in shown],
-            "train_steps": [_step_parts(row) for row in shown if row.get("train_s")],
-            "awaited": list(self.awaited),
-            "arrived": dict(self.arrived),
-            "replicas": list(self.replicas),
-            "syncs": list(self.syncs),
-            "alerts": list(self.alerts),
-            "messages": list(self.messages),
+            "iterations": [_divided(row, "iteration_s", "", ITERATION_PARTS) for row in shown],
+            "train_steps": [_divided(row, "train_s", "train_", STEP_PARTS) for row in shown if row.get("train_s")],
+            "alerts": [asdict(alert) for alert in (*alerts(self), *self.more_alerts)],
         }
+
+    def _start(self, name: str) -> float | None:
+        return self.heldout.initial if name == ACCURACY else None
 
     def _curve(self, name: str, title: str, unit: str) -> dict[str, Any]:
         points = self.baseline.begin(name, self.history.curve(name))
-        start = self.heldout.initial if name == _HELDOUT else None
-        title = self.heldout.title.capitalize() if name == _HELDOUT else title
+        title = self.heldout.title.capitalize() if name == ACCURACY else title
         if unit == "bytes":
             unit, points = _in_units(points)
-        return {"field": name, "title": title, "unit": unit, "points": points, "start": start}
+        return {"field": name, "title": title, "unit": unit, "points": points, "start": self._start(name)}
 
 
 def _in_units(points: Sequence[tuple[float, float]]) -> tuple[str, list[tuple[float, float]]]:
@@ -146,18 +117,12 @@ def further(names: Collection[str]) -> list[tuple[str, str, str]]:
     return [*rewards, *sets][:_MOST_FURTHER]
 
 
-def _parts(row: Row) -> dict[str, Any]:
-    """Return the seconds of an iteration by part; what is in no part is `other`."""
-    parts = {part: row[f"{part}_s"] for part in PARTS if row.get(f"{part}_s")}
-    return _divided(row, parts, row.get("iteration_s", sum(parts.values())))
-
-
-def _step_parts(row: Row) -> dict[str, Any]:
-    """Return the seconds of an iteration's train step by part; `other` is the call of the trainer around it."""
-    parts = {part: row[f"train_{part}_s"] for part in STEP_PARTS if row.get(f"train_{part}_s")}
-    return _divided(row, parts, row["train_s"])
-
-
-def _divided(row: Row, parts: Mapping[str, float], total_s: float) -> dict[str, Any]:
-    other_s = total_s - sum(parts.values())
-    return {"iteration": row["iteration"], "total_s": total_s, "parts": {**parts, "other": other_s}}
+def _divided(row: Row, total: str, prefix: str, names: Sequence[str]) -> dict[str, Any]:
+    """Return seconds by part, from the fields PREFIX_NAME_s; `other` is what is in no part of the field `total`."""
+    parts = {part: seconds for part in names if (seconds := row.get(f"{prefix}{part}_s"))}
+    total_s = row.get(total, sum(parts.values()))
+    return {
+        "iteration": row["iteration"],
+        "total_s": total_s,
+        "parts": {**parts, "other": total_s - sum(parts.values())},
+    }

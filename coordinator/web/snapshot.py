@@ -10,7 +10,7 @@ from typing import Any
 from coordinator.record.state import RunState
 from coordinator.watch.control import RunControl
 from coordinator.watch.fleet_recorder import FleetRecorder
-from coordinator.web.alerts import Alert, Conditions, alerts
+from coordinator.web.alerts import Alert
 from coordinator.web.history import History
 from coordinator.web.page_data import Picture
 from tandem_files.metrics_file import Baseline, Heldout
@@ -37,7 +37,8 @@ class Source:
 
     def snapshot(self) -> dict[str, Any]:
         """Make the page's data."""
-        now_s = time.time()
+        now_s, state, seen = time.time(), self.state, self.observed
+        replicas, rounds, rows = list(seen.replicas.values()), list(seen.rounds), list(self.history.rows)
         return Picture(
             now_s=now_s,
             run=self.run,
@@ -45,46 +46,37 @@ class Source:
             error=self.control.error,
             part=self.history.part,
             part_since_s=self.history.part_since_s,
-            iteration=self.state.iteration,
+            iteration=state.iteration,
             total_iterations=self.total_iterations,
-            policy_version=self.state.policy_version,
-            worked_s=self.state.wall_s,
+            policy_version=state.policy_version,
+            worked_s=state.wall_s,
+            standstill_s=now_s - state.last_progress_s,
             history=self.history,
+            rows=rows,
             left_s=remaining_s(
-                list(self.history.rows),
+                rows,
                 self.total_iterations,
                 evaluate_every=self.evaluate_every,
                 checkpoint_every=self.checkpoint_every,
             ),
-            heldout=Heldout.of_state(vars(self.state)),
-            baseline=Baseline.of_state(vars(self.state)),
-            best_accuracy=self.state.best_accuracy,
-            awaited=self.observed.awaited,
-            arrived=self.observed.arrived,
-            replicas=[asdict(row) for _, row in sorted(self.observed.replicas.items())],
-            syncs=[asdict(sync) for sync in self.observed.rounds],
-            alerts=[asdict(alert) for alert in self._alerts(now_s)],
-            messages=[asdict(message) for message in self.history.messages],
-        ).plain()
-
-    def _alerts(self, now_s: float) -> list[Alert]:
-        rows, rounds = self.observed.replicas.values(), list(self.observed.rounds)
-        seen = Conditions(
-            state=self.control.state.value,
-            error=self.control.error,
-            standstill_s=now_s - self.state.last_progress_s,
-            rows=list(self.history.rows),
+            heldout=Heldout.of_state(vars(state)),
+            baseline=Baseline.of_state(vars(state)),
+            best_accuracy=state.best_accuracy,
             limits=self.limits,
-            announced=[row.name for row in rows if row.there],
-            serving=[row.name for row in rows if row.serving],
-            poisoned=[row.name for row in rows if row.there and row.outcome == "poisoned"],
-            failed_rounds=sum(sync.error != "" for sync in rounds[-_ROUNDS_CHECKED:]),
             disk_free=disk_free(self.run_dir),
-            missed_checkpoints=list(self.state.missed_checkpoints),
-            not_removed=list(self.state.not_removed),
-            heldout=Heldout.of_state(vars(self.state)),
-        )
-        return [*alerts(seen), *(Alert(name="", text=trouble) for trouble in self.troubles())]
+            missed_checkpoints=list(state.missed_checkpoints),
+            not_removed=list(state.not_removed),
+            awaited=list(seen.awaited),
+            arrived=dict(seen.arrived),
+            announced=[row.name for row in replicas if row.there],
+            serving=[row.name for row in replicas if row.serving],
+            poisoned=[row.name for row in replicas if row.there and row.outcome == "poisoned"],
+            failed_rounds=sum(sync.error != "" for sync in rounds[-_ROUNDS_CHECKED:]),
+            replicas=[asdict(row) for _, row in sorted(seen.replicas.items())],
+            syncs=[asdict(sync) for sync in rounds],
+            messages=[asdict(message) for message in self.history.messages],
+            more_alerts=[Alert(name="", text=trouble) for trouble in self.troubles()],
+        ).plain()
 
 
 def disk_free(folder: Path) -> float:

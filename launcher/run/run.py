@@ -15,8 +15,8 @@ from launcher.run.restarts import Restarts
 from launcher.run.starting import launch_of, start_redis, start_services, stop_services
 from launcher.run.stop_signals import StopSignals
 from launcher.run.supervisor import ProcessExit, ProcessSpec, Supervisor
+from launcher.view.follow import ViewTask
 from launcher.view.run_view import RunView
-from launcher.view.view_task import ViewTask
 from servicekit.cuda import find_gpus
 from servicekit.errors import TandemError
 from servicekit.lifecycle.tasks import cancel, end_of, first_of

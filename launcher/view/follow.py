@@ -1,8 +1,10 @@
-"""Follows a run: services as they appear in the registry, then the coordinator's events."""
+"""Follows a run: services as they appear in the registry, then the events of the coordinator."""
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import grpc
 
@@ -15,6 +17,10 @@ from servicekit.security.run_token import key_part, page_key
 from servicekit.security.tls import operator_identity
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_api.coordinator.v1 import coordinator_pb2_grpc as pb_grpc
+from tandem_config.schema import RunConfig
+from tandem_files.metrics_file import METRICS_FILE
+from tandem_files.metrics_table import ACCURACY
+from tandem_files.run_folder import LauncherNotes, read_token, write_notes
 
 # Services take seconds to start, so a fifth of a second more does not show.
 _POLL_S = 0.2
@@ -23,6 +29,8 @@ _RECONNECT_S = 0.2
 _REMIND_S = 15.0
 # The longest deadline that the proto allows; then the stream is opened again.
 _WATCH_TIMEOUT_S = 86400.0
+# How long the last events may take to arrive after the coordinator has ended.
+_LAST_EVENTS_S = 3.0
 
 
 async def follow(
@@ -154,7 +162,58 @@ def show_event(event: pb.WatchEventsResponse, view: RunView) -> None:
         view.doing(event.message)
     elif event.kind == pb.EVENT_KIND_EVALUATION:
         # After the first one the held-out accuracy is a column of its iteration's line.
-        if not event.values.get("iteration") or "heldout_accuracy" not in event.values:
+        if not event.values.get("iteration") or ACCURACY not in event.values:
             view.print_line(event.message)
     elif event.kind == pb.EVENT_KIND_STATE:
         view.print_line(event.message, "bold")
+
+
+class ViewTask:
+    """Shows a running run, and notes the coordinator's address in the run's folder, for `tandem status`.
+
+    Args:
+        launch_id: name of the run in Redis.
+    """
+
+    def __init__(self, config: RunConfig, run_dir: Path, launch_id: str, redis_url: str, view: RunView) -> None:
+        self._run_dir, self._launch_id, self._redis_url, self._view = run_dir, launch_id, redis_url, view
+        self._roles = {
+            "trainer": ["trainer"],
+            "rollout": [f"rollout-{index}" for index in range(config.rollout.replicas)],
+            COORDINATOR: [COORDINATOR],
+        }
+        self._notes = LauncherNotes(pid=os.getpid(), run_id=launch_id)
+        self._task: asyncio.Task[None] | None = None
+        self._found_coordinator = False
+
+    async def begin(self) -> None:
+        """Show the run from its first event on; call it again when another coordinator starts."""
+        await self.cancel()
+        write_notes(self._run_dir, self._notes)
+        self._task = asyncio.create_task(self._watch(), name="watch the run")
+
+    async def finish(self) -> None:
+        """Show the last events of a run that is over, and stop."""
+        if self._task is not None and self._found_coordinator:
+            await asyncio.wait([self._task], timeout=_LAST_EVENTS_S)
+        await self.cancel()
+
+    async def cancel(self) -> None:
+        """Stop showing the run."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        """Follow the run; a failure of the view becomes a warning."""
+        try:
+            token = read_token(self._run_dir)
+            await follow(self._redis_url, self._launch_id, self._roles, self._view, self._note_coordinator, token)
+        except Exception as error:  # noqa: BLE001 - a failure of the view must not end the run
+            rows = self._run_dir / METRICS_FILE
+            self._view.warning(f"the progress view failed: {error}; the run continues, see {rows}")
+
+    def _note_coordinator(self, address: str) -> None:
+        self._found_coordinator = True
+        write_notes(self._run_dir, LauncherNotes(**{**vars(self._notes), "coordinator": address}))

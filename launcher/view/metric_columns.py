@@ -1,54 +1,22 @@
-"""The columns of the progress view: metric, heading, number of digits, and which of them a narrow terminal has."""
+"""The columns of the progress view: which of them a narrow terminal has, and their texts."""
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from tandem_files.metrics_file import REWARD_MEAN, reward_means, score_text
+from tandem_files.metrics_table import METRICS, Column
 
 _GAP = "  "
 # The estimated time that the run still takes; no metric of a row.
 LEFT = "left"
-# What a row says as a share, and the view in per cent.
-_SHARES = frozenset({"truncated_ratio", "zero_variance_ratio"})
 _LONGEST_TITLE = 16
 _SCORE = ".3f"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Column:
-    """A column of the progress view.
-
-    Attributes:
-        metric: key in metrics.jsonl, or LEFT.
-        form: format of the number.
-        width: in characters.
-        rank: columns of a higher one are the first to go where there is no room.
-    """
-
-    title: str
-    metric: str
-    form: str
-    width: int
-    rank: int = 0
-
-
+# What a row says as a share, and the view in per cent.
+_SHARES = frozenset(metric.name for metric in METRICS if metric.unit == "share")
 COLUMNS = (
-    Column(title="reward", metric="reward_mean", form=_SCORE, width=6),
-    Column(title="heldout", metric="heldout_accuracy", form=_SCORE, width=7),
-    Column(title="length", metric="response_length_mean", form=".1f", width=6),
-    Column(title="cut%", metric="truncated_ratio", form=".0f", width=4),
-    Column(title="same%", metric="zero_variance_ratio", form=".0f", width=5),
-    Column(title="entropy", metric="entropy", form=".3f", width=7),
-    Column(title="|dlogp|", metric="logprob_abs_diff_max", form=".1e", width=7, rank=1),
-    Column(title="tok/s", metric="tokens_per_s", form=".0f", width=6),
-    Column(title="gen s", metric="generate_s", form=".2f", width=6, rank=3),
-    Column(title="train s", metric="train_s", form=".2f", width=7, rank=3),
-    Column(title="sync s", metric="sync_s", form=".3f", width=6, rank=2),
-    Column(title="all s", metric="iteration_s", form=".1f", width=5),
-    Column(title="version", metric="policy_version", form=".0f", width=7, rank=4),
-    Column(title=LEFT, metric=LEFT, form="", width=7),
+    *(metric.column._replace(metric=metric.name) for metric in METRICS if metric.column is not None),
+    Column(LEFT, "", 7, metric=LEFT),
 )
 
 
@@ -105,7 +73,7 @@ def _times(name: str, weights: Mapping[str, float]) -> str:
 def _of_reward(name: str, weights: Mapping[str, float], longest: int) -> Column:
     title = name if len(name) <= longest else f"{name[: longest - 1]}\N{HORIZONTAL ELLIPSIS}"
     title += _times(name, weights)
-    return Column(title=title, metric=f"reward/{name}_mean", form=_SCORE, width=max(6, len(title)))
+    return Column(title, _SCORE, max(6, len(title)), metric=f"reward/{name}_mean")
 
 
 def heading(columns: Sequence[Column], total: int) -> str:
@@ -139,10 +107,9 @@ def _cell(column: Column, row: Mapping[str, float | None], left: str) -> str:
     if column.metric == LEFT:
         return left.rjust(column.width)
     value = row.get(column.metric)
-    if value is not None and column.metric in _SHARES:
-        value = 100.0 * value
     if value is None:
         return "-".rjust(column.width)
+    value *= 100 if column.metric in _SHARES else 1
     # A reward of hundreds, of thousands, of millions loses its decimals, not its place.
     forms = (column.form, ".1f", ".0f", ".0e") if column.form == _SCORE else (column.form,)
     texts = [format(value, form) for form in forms]

@@ -24,6 +24,7 @@ from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_api.coordinator.v1 import coordinator_pb2_grpc as pb_grpc
 from tandem_files.checkpoints import newest_iteration
 from tandem_files.metrics_file import Heldout, Row
+from tandem_files.metrics_table import ACCURACY, METRICS
 from tandem_files.run_config import RESOLVED_CONFIG
 from tandem_files.run_folder import (
     is_locked,
@@ -145,12 +146,11 @@ async def ask_coordinator(address: str, token: str) -> list[tuple[str, str]]:
 
 
 def _last_row(rows: list[Row], heldout: Heldout) -> list[tuple[str, str]]:
-    shown = {"iteration": "last iteration", "reward_mean": "reward", "heldout_accuracy": heldout.title}
-    found = [
-        (title, f"{rows[-1][metric]:.4g}")
-        for metric, title in shown.items()
-        if rows and rows[-1].get(metric) is not None
-    ]
+    """Describe the last iteration: the figures at the head of the page."""
+    tiles = {metric.name: metric.tile for metric in METRICS if metric.tile}
+    shown = {"iteration": "last iteration", **tiles, ACCURACY: heldout.title}
+    last: Row = rows[-1] if rows else {}
+    found = [(title, f"{value:.4g}") for name, title in shown.items() if (value := last.get(name)) is not None]
     rewards = rewards_text(rows)
     return [*found, ("rewards", rewards)] if rewards else found
 

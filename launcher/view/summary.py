@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tandem_files.metrics_file import Baseline, Heldout, is_weighted, reward_means, score_text
+from tandem_files.metrics_table import ACCURACY, REWARD
 from tandem_files.run_folder import metrics_rows, read_state, read_summary
 
 
@@ -86,7 +87,7 @@ def rewards_text(rows: Sequence[Mapping[str, float | None]]) -> str:
         else f"{name} {score_text(before)} -> {score_text(after)}"
         for name, before, after in changes
     )
-    return f"{text} (unweighted)" if text and is_weighted(rows[-1].get("reward_mean"), last.values()) else text
+    return f"{text} (unweighted)" if text and is_weighted(rows[-1].get(REWARD), last.values()) else text
 
 
 def _evaluations(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -169,8 +170,8 @@ def plot_rewards(run_dir: Path) -> Path | None:
     baseline, heldout = Baseline.of_state(state), Heldout.of_state(state)
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for metric, label, style in (
-        ("reward_mean", "training reward, mean", "-"),
-        ("heldout_accuracy", f"{heldout.title}, greedy", "o-"),
+        (REWARD, "training reward, mean", "-"),
+        (ACCURACY, f"{heldout.title}, greedy", "o-"),
     ):
         found = [(row["iteration"] or 0, value) for row in rows if (value := row.get(metric)) is not None]
         points = baseline.begin(metric, found)

@@ -4,7 +4,6 @@ import difflib
 import glob
 from pathlib import Path
 
-from tandem_files.git_lfs import is_lfs_pointer
 from tandem_files.rows.problems import DataError
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
@@ -13,6 +12,8 @@ PARQUET_SUFFIXES = (".parquet",)
 _KNOWN = ", ".join(JSONL_SUFFIXES + JSON_SUFFIXES + PARQUET_SUFFIXES)
 _MAGIC = "*?["
 _LISTED = 8
+# Beginning of a pointer of Git LFS: what a clone without git-lfs has in place of a large file.
+_LFS_POINTER = b"version https://git-lfs."
 
 
 def find_files(path: Path) -> list[Path]:
@@ -30,6 +31,12 @@ def find_files(path: Path) -> list[Path]:
     for file in files:
         _check(file)
     return files
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether the file is a pointer of Git LFS, not the file that it names. Raises: OSError: it cannot be read."""
+    with path.open("rb") as file:
+        return file.read(len(_LFS_POINTER)) == _LFS_POINTER
 
 
 def is_parquet(file: Path) -> bool:

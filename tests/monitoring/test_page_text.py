@@ -29,7 +29,7 @@ EMPTY = {
     "arrived": {NASTY: 1.0},
     "iterations": [{"iteration": 1, "total_s": 1.0, "parts": {NASTY: 1.0}}],
     "train_steps": [{"iteration": 1, "total_s": 1.0, "parts": {NASTY: 1.0}}],
-    "current": dict.fromkeys(("reward_mean", "heldout_accuracy", "tokens_per_s", "sync_s", "iteration_s")),
+    "tiles": [{"title": NASTY, "value": None, "start": None, "help": NASTY}],
     "best_accuracy": None,
     "curves": [{"field": "reward_mean", "title": NASTY, "unit": NASTY, "points": [], "start": None}],
     "replicas": [

@@ -13,6 +13,8 @@ import yaml
 from coordinator.record import health
 from coordinator.web import alerts as conditions
 from tandem_config.keys import fields_of, sections
+from tandem_files import metrics_table
+from tandem_files.metrics_table import THRESHOLDS, Threshold
 from tests.house.repository import PACKAGES, REPO, python_files
 from tests.monitoring.promql import problems, selectors
 from tests.monitoring.tools import MONITORING, RULES, tool
@@ -122,35 +124,26 @@ def test_an_alert_has_a_case_in_which_it_fires(rule: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "comparison"),
-    [
-        ("TandemNoProgress", f"> {conditions.NO_PROGRESS_S:g}"),
-        (
-            "TandemNoProgress",
-            f"<= on (namespace, tandem_run_id) {conditions.NO_PROGRESS_ITERATIONS} * tandem:iteration_seconds:mean6h",
-        ),
-        ("TandemKLHigh", f"> {health.KL_HIGH:g}"),
-        ("TandemEntropyCollapsed", f"< {health.ENTROPY_COLLAPSED:g}"),
-        ("TandemNothingToLearn", f"> {health.NOTHING_TO_LEARN:g}"),
-        ("TandemRewardCollapsed", f"> {health.REWARD_COLLAPSED:g}"),
-        ("TandemAccuracyBelowStart", f"> {health.ACCURACY_LOST:g}"),
-        ("TandemLogprobMismatchRising", f"> {health.MISMATCH_RISEN:g}"),
-        ("TandemCompletionsTruncated", f"> {health.ALL_TRUNCATED:g}"),
-        ("TandemRewardErrors", f"> {health.REWARD_ERRORS:g} * "),
-        ("TandemRewardTimeouts", f"> {health.REWARD_TIMEOUTS:g} * "),
-        ("TandemDiskFull", f"< {conditions.DISK_FULL:g} * "),
-    ],
+    "threshold", THRESHOLDS, ids=[f"{number} {threshold.alert}" for number, threshold in enumerate(THRESHOLDS)]
 )
-def test_the_page_has_the_thresholds_of_the_rules(name: str, comparison: str) -> None:
-    (rule,) = [rule for rule in ALERTS if rule["alert"] == name]
-    assert comparison in rule["expr"]
+def test_the_rules_have_the_thresholds_of_the_table(threshold: Threshold) -> None:
+    (rule,) = [rule for rule in ALERTS if rule["alert"] == threshold.alert]
+    comparison = threshold.rule.replace("{}", f"{threshold.value:g}")
+    assert re.search(rf"{re.escape(comparison)}(?![\d.])", rule["expr"])
+
+
+def test_the_coordinator_judges_by_the_table_and_has_no_threshold_of_its_own() -> None:
+    assert len(THRESHOLDS) == 12
+    named = {name for name, value in vars(metrics_table).items() if isinstance(value, Threshold)}
+    used = set(re.findall(r"\b[A-Z_]+\b", inspect.getsource(health) + inspect.getsource(conditions)))
+    assert named <= used
 
 
 def test_what_the_coordinator_sees_by_itself_has_an_alert() -> None:
     for module in (health, conditions):
         source = inspect.getsource(module)
-        named = set(re.findall(r'"(Tandem\w+)"', source))
-        assert len(named) >= 6
+        named = set(re.findall(r'"(Tandem\w+)"', source)) | {threshold.alert for threshold in THRESHOLDS}
+        assert len(named) >= 12
         assert named <= {rule["alert"] for rule in ALERTS}
         assert 'name=""' not in source, "a trouble without an alert and an entry in the runbook"
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from tandem_files.metrics_table import BY_NAME
+
 # Every query selects the run that is looked at; "All" also matches series without the label (compose).
 RUN = 'namespace=~"$namespace", tandem_run_id=~"$run"'
 COORDINATOR = f'job="coordinator", {RUN}'
@@ -82,6 +84,28 @@ def panel(
         kind=kind,
         alert=alert,
         stacked=stacked,
+        logarithmic=logarithmic,
+    )
+
+
+_UNITS: dict[str, Unit] = {"share": "percentunit", "nats": "nats", "bytes": "bytes", "s": "s"}
+
+
+def figure(name: str, reading: str = "", *, title: str = "", alert: str = "", logarithmic: bool = False) -> Panel:
+    """Make the panel of a metric of the table (tandem_files/metrics_table.py).
+
+    Args:
+        reading: how to read it, after the table's own words.
+        title: in place of that of its curve on the page.
+    """
+    metric = BY_NAME[name]
+    exported, selector = (metric.exported, COORDINATOR) if metric.exported else (metric.trainer, TRAINER)
+    return panel(
+        title or metric.title,
+        f"{metric.help} {reading}".strip(),
+        gauge(exported, title or metric.title, selector),
+        unit=_UNITS.get(metric.unit, "short"),
+        alert=alert,
         logarithmic=logarithmic,
     )
 

@@ -6,6 +6,7 @@ from tools.dashboards.panels import (
     Board,
     Row,
     Series,
+    figure,
     gauge,
     heatmap,
     increase,
@@ -68,12 +69,10 @@ _LEARNING = Row(
             gauge("tandem_evaluation_policy_version", "{{set}}"),
             gauge("tandem_policy_version", "trained"),
         ),
-        panel("Loss", "Of the last step.", gauge("tandem_loss", "loss"), unit="short"),
-        panel(
-            "Entropy",
-            "Per token, over the full vocabulary. Towards 0: no exploration is left. Rising without end: noise.",
-            gauge("tandem_entropy", "entropy"),
-            unit="nats",
+        figure("loss"),
+        figure(
+            "entropy",
+            "Towards 0: no exploration is left. Rising without end: noise.",
             alert="TandemEntropyCollapsed",
         ),
         panel(
@@ -99,13 +98,8 @@ _LEARNING = Row(
             gauge("tandem_clip_fraction_high_ratio", "high"),
             unit="percentunit",
         ),
-        panel("Gradient norm", "Before clipping.", gauge("tandem_grad_norm", "norm"), unit="short", logarithmic=True),
-        panel(
-            "Zero-variance groups",
-            "Share of groups whose rewards are all equal, from which the policy does not learn.",
-            gauge("tandem_zero_variance_ratio", "zero variance"),
-            unit="percentunit",
-        ),
+        figure("grad_norm", logarithmic=True),
+        figure("zero_variance_ratio", "The policy does not learn from them.", title="Zero-variance groups"),
         panel(
             "Train steps",
             "By result; not_finite and failed steps change no weights. Updates that were left out: grpo.on_non_finite.",
@@ -121,13 +115,8 @@ _LEARNING = Row(
 _SAMPLES = Row(
     title="Samples",
     panels=(
-        panel("Lengths", "Mean completion length, in tokens.", gauge("tandem_response_length_tokens", "mean")),
-        panel(
-            "Truncated",
-            "Share of completions cut off by grpo.max_new_tokens.",
-            gauge("tandem_truncated_ratio", "truncated"),
-            unit="percentunit",
-        ),
+        figure("response_length_mean", "In tokens.", title="Lengths"),
+        figure("truncated_ratio", "That is grpo.max_new_tokens.", title="Truncated"),
         panel(
             "Mismatch",
             "|log pi_trainer - log pi_engine| of the same tokens; grpo.logprob_diff_limit says which is judged.",
@@ -138,11 +127,7 @@ _SAMPLES = Row(
             alert="TandemLogprobMismatch",
             logarithmic=True,
         ),
-        panel(
-            "Staleness",
-            "Age of the oldest sample, in versions; 0 when generation waits for the sync.",
-            gauge("tandem_staleness_versions", "oldest"),
-        ),
+        figure("staleness_max", "0 when generation waits for the sync.", title="Staleness"),
         panel(
             "Dropped and failed",
             "Groups without variance and samples without a score that were dropped, completions (by data file) whose "
@@ -255,18 +240,11 @@ _TIME = Row(
             unit="s",
             stacked=True,
         ),
-        panel(
-            "Trainer's tokens per second",
-            "Tokens of the last step's samples, prompts included, per second of the step.",
-            gauge("tandem_train_tokens_per_second", "tokens/s", TRAINER),
-            unit="short",
-        ),
-        panel(
-            "Model-FLOPs utilisation",
-            "FLOPs that the last step needed / what the devices could have done meanwhile. Small models and short "
-            "samples cannot fill a device.",
-            gauge("tandem_train_model_flops_utilization_ratio", "utilisation", TRAINER),
-            unit="percentunit",
+        figure("train_tokens_per_s", title="Trainer's tokens per second"),
+        figure(
+            "model_flops_utilization",
+            "Small models and short samples cannot fill a device.",
+            title="Model-FLOPs utilisation",
         ),
         panel(
             "FLOP/s",
@@ -280,12 +258,7 @@ _TIME = Row(
             unit="short",
             logarithmic=True,
         ),
-        panel(
-            "Trainer's peak memory",
-            "Of the rank that had most in the last step: allocated on its GPU, or resident on a host without one.",
-            gauge("tandem_train_peak_memory_bytes", "peak", TRAINER),
-            unit="bytes",
-        ),
+        figure("train_peak_memory_bytes", title="Trainer's peak memory"),
         panel(
             "Checkpoints",
             "Seconds to write one, and of these for which the trainer waited.",
@@ -299,14 +272,9 @@ _TIME = Row(
             gauge("tandem_missed_checkpoints", "missed"),
             alert="TandemCheckpointsMissed",
         ),
-        panel(
-            "Overhead",
-            "Share of an iteration outside the engine's and the trainer's computation.",
-            gauge("tandem_overhead_ratio", "overhead"),
-            unit="percentunit",
-        ),
+        figure("overhead_share", title="Overhead"),
         panel("Iterations", "Completed.", gauge("tandem_iteration", "iteration")),
-        panel("Tokens per second", "Of the last iteration.", gauge("tandem_tokens_per_second", "tokens/s")),
+        figure("tokens_per_s"),
         panel(
             "Time since progress",
             "Seconds since a part of an iteration last began or ended.",

@@ -14,16 +14,12 @@ export function showHead(run) {
 }
 
 export function showTiles(run) {
-  const now = run.current;
-  const start = run.initial_accuracy;
-  const accuracy = start === null ? "" : `${number(start)} → `;
   const tiles = [
     ["iteration", `${run.iteration} / ${run.total_iterations}`, "finished, of all"],
     ["policy version", String(run.policy_version), "grows by one with every train step"],
-    ["reward", number(now.reward_mean), "mean of the last iteration"],
-    [run.heldout_title, accuracy + number(now.heldout_accuracy ?? start), "before the training, and last measured"],
-    ["tokens/s", number(now.tokens_per_s), "completion tokens of the last iteration"],
-    ["log-prob mismatch", number(now.logprob_abs_diff_max), "largest difference of trainer and engine for a token"],
+    ...run.tiles.map(({ title, value, start, help }) => (
+      [title, (start === null ? "" : `${number(start)} → `) + number(value ?? start), help]
+    )),
     ["time worked", seconds(run.worked_s), "without the time between restarts"],
   ];
   if (run.state === "running") tiles.push(["time left, about", seconds(run.left_s), "by the median of the last iterations, with what is due of evaluations and checkpoints"]);

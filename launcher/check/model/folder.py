@@ -10,7 +10,7 @@ from launcher.check.model.weights import check_weights
 from servicekit.errors import ConfigError
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
-from tandem_files.git_lfs import is_lfs_pointer
+from tandem_files.rows.files import is_lfs_pointer
 from weightsync.model.config import UnsupportedModel
 from weightsync.model.spec import ModelSpec
 

@@ -12,15 +12,10 @@ import yaml
 
 from servicekit.errors import ConfigError
 from tandem_files.metrics_file import Baseline, Row
+from tandem_files.metrics_table import BY_NAME
 from tandem_files.run_config import RESOLVED_CONFIG
 from tandem_files.run_folder import metrics_rows, read_state
 
-# Figures of which less is better; of all others more is.
-_LESS_IS_BETTER = (
-    *("_s", "_share", "_errors", "_timeouts", "_answers", "_groups", "_calls", "truncated_ratio"),
-    *("zero_variance_ratio", "loss", "kl_old", "kl_reference"),
-    *("logprob_abs_diff_max", "logprob_abs_diff_p999", "logprob_abs_diff_mean"),
-)
 # Of what a run records of its rewards (coordinator/record/resuming.py), that which its configuration does not say.
 _CODE = re.compile(r"(?P<reward>.*): code of (?P<place>.*)", re.DOTALL)
 
@@ -108,7 +103,9 @@ def curve_of(run: RunCurves, metric: str, last: int) -> Curve | None:
     points = run.points(metric)
     if not points:
         return None
-    better = min if metric.endswith(_LESS_IS_BETTER) else max
+    # Measures of evaluation sets have the names of rows' fields, after the set.
+    known = BY_NAME.get(metric.rpartition("/")[2].removeprefix("heldout_"))
+    better = min if known is not None and (known.less or known.unit == "s") else max
     best_at, best = better(points, key=lambda point: point[1])
     newest = [value for _, value in points[-last:]]
     return Curve(first=points[0][1], final=points[-1][1], best=best, best_at=best_at, mean=fmean(newest))

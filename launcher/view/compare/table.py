@@ -10,13 +10,16 @@ from rich.text import Text
 from launcher.view.compare.differences import REWARDS, differing
 from launcher.view.compare.picture import draw
 from launcher.view.compare.runs import RunCurves, begun, check_metrics, curve_of, read_runs
+from launcher.view.metric_columns import COLUMNS
 from launcher.view.run_view import make_console
 from servicekit.errors import ConfigError
 from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
+from tandem_files.metrics_table import ACCURACY, REWARD
 
 # Iterations whose mean is shown.
 LAST = 10
-_TIMES = (("all s", "iteration_s"), ("gen s", "generate_s"), ("train s", "train_s"), ("sync s", "sync_s"))
+_TIMES = ("iteration_s", "generate_s", "train_s", "sync_s")
+_TITLES = {column.metric: column.title for column in COLUMNS}
 _SETTING_CHARACTERS = 24
 
 
@@ -33,8 +36,8 @@ def compare_command(
     console = make_console(ends_with_reader=True)
     try:
         runs, without_rows = begun(read_runs(folders))
-        measured = [metric for metric in ("heldout_accuracy",) if any(run.points(metric) for run in runs)]
-        chosen = list(dict.fromkeys(metrics)) or ["reward_mean", *measured]
+        measured = [ACCURACY] if any(run.points(ACCURACY) for run in runs) else []
+        chosen = list(dict.fromkeys(metrics)) or [REWARD, *measured]
         check_metrics(runs, metrics)
         if out is not None:
             draw(runs, chosen, smooth, out)
@@ -83,10 +86,10 @@ def print_comparison(console: Console, runs: Sequence[RunCurves], metrics: Seque
 
 
 def _times(runs: Sequence[RunCurves]) -> Table:
-    table = _table("median times", "done", "state", *(title for title, _ in _TIMES), "tokens/s")
+    table = _table("median times", "done", "state", *(_TITLES[metric] for metric in _TIMES), "tokens/s")
     for run in runs:
         done = f"{run.rows[-1]['iteration']}/{run.total}"
-        seconds = [_number(run.median_of(metric), ".3g") for _, metric in _TIMES]
+        seconds = [_number(run.median_of(metric), ".3g") for metric in _TIMES]
         table.add_row(run.label, done, run.status, *seconds, _number(run.median_of("tokens_per_s"), ".0f"))
     return table
 

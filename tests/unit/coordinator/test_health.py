@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.record.health import REWARD_COLLAPSED, Watch, figures, logprob_limits, troubles
+from coordinator.record.health import Watch, figures, logprob_limits, troubles
 from tandem_files.metrics_file import Heldout
+from tandem_files.metrics_table import REWARD_COLLAPSED
 
 STEADY = {
     "entropy": 0.8,
@@ -79,7 +80,7 @@ def test_neither_sign_nor_scale_of_a_reward_matters(
 ) -> None:
     assert kinds(of_right_answers(shares, factor, offset)) == told
     fall = figures(of_right_answers(shares, factor, offset), Heldout(), {})["reward"]
-    assert (fall > REWARD_COLLAPSED) == (told == ["reward"])
+    assert (fall > REWARD_COLLAPSED.value) == (told == ["reward"])
     assert fall == pytest.approx(figures(of_right_answers(shares), Heldout(), {})["reward"], rel=1e-3, abs=1e-9)
 
 

@@ -19,6 +19,7 @@ from coordinator.sync.sync_report import RoundReports
 from servicekit.errors import Internal
 from tandem_api.weights.v1 import weights_pb2
 from tandem_files.metrics_file import MetricsFile
+from tandem_files.metrics_table import BY_NAME
 from tests.unit.coordinator.test_sample_sink import FOUR, finished
 from tests.unit.coordinator.test_web_page import SPEED, STEP
 
@@ -61,6 +62,15 @@ def test_a_row_has_the_speed_of_the_trainer_and_each_part_of_its_step() -> None:
     assert (row["tokens_per_s"], row["train_s"]) == (FOUR.num_tokens / 4.0, 1.5)
     skipped = build_row(record, None, timing)
     assert {skipped[name] for name in (*SPEED, *(f"train_{part}_s" for part in STEP))} == {None}, "null, not absent"
+
+
+def test_a_row_has_the_fields_of_the_table() -> None:
+    record = finished(3).record
+    assert record is not None
+    row = build_row(record, record.scored, Timing(parts={}, total_s=5.0))
+    plain = {name.removeprefix("heldout_") for name in row if "/" not in name and name not in BY_NAME}
+    assert plain <= set(row), "a field that the table does not have"
+    assert {name for name, metric in BY_NAME.items() if metric.source in ("run", "trainer")} <= set(row)
 
 
 def test_a_row_that_does_not_fit_leaves_no_part_of_itself(tmp_path: Path) -> None:

@@ -145,6 +145,19 @@ def test_of_a_loss_the_least_is_best(tmp_path: Path) -> None:
     assert curve_of(run, "heldout_accuracy", 2) is None
 
 
+@pytest.mark.parametrize(
+    ("metric", "best"),
+    [("tokens_per_s", 2.0), ("train_s", 1.0), ("eval/a/truncated_ratio", 1.0), ("eval/a/mean@1", 2.0), ("own", 2.0)],
+)
+def test_the_table_says_which_end_of_a_metric_is_best(metric: str, best: float, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "one", [0.1, 0.9])
+    rows = [{"iteration": number, metric: float(number)} for number in (1, 2)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    curve = curve_of(read_runs([folder])[0], metric, 2)
+    assert curve is not None
+    assert curve.best == best
+
+
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     runs = read_runs([write_run(tmp_path / place / "a", [0.1]) for place in ("here", "there")])
     assert [run.label for run in runs] == ["here/a", "there/a"]
