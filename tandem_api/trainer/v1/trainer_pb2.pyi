@@ -243,10 +243,7 @@ class TrainStepResponse(_message.Message):
     policy_version: _builtins.int
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """loss, grad_norm, entropy, clip_fraction_low, clip_fraction_high, logprob_abs_diff_mean, logprob_abs_diff_max,
-        ratio_mean, kl_old, kl_reference, kl_loss, skipped_updates, tokens, packing_efficiency, prompt_sharing,
-        learning_rate, train_tokens_per_s, model_flops_utilization, train_peak_memory_bytes, ...
-        """
+        """Figures of the step by their names in docs/monitoring.md, "Fields of metrics.jsonl": loss, entropy, kl_old, ..."""
 
     @_builtins.property
     def seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
