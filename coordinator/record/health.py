@@ -42,11 +42,11 @@ Row = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Trouble:
-    """A problem of the training.
+    """A problem of the training, or of the run.
 
     Attributes:
         kind: identifies the kind of trouble.
-        name: name of its alert and of its entry in docs/runbook.md.
+        name: name of its alert and of its entry in docs/runbook.md; "" if it has none.
     """
 
     kind: str
@@ -135,11 +135,6 @@ class _Curves:
         return max((mean for mean in means if mean is not None), default=None)
 
     @cached_property
-    def recent_reward(self) -> float | None:
-        """The mean reward over the newest iterations."""
-        return self.recent(table.REWARD)
-
-    @cached_property
     def reward_best(self) -> float | None:
         """The largest mean reward over a window."""
         return self.best(table.REWARD)
@@ -152,7 +147,7 @@ class _Curves:
     @cached_property
     def reward_fall(self) -> float | None:
         """How far the mean reward is below its best, in its spread; 0: it has no spread; None: too few iterations."""
-        recent, best = self.recent_reward, self.reward_best
+        recent, best = self.recent(table.REWARD), self.reward_best
         if recent is None or best is None:
             return None
         return (best - recent) / self.reward_spread if self.reward_spread else 0.0
@@ -183,7 +178,7 @@ class _Curves:
     @property
     def solved(self) -> bool:
         """Whether the reward has risen and is near its best, so that little is left to learn."""
-        recent, first = self.recent_reward, self.rows[0].get(table.REWARD)
+        recent, first = self.recent(table.REWARD), self.rows[0].get(table.REWARD)
         if recent is None or first is None or self.reward_fall is None:
             return False
         return self.reward_fall <= _NOTICEABLE and recent - first > _NOTICEABLE * self.reward_spread > 0
@@ -239,7 +234,7 @@ def _of_scores(now: _Curves) -> Iterator[Trouble]:
         yield Trouble("accuracy", table.ACCURACY_LOST.alert, text)
     if (fall := now.reward_fall or 0.0) > table.REWARD_COLLAPSED.value:
         text = (
-            f"The mean reward of {now.lately} is {now.recent_reward:.3g}; its best over {now.window} was "
+            f"The mean reward of {now.lately} is {now.recent(table.REWARD):.3g}; its best over {now.window} was "
             f"{now.reward_best:.3g}, {fall:.1f} standard deviations of the rewards above."
         )
         yield Trouble("reward", table.REWARD_COLLAPSED.alert, text)

@@ -8,6 +8,11 @@ from coordinator.record.state import RunState
 from tandem_files.metrics_file import Row
 from tandem_files.metrics_table import METRICS
 
+_COUNTS = (
+    *("dropped_groups", "dropped_samples", "skipped_steps", "reward_errors", "reward_timeouts", "unreadable_answers"),
+    *("retried_calls", "warnings"),
+)
+
 
 def build_summary(state: RunState, rows: Sequence[Row], versions: Mapping[str, str]) -> dict[str, Any]:
     """Make the content of summary.json.
@@ -45,15 +50,8 @@ def build_summary(state: RunState, rows: Sequence[Row], versions: Mapping[str, s
         "logprob_abs_diff_max": totals.logprob_abs_diff_max,
         "time": {f"{metric.name}_median": _median_of(rows, metric.name) for metric in METRICS if metric.median},
         "counts": {
-            "dropped_groups": totals.dropped_groups,
-            "dropped_samples": totals.dropped_samples,
-            "skipped_steps": totals.skipped_steps,
-            "reward_errors": totals.reward_errors,
-            "reward_timeouts": totals.reward_timeouts,
-            "unreadable_answers": totals.unreadable_answers,
+            **{name: getattr(totals, name) for name in _COUNTS},
             **{f"heldout_{name}": count for name, count in totals.heldout.model_dump().items()},
-            "retried_calls": totals.retried_calls,
-            "warnings": totals.warnings,
         },
         "troubles": list(state.troubles),
         "damaged_checkpoints": list(state.damaged_checkpoints),

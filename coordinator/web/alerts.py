@@ -6,20 +6,12 @@ Names and thresholds are those of deploy/monitoring/rules. Prometheus also has t
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from coordinator.record.health import mean_of, troubles
+from coordinator.record.health import Trouble, mean_of, troubles
 from tandem_files.metrics_file import Heldout
 from tandem_files.metrics_table import DISK_FULL, NO_PROGRESS_ITERATIONS, NO_PROGRESS_S
 
 # Iterations over which an iteration's time is averaged.
 _AVERAGED = 10
-
-
-@dataclass(frozen=True, kw_only=True)
-class Alert:
-    """An alert; `name` is its entry in the runbook, "" if it has none."""
-
-    name: str
-    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,35 +44,30 @@ class Conditions:
     heldout: Heldout = field(default_factory=Heldout)
 
 
-def alerts(now: Conditions) -> list[Alert]:
+def alerts(now: Conditions) -> list[Trouble]:
     """List the alerts that hold now, the worst first."""
-    return [*_of_the_run(now), *_of_the_fleet(now), *_of_the_training(now)]
+    return [*_of_the_run(now), *_of_the_fleet(now), *troubles(now.rows, now.heldout, now.limits)]
 
 
-def _of_the_run(now: Conditions) -> Iterator[Alert]:
+def _of_the_run(now: Conditions) -> Iterator[Trouble]:
     if now.state == "failed":
-        yield Alert(name="TandemRunFailed", text=f"The run has failed: {now.error}")
+        yield Trouble("run", "TandemRunFailed", f"The run has failed: {now.error}")
     usual_s = mean_of(now.rows[-_AVERAGED:], "iteration_s") or 0.0
     if now.state == "running" and now.standstill_s > max(NO_PROGRESS_S.value, NO_PROGRESS_ITERATIONS.value * usual_s):
-        yield Alert(name=NO_PROGRESS_S.alert, text=f"No progress for {now.standstill_s / 60:.0f} minutes.")
+        yield Trouble("run", NO_PROGRESS_S.alert, f"No progress for {now.standstill_s / 60:.0f} minutes.")
     for text in now.missed_checkpoints[-1:]:
-        yield Alert(name="TandemCheckpointsMissed", text=text)
+        yield Trouble("run", "TandemCheckpointsMissed", text)
     for text in now.not_removed:  # what is left of them fills the disk
-        yield Alert(name=DISK_FULL.alert, text=text)
+        yield Trouble("run", DISK_FULL.alert, text)
     if now.disk_free < DISK_FULL.value:
-        yield Alert(name=DISK_FULL.alert, text=f"{now.disk_free:.1%} of the run folder's disk is free.")
+        yield Trouble("run", DISK_FULL.alert, f"{now.disk_free:.1%} of the run folder's disk is free.")
 
 
-def _of_the_fleet(now: Conditions) -> Iterator[Alert]:
+def _of_the_fleet(now: Conditions) -> Iterator[Trouble]:
     for name in now.poisoned:
-        yield Alert(name="TandemReplicaPoisoned", text=f"{name} holds partly written weights and does not serve.")
+        yield Trouble("fleet", "TandemReplicaPoisoned", f"{name} holds partly written weights and does not serve.")
     idle = [name for name in now.announced if name not in now.serving and name not in now.poisoned]
     if idle and now.state == "running":
-        yield Alert(name="TandemReplicaNotServing", text=f"{', '.join(idle)}: announced, but not serving.")
+        yield Trouble("fleet", "TandemReplicaNotServing", f"{', '.join(idle)}: announced, but not serving.")
     if now.failed_rounds:
-        yield Alert(name="TandemWeightSyncFailing", text=f"{now.failed_rounds} of the last rounds were given up.")
-
-
-def _of_the_training(now: Conditions) -> Iterator[Alert]:
-    for trouble in troubles(now.rows, now.heldout, now.limits):
-        yield Alert(name=trouble.name, text=trouble.text)
+        yield Trouble("fleet", "TandemWeightSyncFailing", f"{now.failed_rounds} of the last rounds were given up.")

@@ -7,9 +7,8 @@ from typing import Any
 
 import yaml
 
-from coordinator.record.health import logprob_limits
+from coordinator.record.health import Trouble, logprob_limits
 from coordinator.record.metrics_row import numeric
-from coordinator.web.alerts import Alert
 from coordinator.web.history import History
 from coordinator.web.page_data import Picture
 from coordinator.web.snapshot import disk_free
@@ -55,10 +54,9 @@ class FolderSource:
             rows=list(history.rows),
             heldout=Heldout.of_state(state),
             baseline=since,
-            best_accuracy=state.get("best_accuracy"),
             limits=_limits(settings),
             disk_free=disk_free(self._run_dir),
-            more_alerts=[Alert(name="", text=text) for text in state.get("damaged_checkpoints", [])],
+            more_alerts=[Trouble("checkpoint", "", text) for text in state.get("damaged_checkpoints", [])],
         ).plain()
 
     def _status(self, state: Mapping[str, Any], now_s: float) -> tuple[str, str]:

@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-from coordinator.web.alerts import Alert, Conditions, alerts
+from coordinator.record.health import Trouble
+from coordinator.web.alerts import Conditions, alerts
 from coordinator.web.history import History, Row
 from tandem_files.metrics_file import REWARD_MEAN, Baseline
-from tandem_files.metrics_table import ACCURACY, ITERATION_PARTS, METRICS, STEP_PARTS
+from tandem_files.metrics_table import ACCURACY, ITERATION_PARTS, METRICS, STEP_PARTS, Metric
 
 # Fields of metrics.jsonl that are drawn, in the page's order, with their titles and units.
 CURVES = tuple((metric.name, metric.title, metric.unit) for metric in METRICS if metric.title)
@@ -20,7 +21,7 @@ _ITERATIONS_SHOWN = 16
 # Attributes of a picture that are sent as they are.
 _SENT = (
     *("now_s", "run", "state", "error", "part", "part_since_s", "iteration", "total_iterations", "policy_version"),
-    *("worked_s", "left_s", "best_accuracy", "awaited", "arrived", "replicas", "syncs", "messages"),
+    *("worked_s", "left_s", "awaited", "arrived", "replicas", "syncs", "messages"),
 )
 
 
@@ -47,7 +48,6 @@ class Picture(Conditions):
     history: History
     left_s: float | None = None
     baseline: Baseline = field(default_factory=Baseline)
-    best_accuracy: float | None = None
     part: str = ""
     part_since_s: float = 0.0
     awaited: Sequence[str] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Picture(Conditions):
     replicas: Sequence[Mapping[str, Any]] = field(default_factory=list)
     syncs: Sequence[Mapping[str, Any]] = field(default_factory=list)
     messages: Sequence[Mapping[str, Any]] = field(default_factory=list)
-    more_alerts: Sequence[Alert] = ()
+    more_alerts: Sequence[Trouble] = ()
 
     def plain(self) -> dict[str, Any]:
         """Make the JSON object: numbers, strings, lists and objects of these."""
@@ -63,23 +63,18 @@ class Picture(Conditions):
         return {
             **{name: getattr(self, name) for name in _SENT},
             "current": {name: self.history.last(name) for name, _, _ in CURVES},
-            "tiles": [
-                {
-                    "title": self.heldout.title if metric.name == ACCURACY else metric.tile,
-                    "value": self.history.last(metric.name),
-                    "start": self._start(metric.name),
-                    "help": metric.help,
-                }
-                for metric in METRICS
-                if metric.tile
-            ],
-            "initial_accuracy": self.heldout.initial,
+            "tiles": [self._tile(metric) for metric in METRICS if metric.tile],
             "heldout_title": self.heldout.title,
             "curves": [self._curve(name, title, unit) for name, title, unit in (*CURVES, *further(self.history.names))],
             "iterations": [_divided(row, "iteration_s", "", ITERATION_PARTS) for row in shown],
             "train_steps": [_divided(row, "train_s", "train_", STEP_PARTS) for row in shown if row.get("train_s")],
-            "alerts": [asdict(alert) for alert in (*alerts(self), *self.more_alerts)],
+            "alerts": [{"name": one.name, "text": one.text} for one in (*alerts(self), *self.more_alerts)],
         }
+
+    def _tile(self, metric: Metric) -> dict[str, Any]:
+        title = self.heldout.title if metric.name == ACCURACY else metric.tile
+        value, start = self.history.last(metric.name), self._start(metric.name)
+        return {"title": title, "value": value, "start": start, "help": metric.help}
 
     def _start(self, name: str) -> float | None:
         return self.heldout.initial if name == ACCURACY else None
@@ -121,8 +116,5 @@ def _divided(row: Row, total: str, prefix: str, names: Sequence[str]) -> dict[st
     """Return seconds by part, from the fields PREFIX_NAME_s; `other` is what is in no part of the field `total`."""
     parts = {part: seconds for part in names if (seconds := row.get(f"{prefix}{part}_s"))}
     total_s = row.get(total, sum(parts.values()))
-    return {
-        "iteration": row["iteration"],
-        "total_s": total_s,
-        "parts": {**parts, "other": total_s - sum(parts.values())},
-    }
+    parts["other"] = total_s - sum(parts.values())
+    return {"iteration": row["iteration"], "total_s": total_s, "parts": parts}

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from coordinator.record.health import Trouble
 from coordinator.record.state import RunState
 from coordinator.watch.control import RunControl
 from coordinator.watch.fleet_recorder import FleetRecorder
-from coordinator.web.alerts import Alert
 from coordinator.web.history import History
 from coordinator.web.page_data import Picture
 from tandem_files.metrics_file import Baseline, Heldout
@@ -54,14 +54,10 @@ class Source:
             history=self.history,
             rows=rows,
             left_s=remaining_s(
-                rows,
-                self.total_iterations,
-                evaluate_every=self.evaluate_every,
-                checkpoint_every=self.checkpoint_every,
+                rows, self.total_iterations, evaluate_every=self.evaluate_every, checkpoint_every=self.checkpoint_every
             ),
             heldout=Heldout.of_state(vars(state)),
             baseline=Baseline.of_state(vars(state)),
-            best_accuracy=state.best_accuracy,
             limits=self.limits,
             disk_free=disk_free(self.run_dir),
             missed_checkpoints=list(state.missed_checkpoints),
@@ -75,7 +71,7 @@ class Source:
             replicas=[asdict(row) for _, row in sorted(seen.replicas.items())],
             syncs=[asdict(sync) for sync in rounds],
             messages=[asdict(message) for message in self.history.messages],
-            more_alerts=[Alert(name="", text=trouble) for trouble in self.troubles()],
+            more_alerts=[Trouble("fleet", "", trouble) for trouble in self.troubles()],
         ).plain()
 
 

@@ -3,7 +3,8 @@
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -33,123 +34,110 @@ _WATCH_TIMEOUT_S = 86400.0
 _LAST_EVENTS_S = 3.0
 
 
-async def follow(
-    redis_url: str,
-    run_id: str,
-    roles: dict[str, list[str]],
-    view: RunView,
-    on_address: Callable[[str], None],
-    token: str,
-    remind_s: float = _REMIND_S,
-) -> None:
-    """Show the run in `view` until its event stream ends.
+@dataclass(kw_only=True)
+class Follower:
+    """Shows a run in `view` until its event stream ends.
 
-    Args:
+    Attributes:
         roles: expected services, by role; the coordinator is one of them.
         on_address: called with the coordinator's address when it is known, and when it changes.
         token: secret of the run.
         remind_s: seconds after which the services that are still missing are named again.
     """
-    registry = await asyncio.to_thread(Registry, redis_url, run_id)
-    address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    watching = _watch_arrivals(registry, roles, view, address, token, remind_s)
-    arrivals = asyncio.create_task(watching, name="watch registry")
-    try:
-        await _show_events(registry, await address, view, on_address, token)
-    finally:
-        arrivals.cancel()
-        await asyncio.gather(arrivals, return_exceptions=True)
-        await asyncio.to_thread(registry.close)
 
+    registry: Registry
+    roles: Mapping[str, Sequence[str]]
+    view: RunView
+    on_address: Callable[[str], None]
+    token: str
+    remind_s: float = _REMIND_S
 
-async def _watch_arrivals(
-    registry: Registry,
-    roles: dict[str, list[str]],
-    view: RunView,
-    address: asyncio.Future[str],
-    token: str,
-    remind_s: float,
-) -> None:
-    """Show services as they are announced, until all are; name the missing ones again and again."""
-    started = reminded = time.monotonic()
-    missing = {(role, name) for role, names in roles.items() for name in names}
-    shown: set[tuple[str, str]] = set()
-    while missing:
-        if missing != shown:  # else this would overwrite the coordinator's progress events
-            shown = set(missing)
-            view.doing(_waiting(missing))
-        for role in sorted({role for role, _ in missing}):
+    async def follow(self) -> None:
+        """Show the run; closes the registry."""
+        address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        arrivals = asyncio.create_task(self._watch_arrivals(address), name="watch registry")
+        try:
+            await self._show_events(await address)
+        finally:
+            arrivals.cancel()
+            await asyncio.gather(arrivals, return_exceptions=True)
+            await asyncio.to_thread(self.registry.close)
+
+    async def _watch_arrivals(self, address: asyncio.Future[str]) -> None:
+        """Show services as they are announced, until all are; name the missing ones again and again."""
+        started = reminded = time.monotonic()
+        missing = {(role, name) for role, names in self.roles.items() for name in names}
+        shown: set[tuple[str, str]] = set()
+        while missing:
+            if missing != shown:  # else this would overwrite the coordinator's progress events
+                shown = set(missing)
+                self.view.doing(_waiting(missing))
+            for role in sorted({role for role, _ in missing}):
+                try:
+                    records = await asyncio.to_thread(self.registry.list, role)
+                except TandemError:
+                    continue  # the services handle an unreachable Redis; their exit is what the launcher acts on
+                for record in records:
+                    if (role, record.name) in missing:
+                        missing.discard((role, record.name))
+                        self.view.ready(record.name, time.monotonic() - started)
+                    if role == COORDINATOR and not address.done():
+                        address.set_result(record.address)
+                        await self._show_page_url()
+            if missing and (now := time.monotonic()) - reminded >= self.remind_s:
+                reminded = now
+                self.view.print_line(f"  {_waiting(missing)}: {now - started:.0f} s", "dim")
+            await asyncio.sleep(_POLL_S)
+
+    async def _show_page_url(self) -> None:
+        """Show the URL of the run's page, which the coordinator publishes before it announces itself, with its key."""
+        url = await asyncio.to_thread(self.registry.get_value, PAGE_URL)
+        if url is not None:
+            self.view.print_line(f"  the run's page: {url}{key_part(page_key(self.token))}")
+
+    async def _show_events(self, address: str) -> None:
+        """Show events until the stream of a coordinator ends.
+
+        A coordinator that was killed stays announced until its lease expires, so `address` may be stale: if it does not
+        answer, the registry is asked again. The events of another coordinator are numbered from 1 again.
+        """
+        sequence = 0
+        self.on_address(address)
+        while True:
+            sequence, is_over = await self._show_stream(address, sequence)
+            if is_over:
+                return
+            # It restarts or has ended: the launcher, which waits for its process, ends this task then.
+            await asyncio.sleep(_RECONNECT_S)
+            moved = await self._address_now(address)
+            if moved != address:
+                address, sequence = moved, 0
+                self.on_address(address)
+
+    async def _show_stream(self, address: str, sequence: int) -> tuple[int, bool]:
+        """Show the events after `sequence`. Returns: the last one's number; whether the stream ended or only broke."""
+        async with open_channel(address, identity=operator_identity(), peer=COORDINATOR, token=self.token) as channel:
+            stub = pb_grpc.CoordinatorServiceStub(channel)
             try:
-                records = await asyncio.to_thread(registry.list, role)
-            except TandemError:
-                continue  # the services handle an unreachable Redis; their exit is what the launcher acts on
-            for record in records:
-                if (role, record.name) in missing:
-                    missing.discard((role, record.name))
-                    view.ready(record.name, time.monotonic() - started)
-                if role == COORDINATOR and not address.done():
-                    address.set_result(record.address)
-                    await _show_page_url(registry, view, token)
-        if missing and (now := time.monotonic()) - reminded >= remind_s:
-            reminded = now
-            view.print_line(f"  {_waiting(missing)}: {now - started:.0f} s", "dim")
-        await asyncio.sleep(_POLL_S)
+                request = pb.WatchEventsRequest(after_sequence=sequence)
+                async for event in stub.WatchEvents(request, timeout=_WATCH_TIMEOUT_S):
+                    sequence = event.sequence
+                    show_event(event, self.view)
+            except grpc.aio.AioRpcError:
+                return sequence, False
+        return sequence, True
+
+    async def _address_now(self, last: str) -> str:
+        """Ask for the coordinator's address; `last` if it is not announced or the registry is unreachable."""
+        try:
+            records = await asyncio.to_thread(self.registry.list, COORDINATOR)
+        except TandemError:
+            return last
+        return records[0].address if records else last
 
 
 def _waiting(missing: set[tuple[str, str]]) -> str:
     return "waiting for " + ", ".join(sorted(name for _, name in missing))
-
-
-async def _show_page_url(registry: Registry, view: RunView, token: str) -> None:
-    """Show the URL of the run's page, which the coordinator publishes before it announces itself, with its key."""
-    url = await asyncio.to_thread(registry.get_value, PAGE_URL)
-    if url is not None:
-        view.print_line(f"  the run's page: {url}{key_part(page_key(token))}")
-
-
-async def _show_events(
-    registry: Registry, address: str, view: RunView, on_address: Callable[[str], None], token: str
-) -> None:
-    """Show events until the stream of a coordinator ends.
-
-    A coordinator that was killed stays announced until its lease expires, so `address` may be stale: if it does not
-    answer, the registry is asked again. The events of another coordinator are numbered from 1 again.
-    """
-    sequence = 0
-    on_address(address)
-    while True:
-        sequence, is_over = await _show_stream(address, sequence, view, token)
-        if is_over:
-            return
-        # It restarts or has ended: the launcher, which waits for its process, ends this task then.
-        await asyncio.sleep(_RECONNECT_S)
-        moved = await _address_now(registry, address)
-        if moved != address:
-            address, sequence = moved, 0
-            on_address(address)
-
-
-async def _show_stream(address: str, sequence: int, view: RunView, token: str) -> tuple[int, bool]:
-    """Show the events after `sequence`. Returns: the last one's number; whether the stream ended, not just broke."""
-    async with open_channel(address, identity=operator_identity(), peer=COORDINATOR, token=token) as channel:
-        stub = pb_grpc.CoordinatorServiceStub(channel)
-        try:
-            request = pb.WatchEventsRequest(after_sequence=sequence)
-            async for event in stub.WatchEvents(request, timeout=_WATCH_TIMEOUT_S):
-                sequence = event.sequence
-                show_event(event, view)
-        except grpc.aio.AioRpcError:
-            return sequence, False
-    return sequence, True
-
-
-async def _address_now(registry: Registry, last: str) -> str:
-    """Ask the registry for the coordinator's address; `last` if it is not announced or the registry is unreachable."""
-    try:
-        records = await asyncio.to_thread(registry.list, COORDINATOR)
-    except TandemError:
-        return last
-    return records[0].address if records else last
 
 
 def show_event(event: pb.WatchEventsResponse, view: RunView) -> None:
@@ -208,8 +196,13 @@ class ViewTask:
     async def _watch(self) -> None:
         """Follow the run; a failure of the view becomes a warning."""
         try:
-            token = read_token(self._run_dir)
-            await follow(self._redis_url, self._launch_id, self._roles, self._view, self._note_coordinator, token)
+            await Follower(
+                registry=await asyncio.to_thread(Registry, self._redis_url, self._launch_id),
+                roles=self._roles,
+                view=self._view,
+                on_address=self._note_coordinator,
+                token=read_token(self._run_dir),
+            ).follow()
         except Exception as error:  # noqa: BLE001 - a failure of the view must not end the run
             rows = self._run_dir / METRICS_FILE
             self._view.warning(f"the progress view failed: {error}; the run continues, see {rows}")

@@ -12,12 +12,13 @@ from rich.console import Console
 
 from launcher.run import outcome
 from launcher.run.supervisor import last_error
-from launcher.view.follow import follow, show_event
+from launcher.view.follow import Follower, show_event
 from launcher.view.metric_columns import columns_for, heading, line, rewards_line
 from launcher.view.run_view import RunView, make_console
 from launcher.view.status import describe
 from launcher.view.summary import plot_rewards, print_summary, summary_lines
 from servicekit.lifecycle.tasks import cancel
+from servicekit.redis.registry import Registry
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_files.checkpoints import mark_complete, step_folder
 from tests.kit.waiting import until
@@ -194,7 +195,9 @@ def test_the_heading_comes_again_every_twenty_rows() -> None:
 async def test_the_services_that_a_run_waits_for_are_named_again(redis_server: str) -> None:
     view, stream = plain_view()
     roles = {"trainer": ["trainer"], "rollout": ["rollout-1", "rollout-0"]}
-    following = asyncio.create_task(follow(redis_server, "t", roles, view, lambda _: None, "", remind_s=0.1))
+    registry = await asyncio.to_thread(Registry, redis_server, "t")
+    follower = Follower(registry=registry, roles=roles, view=view, on_address=lambda _: None, token="", remind_s=0.1)
+    following = asyncio.create_task(follower.follow())
     try:
         named = "  waiting for rollout-0, rollout-1, trainer: "
         await asyncio.to_thread(until, lambda: stream.getvalue().count(named) > 1, 4.0)
