@@ -197,11 +197,11 @@ class ViewTask:
         """Follow the run; a failure of the view becomes a warning."""
         try:
             await Follower(
+                token=read_token(self._run_dir),
                 registry=await asyncio.to_thread(Registry, self._redis_url, self._launch_id),
                 roles=self._roles,
                 view=self._view,
                 on_address=self._note_coordinator,
-                token=read_token(self._run_dir),
             ).follow()
         except Exception as error:  # noqa: BLE001 - a failure of the view must not end the run
             rows = self._run_dir / METRICS_FILE
