@@ -21,7 +21,8 @@ HEADING = "## Metrics\n\n"
 
 FIELDS = (
     "A field that was not measured in an iteration is null. The held-out evaluation has some of them with `heldout_` "
-    "before the name; each reward has `reward/NAME_mean` and `reward/NAME_std`, each evaluation set `eval/SET/MEASURE`."
+    "before the name; each reward has `reward/NAME_mean` and `reward/NAME_std`, each set `eval/SET/MEASURE`. "
+    "A new field is a row of `tandem_files/metrics_table.py`, and the line that measures it."
 )
 
 # Label `job` of a scraped service to the packages whose metrics it serves.
