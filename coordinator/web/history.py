@@ -3,7 +3,6 @@
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from coordinator.watch.events import Event, EventKind, EventLog
 
@@ -14,15 +13,6 @@ _MESSAGES_KEPT = 30
 POINTS = 240
 
 Row = Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Notice:
-    """A message of the run; `kind` is state, warning or evaluation."""
-
-    time_s: float
-    kind: str
-    text: str
 
 
 class History:
@@ -36,7 +26,8 @@ class History:
         self.rows: deque[Row] = deque(rows, maxlen=_ROWS_KEPT)
         # Of the fields that any row has had, in their order.
         self.names = {name: None for row in rows for name in row}
-        self.messages: deque[Notice] = deque(maxlen=_MESSAGES_KEPT)
+        # Changes of the state, warnings, evaluations.
+        self.messages: deque[Event] = deque(maxlen=_MESSAGES_KEPT)
         self.part = ""
         self.part_since_s = time.time()
         self._curves: dict[str, list[tuple[float, float]]] = {}
@@ -56,7 +47,7 @@ class History:
             self.part = event.message if event.kind is EventKind.PROGRESS else "report"
             self.part_since_s = event.time_s
         else:
-            self.messages.append(Notice(time_s=event.time_s, kind=event.kind.value, text=event.message))
+            self.messages.append(event)
 
     def curve(self, field: str) -> list[tuple[float, float]]:
         """Return at most POINTS points (iteration, mean value) of a field of the rows."""

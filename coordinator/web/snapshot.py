@@ -70,7 +70,10 @@ class Source:
             failed_rounds=sum(sync.error != "" for sync in rounds[-_ROUNDS_CHECKED:]),
             replicas=[asdict(row) for _, row in sorted(seen.replicas.items())],
             syncs=[asdict(sync) for sync in rounds],
-            messages=[asdict(message) for message in self.history.messages],
+            messages=[
+                {"time_s": event.time_s, "kind": event.kind.value, "text": event.message}
+                for event in self.history.messages
+            ],
             more_alerts=[Trouble("fleet", "", trouble) for trouble in self.troubles()],
         ).plain()
 

@@ -129,7 +129,7 @@ def test_history_follows_the_events() -> None:
     assert history.curve("reward_mean") == [(1.0, 0.1), (2.0, 0.3)]
     assert history.curve("heldout_accuracy") == []
     assert (history.last("reward_mean"), history.last("heldout_accuracy")) == (0.3, None)
-    assert [message.text for message in history.messages] == ["careful"]
+    assert [event.message for event in history.messages] == ["careful"]
     for number in range(3, 2000):
         history.add(events.append(EventKind.ITERATION, "", row(number)))
     assert len(history.curve("reward_mean")) <= POINTS
