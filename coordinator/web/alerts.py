@@ -16,31 +16,20 @@ _AVERAGED = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """The figures from which alerts follow.
-
-    Attributes:
-        state: of the run.
-        standstill_s: seconds since a part of an iteration began or ended.
-        rows: iterations, the newest last.
-        announced, serving, poisoned: names of replicas; those that their last round poisoned.
-        failed_rounds: number of failed ones among the last rounds.
-        disk_free: free share of the run folder's disk.
-        missed_checkpoints: why those since the newest written one were not written.
-        not_removed: what is left of old files that could not be removed.
-    """
+    """The figures from which alerts follow."""
 
     state: str
     error: str
-    standstill_s: float
-    rows: Sequence[Mapping[str, float]]
-    limits: Mapping[str, float]
-    disk_free: float
-    announced: Sequence[str] = ()
+    standstill_s: float  # since a part of an iteration began or ended
+    rows: Sequence[Mapping[str, float]]  # iterations, the newest last
+    limits: Mapping[str, float]  # health.logprob_limits
+    disk_free: float  # share of the run folder's disk
+    announced: Sequence[str] = ()  # names of replicas
     serving: Sequence[str] = ()
-    poisoned: Sequence[str] = ()
-    failed_rounds: int = 0
-    missed_checkpoints: Sequence[str] = ()
-    not_removed: Sequence[str] = ()
+    poisoned: Sequence[str] = ()  # by their last round
+    failed_rounds: int = 0  # among the last ones
+    missed_checkpoints: Sequence[str] = ()  # why those since the newest written one were not written
+    not_removed: Sequence[str] = ()  # what is left of old files
     heldout: Heldout = field(default_factory=Heldout)
 
 

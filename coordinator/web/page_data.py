@@ -27,35 +27,25 @@ _SENT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Picture(Conditions):
-    """A run at one moment.
+    """A run at one moment; replicas, syncs and messages as fleet_recorder and history have them."""
 
-    Attributes:
-        now_s: Unix time, as all times.
-        part: of the iteration that is running.
-        awaited: names of services that have not announced themselves.
-        left_s: estimate of the seconds that the run still takes; None: there is none.
-        arrived: by name, seconds from the coordinator's start to their announcement.
-        replicas, syncs, messages: as watch.fleet_recorder and web.history have them.
-        more_alerts: those that do not follow from the conditions.
-    """
-
-    now_s: float
+    now_s: float  # Unix time, as all times
     run: str
     iteration: int
     total_iterations: int
     policy_version: int
     worked_s: float
     history: History
-    left_s: float | None = None
+    left_s: float | None = None  # estimate of the seconds that the run still takes
     baseline: Baseline = field(default_factory=Baseline)
-    part: str = ""
+    part: str = ""  # of the iteration that is running
     part_since_s: float = 0.0
-    awaited: Sequence[str] = field(default_factory=list)
-    arrived: Mapping[str, float] = field(default_factory=dict)
+    awaited: Sequence[str] = field(default_factory=list)  # services that have not announced themselves
+    arrived: Mapping[str, float] = field(default_factory=dict)  # others, after how many seconds
     replicas: Sequence[Mapping[str, Any]] = field(default_factory=list)
     syncs: Sequence[Mapping[str, Any]] = field(default_factory=list)
     messages: Sequence[Mapping[str, Any]] = field(default_factory=list)
-    more_alerts: Sequence[Trouble] = ()
+    more_alerts: Sequence[Trouble] = ()  # those that do not follow from the conditions
 
     def plain(self) -> dict[str, Any]:
         """Make the JSON object: numbers, strings, lists and objects of these."""

@@ -36,21 +36,14 @@ _LAST_EVENTS_S = 3.0
 
 @dataclass(kw_only=True)
 class Follower:
-    """Shows a run in `view` until its event stream ends.
-
-    Attributes:
-        roles: expected services, by role; the coordinator is one of them.
-        on_address: called with the coordinator's address when it is known, and when it changes.
-        token: secret of the run.
-        remind_s: seconds after which the services that are still missing are named again.
-    """
+    """Shows a run in `view` until its event stream ends."""
 
     registry: Registry
-    roles: Mapping[str, Sequence[str]]
+    roles: Mapping[str, Sequence[str]]  # expected services, by role; the coordinator is one of them
     view: RunView
-    on_address: Callable[[str], None]
-    token: str
-    remind_s: float = _REMIND_S
+    on_address: Callable[[str], None]  # called with the coordinator's address when it is known, and when it changes
+    token: str  # secret of the run
+    remind_s: float = _REMIND_S  # seconds after which the services that are still missing are named again
 
     async def follow(self) -> None:
         """Show the run; closes the registry."""
