@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 from pydantic_core import PydanticCustomError
 
-from tandem_config.sections.base import PositiveFloat, PositiveInt, Section, about
+from tandem_config.sections.base import PositiveFloat, PositiveInt, Section, setting
 
 # Given to a template by the renderer itself, or without a meaning there.
 RESERVED_TEMPLATE_ARGUMENTS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "tokenize"})
@@ -79,79 +79,38 @@ def _not_reserved(arguments: dict[str, Any]) -> dict[str, Any]:
 class DataSection(Section):
     """Prompts and answers; docs/data.md shows each form."""
 
-    train: Sources = Field(
-        ...,
-        description=(
-            "Training rows: a file, a glob, a list of these, or a mixture: a list of `{path, weight, name, prompt_key, "
-            "answer_key, system_key}`, whose rows are drawn at rates relative to the weights."
-        ),
-        json_schema_extra=about("no default: it depends on the task"),
+    train: Sources = setting(..., "no default: it depends on the task")
+    """Training rows: a file, a glob, a list of these, or a mixture: a list of `{path, weight, name, prompt_key,
+    answer_key, system_key}`, whose rows are drawn at rates relative to the weights."""
+    heldout: Sources | None = setting(None, "not every task has one")
+    """Rows for evaluation, in the same forms, without weights; null: no evaluation."""
+    prompt_key: str = setting("prompt", "the usual name")
+    """Column of the prompt: a string, or a list of messages `{role, content}` or `{from, value}`, also as JSON text.
+    Dots lead into columns."""
+    answer_key: str | None = setting("answer", "the usual name")
+    """Column of the reference answer: a string or a number. Dots lead into columns (`reward_model.ground_truth`); null:
+    rows have none."""
+    prompt_as: Literal["text", "user_message"] = setting(
+        "text", "a base model has no template; `tandem check` warns where a model has one"
     )
-    heldout: Sources | None = Field(
-        None,
-        description="Rows for evaluation, in the same forms, without weights; null: no evaluation.",
-        json_schema_extra=about("not every task has one"),
+    """How a prompt that is a string is used: as it is, or as a user's message in the chat template."""
+    chat_template: str = setting("auto", "the one that the model was tuned with")
+    """auto: messages are rendered with the tokenizer's chat template; none: there are only texts; or a path to a .jinja
+    file, the name of one of the tokenizer's templates, or a template's text."""
+    system_prompt: str | None = setting(None, "the template's own default, if it has one")
+    """System message put before messages that do not begin with one."""
+    system_key: str | None = setting(None, "few data have one for each row")
+    """Column of a row's own system prompt, put before its messages; where it is null or empty, data.system_prompt
+    is."""
+    tools_key: str | None = setting(None, "few data have tools")
+    """Column of the tools' JSON schemas (a list, or a list as JSON text), given to the chat template."""
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_not_reserved)] = setting(
+        factory=dict, why="the template's own defaults"
     )
-    prompt_key: str = Field(
-        "prompt",
-        description="Column of the prompt: a string, or a list of messages `{role, content}` or `{from, value}`, also "
-        "as JSON text. Dots lead into columns.",
-        json_schema_extra=about("the usual name"),
-    )
-    answer_key: str | None = Field(
-        "answer",
-        description=(
-            "Column of the reference answer: a string or a number. Dots lead into columns "
-            "(`reward_model.ground_truth`); null: rows have none."
-        ),
-        json_schema_extra=about("the usual name"),
-    )
-    prompt_as: Literal["text", "user_message"] = Field(
-        "text",
-        description="How a prompt that is a string is used: as it is, or as a user's message in the chat template.",
-        json_schema_extra=about("a base model has no template; `tandem check` warns where a model has one"),
-    )
-    chat_template: str = Field(
-        "auto",
-        description=(
-            "auto: messages are rendered with the tokenizer's chat template; none: there are only texts; or a path to "
-            "a .jinja file, the name of one of the tokenizer's templates, or a template's text."
-        ),
-        json_schema_extra=about("the one that the model was tuned with"),
-    )
-    system_prompt: str | None = Field(
-        None,
-        description="System message put before messages that do not begin with one.",
-        json_schema_extra=about("the template's own default, if it has one"),
-    )
-    system_key: str | None = Field(
-        None,
-        description="Column of a row's own system prompt, put before its messages; where it is null or empty, "
-        "data.system_prompt is.",
-        json_schema_extra=about("few data have one for each row"),
-    )
-    tools_key: str | None = Field(
-        None,
-        description="Column of the tools' JSON schemas (a list, or a list as JSON text), given to the chat template.",
-        json_schema_extra=about("few data have tools"),
-    )
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_not_reserved)] = Field(
-        default_factory=dict,
-        description="Further arguments of the chat template, e.g. `{enable_thinking: false}`.",
-        json_schema_extra=about("the template's own defaults"),
-    )
-    shuffle: bool = Field(
-        True,
-        description="New order in each epoch of a source, from run.seed; false: the files' order.",
-        json_schema_extra=about("neighbours in a file are often alike, and would share a batch"),
-    )
-    max_prompt_tokens: PositiveInt = Field(
-        1024,
-        description="Longest prompt, in tokens.",
-        json_schema_extra=about("longer than the questions of the usual mathematics sets", unit="tokens"),
-    )
-    overlong_prompts: Literal["error", "drop"] = Field(
-        "error",
-        description="What to do with a longer prompt: stop before the start, or leave it out and count it.",
-        json_schema_extra=about("dropping data silently changes what is trained"),
-    )
+    """Further arguments of the chat template, e.g. `{enable_thinking: false}`."""
+    shuffle: bool = setting(True, "neighbours in a file are often alike, and would share a batch")
+    """New order in each epoch of a source, from run.seed; false: the files' order."""
+    max_prompt_tokens: PositiveInt = setting(1024, "longer than the questions of the usual mathematics sets", "tokens")
+    """Longest prompt, in tokens."""
+    overlong_prompts: Literal["error", "drop"] = setting("error", "dropping data silently changes what is trained")
+    """What to do with a longer prompt: stop before the start, or leave it out and count it."""

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NewType, TypeVar
 
 from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag, ValidationInfo, field_validator
 
-from tandem_config.sections.base import PositiveInt, about
+from tandem_config.sections.base import PositiveInt, setting
 from tandem_config.sections.rewards.base import FailureSection, RewardSection, StopSection, Timeout, compiled, wrong
 from tandem_config.sections.rewards.servers import JudgeReward, RemoteReward
 
@@ -30,37 +30,28 @@ _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 class TextSection(FailureSection):
     """A reward that works in processes of its own, since one text may take it for ever."""
 
-    timeout_s: Timeout = Field(
-        3.0,
-        description="CPU seconds for scoring one completion; one that takes longer is treated as on_error says and "
-        "counted (reward_timeouts).",
-        json_schema_extra=about("math-verify takes 7 ms on average, 0.1 s in one of a hundred", unit="s"),
-    )
-    workers: Workers = Field(
-        2,
-        description="Processes of the coordinator that score.",
-        json_schema_extra=about("1,000 completions in a few seconds", unit="processes"),
-    )
+    timeout_s: Timeout = setting(3.0, "math-verify takes 7 ms on average, 0.1 s in one of a hundred", "s")
+    """CPU seconds for scoring one completion; one that takes longer is treated as on_error says and counted
+    (reward_timeouts)."""
+    workers: Workers = setting(2, "1,000 completions in a few seconds", "processes")
+    """Processes of the coordinator that score."""
 
 
 class ExactMatchReward(StopSection):
     """1 if the completion is the answer, letter by letter, else 0."""
 
-    kind: Literal["exact_match"] = Field(
-        "exact_match", description="Kind of reward.", json_schema_extra=about("the one that needs no other setting")
-    )
+    kind: Literal["exact_match"] = setting("exact_match", "the one that needs no other setting")
+    """Kind of reward."""
 
 
 class RegexReward(TextSection):
     """1 if a pattern is found in the completion and, if it has a group, group 1 of its last match is the answer."""
 
-    kind: Literal["regex"] = Field(..., description="Kind of reward.", json_schema_extra=about("chosen by name"))
-    pattern: str = Field(
-        ...,
-        description="Python regular expression, searched in the completion; with a group, group 1 must equal the "
-        "answer, e.g. 'answer is (\\d+)'.",
-        json_schema_extra=about("no default: it depends on the task"),
-    )
+    kind: Literal["regex"] = setting(..., "chosen by name")
+    """Kind of reward."""
+    pattern: str = setting(..., "no default: it depends on the task")
+    r"""Python regular expression, searched in the completion; with a group, group 1 must equal the answer, e.g. 'answer
+    is (\d+)'."""
 
     @field_validator("pattern")
     @classmethod
@@ -71,13 +62,11 @@ class RegexReward(TextSection):
 class FormatReward(TextSection):
     """1 if the whole completion has a form, else 0; the answer does not matter."""
 
-    kind: Literal["format"] = Field(..., description="Kind of reward.", json_schema_extra=about("chosen by name"))
-    pattern: str = Field(
-        ...,
-        description="Python regular expression that the whole completion must match; a dot is any character, line "
-        "ends too, e.g. '<think>.*</think>.*'.",
-        json_schema_extra=about("no default: it depends on the task"),
-    )
+    kind: Literal["format"] = setting(..., "chosen by name")
+    """Kind of reward."""
+    pattern: str = setting(..., "no default: it depends on the task")
+    """Python regular expression that the whole completion must match; a dot is any character, line ends too, e.g.
+    '<think>.*</think>.*'."""
 
     @field_validator("pattern")
     @classmethod
@@ -88,31 +77,24 @@ class FormatReward(TextSection):
 class MathVerifyReward(TextSection):
     """1 if math-verify finds the completion's answer equal to the row's, else 0; docs/numerics.md says how it reads."""
 
-    kind: Literal["math_verify"] = Field(..., description="Kind of reward.", json_schema_extra=about("chosen by name"))
-    find_answer: Literal["anywhere", "anchored"] = Field(
-        "anywhere",
-        description=(
-            "Where a completion's answer is looked for. anchored: only in \\boxed{}, after #### or after the word "
-            "answer; anywhere: else the last expression or number of the text."
-        ),
-        json_schema_extra=about("a policy that has not learnt the format yet is rewarded for right answers"),
+    kind: Literal["math_verify"] = setting(..., "chosen by name")
+    """Kind of reward."""
+    find_answer: Literal["anywhere", "anchored"] = setting(
+        "anywhere", "a policy that has not learnt the format yet is rewarded for right answers"
     )
+    r"""Where a completion's answer is looked for. anchored: only in \boxed{}, after #### or after the word answer;
+    anywhere: else the last expression or number of the text."""
 
 
 class LengthReward(RewardSection):
     """1 up to (or from) a length in tokens, 0 from (or up to) another, and linear between them."""
 
-    kind: Literal["length"] = Field(..., description="Kind of reward.", json_schema_extra=about("chosen by name"))
-    full_tokens: Annotated[int, Field(ge=0)] = Field(
-        ...,
-        description="Length that earns 1; so does what is further away from zero_tokens.",
-        json_schema_extra=about("no default: it depends on the task", unit="tokens"),
-    )
-    zero_tokens: Annotated[int, Field(ge=0)] = Field(
-        ...,
-        description="Length that earns 0; less than full_tokens rewards long completions, more rewards short ones.",
-        json_schema_extra=about("no default: it depends on the task", unit="tokens"),
-    )
+    kind: Literal["length"] = setting(..., "chosen by name")
+    """Kind of reward."""
+    full_tokens: int = setting(..., "no default: it depends on the task", "tokens", ge=0)
+    """Length that earns 1; so does what is further away from zero_tokens."""
+    zero_tokens: int = setting(..., "no default: it depends on the task", "tokens", ge=0)
+    """Length that earns 0; less than full_tokens rewards long completions, more rewards short ones."""
 
     @field_validator("zero_tokens")
     @classmethod
@@ -125,84 +107,49 @@ class LengthReward(RewardSection):
 class OverlongReward(RewardSection):
     """DAPO's soft overlong punishment: 0, falling from 0 to -1 over the last tokens before grpo.max_new_tokens."""
 
-    kind: Literal["overlong"] = Field(..., description="Kind of reward.", json_schema_extra=about("chosen by name"))
-    cache_tokens: PositiveInt | None = Field(
-        None,
-        description="The last tokens before grpo.max_new_tokens, over which the score falls; null: a fifth of it.",
-        json_schema_extra=about("as in DAPO: 4,096 of 20,480", unit="tokens"),
-    )
+    kind: Literal["overlong"] = setting(..., "chosen by name")
+    """Kind of reward."""
+    cache_tokens: PositiveInt | None = setting(None, "as in DAPO: 4,096 of 20,480", "tokens")
+    """The last tokens before grpo.max_new_tokens, over which the score falls; null: a fifth of it."""
 
 
 class FunctionReward(FailureSection):
     """Your own Python function, in processes of its own (docs/rewards.md)."""
 
-    kind: Literal["function"] = Field(
-        "function", description="Kind of reward.", json_schema_extra=about("`function:` alone says it")
+    kind: Literal["function"] = setting("function", "`function:` alone says it")
+    """Kind of reward."""
+    function: CodeReference = setting(..., "no default: it is yours")
+    """FILE.py:FUNCTION, the file relative to this one, or package.module:FUNCTION."""
+    args: dict[str, JsonValue] = setting(factory=dict, why="most functions need none")
+    """Values for parameters of the function, by name."""
+    per: Literal["sample", "batch", "group"] | None = setting(None, "a signature says it")
+    """What one call scores; null: a batch if a parameter is called completions, prompts or answers, else a sample.
+    group: all completions of a prompt, for rankings."""
+    completions: Literal["text", "messages"] = setting("text", "most functions take texts")
+    """What prompts and completions are for the function: texts, or lists of messages, as TRL gives them for
+    conversational data (`completions[0][0]['content']`)."""
+    batch_size: PositiveInt | None = setting(
+        None, "enough for a model's forward pass; a call that fails costs no more", "samples"
     )
-    function: CodeReference = Field(
-        ...,
-        description="FILE.py:FUNCTION, the file relative to this one, or package.module:FUNCTION.",
-        json_schema_extra=about("no default: it is yours"),
+    """per: batch: most completions in a call; null: 128."""
+    concurrency: PositiveInt | None = setting(None, "what a server of one's own bears", "calls")
+    """async def: calls at a time in each of the workers; null: 16."""
+    require_stop: bool = setting(False, "the function sees `truncated`, and 0 need not be the worst score")
+    """Score completions that were cut off by the length limit 0, without a call."""
+    timeout_s: Timeout = setting(10.0, "a program that is tried, a request to a server", "s")
+    """Seconds for a call; one that takes longer fails."""
+    start_timeout_s: Timeout = setting(
+        120.0, "large libraries on a busy machine; a model that it loads may take longer", "s"
     )
-    args: dict[str, JsonValue] = Field(
-        default_factory=dict,
-        description="Values for parameters of the function, by name.",
-        json_schema_extra=about("most functions need none"),
-    )
-    per: Literal["sample", "batch", "group"] | None = Field(
-        None,
-        description="What one call scores; null: a batch if a parameter is called completions, prompts or answers, "
-        "else a sample. group: all completions of a prompt, for rankings.",
-        json_schema_extra=about("a signature says it"),
-    )
-    completions: Literal["text", "messages"] = Field(
-        "text",
-        description="What prompts and completions are for the function: texts, or lists of messages, as TRL gives them "
-        "for conversational data (`completions[0][0]['content']`).",
-        json_schema_extra=about("most functions take texts"),
-    )
-    batch_size: PositiveInt | None = Field(
-        None,
-        description="per: batch: most completions in a call; null: 128.",
-        json_schema_extra=about("enough for a model's forward pass; a call that fails costs no more", unit="samples"),
-    )
-    concurrency: PositiveInt | None = Field(
-        None,
-        description="async def: calls at a time in each of the workers; null: 16.",
-        json_schema_extra=about("what a server of one's own bears", unit="calls"),
-    )
-    require_stop: bool = Field(
-        False,
-        description="Score completions that were cut off by the length limit 0, without a call.",
-        json_schema_extra=about("the function sees `truncated`, and 0 need not be the worst score"),
-    )
-    timeout_s: Timeout = Field(
-        10.0,
-        description="Seconds for a call; one that takes longer fails.",
-        json_schema_extra=about("a program that is tried, a request to a server", unit="s"),
-    )
-    start_timeout_s: Timeout = Field(
-        120.0,
-        description="Seconds for importing the file, once in each of the workers.",
-        json_schema_extra=about("large libraries on a busy machine; a model that it loads may take longer", unit="s"),
-    )
-    workers: Workers = Field(
-        2,
-        description="Processes of the coordinator that call it.",
-        json_schema_extra=about("a hang or a crash stops one of them only", unit="processes"),
-    )
-    memory_mib: Annotated[int, Field(ge=64)] = Field(
-        4096,
-        description="Memory that each of the workers may allocate; beyond it Python raises MemoryError.",
-        json_schema_extra=about("one call must not take the coordinator with it", unit="MiB"),
-    )
+    """Seconds for importing the file, once in each of the workers."""
+    workers: Workers = setting(2, "a hang or a crash stops one of them only", "processes")
+    """Processes of the coordinator that call it."""
+    memory_mib: int = setting(4096, "one call must not take the coordinator with it", "MiB", ge=64)
+    """Memory that each of the workers may allocate; beyond it Python raises MemoryError."""
 
-    trial: bool = Field(
-        True,
-        description="Call it once before anything starts (tandem check, tandem run): on the first row, with its answer "
-        "as the completion. What fails then is a warning.",
-        json_schema_extra=about("engines take minutes to start; false for a call that costs money or has effects"),
-    )
+    trial: bool = setting(True, "engines take minutes to start; false for a call that costs money or has effects")
+    """Call it once before anything starts (tandem check, tandem run): on the first row, with its answer as the
+    completion. What fails then is a warning."""
 
     @property
     def label(self) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from tandem_config.sections.base import Fraction, Section, about
+from tandem_config.sections.base import Fraction, Section, setting
 
 Timeout = Annotated[float, Field(gt=0, le=3600)]
 _NAME = re.compile(r"[A-Za-z]\w{0,39}", re.ASCII)
@@ -34,22 +34,13 @@ def compiled(pattern: str) -> str:
 class RewardSection(Section):
     """How completions are scored: one reward, or a list of them whose weighted scores are added (docs/rewards.md)."""
 
-    name: str | None = Field(
-        None,
-        description="Name in metrics (reward/NAME_mean) and messages; null: the kind, or the function's name.",
-        json_schema_extra=about("several rewards of a kind need names that tell them apart"),
-    )
-    weight: float = Field(
-        1.0,
-        description="Factor on the score; a sample's reward is the sum over all rewards. 0: measured, not trained on.",
-        json_schema_extra=about("one reward needs none: advantages are divided by the spread", unit="factor"),
-    )
-    accuracy: bool = Field(
-        False,
-        description="Whether the mean of this reward's unweighted scores is the accuracy (heldout_accuracy, "
-        "run.target_accuracy); if no reward says so, the first one.",
-        json_schema_extra=about("the first in a list is usually the one for being right"),
-    )
+    name: str | None = setting(None, "several rewards of a kind need names that tell them apart")
+    """Name in metrics (reward/NAME_mean) and messages; null: the kind, or the function's name."""
+    weight: float = setting(1.0, "one reward needs none: advantages are divided by the spread", "factor")
+    """Factor on the score; a sample's reward is the sum over all rewards. 0: measured, not trained on."""
+    accuracy: bool = setting(False, "the first in a list is usually the one for being right")
+    """Whether the mean of this reward's unweighted scores is the accuracy (heldout_accuracy, run.target_accuracy); if
+    no reward says so, the first one."""
 
     @property
     def label(self) -> str:
@@ -67,24 +58,19 @@ class RewardSection(Section):
 class StopSection(RewardSection):
     """A reward that a completion without an end does not earn."""
 
-    require_stop: bool = Field(
-        True,
-        description="Score completions that were cut off by the length limit 0, whatever they contain.",
-        json_schema_extra=about("a completion that does not end would be rewarded for its beginning"),
-    )
+    require_stop: bool = setting(True, "a completion that does not end would be rewarded for its beginning")
+    """Score completions that were cut off by the length limit 0, whatever they contain."""
 
 
 class FailureSection(StopSection):
     """A reward whose scoring may fail."""
 
-    on_error: Literal["zero", "drop", "stop"] = Field(
-        "zero",
-        description="What a completion gets that could not be scored. zero: the score 0; drop: no reward at all, so "
-        "that it is left out of its group's statistics and of training; stop: the run ends. Counted in any case.",
-        json_schema_extra=about("what breaks a scorer is more often a bad completion than a good one"),
+    on_error: Literal["zero", "drop", "stop"] = setting(
+        "zero", "what breaks a scorer is more often a bad completion than a good one"
     )
-    max_error_share: Fraction = Field(
-        0.05,
-        description="Share of a batch's completions whose scoring may fail; above it the run ends.",
-        json_schema_extra=about("a few odd texts must not end a run, a broken reward must not train it", unit="share"),
+    """What a completion gets that could not be scored. zero: the score 0; drop: no reward at all, so that it is left
+    out of its group's statistics and of training; stop: the run ends. Counted in any case."""
+    max_error_share: Fraction = setting(
+        0.05, "a few odd texts must not end a run, a broken reward must not train it", "share"
     )
+    """Share of a batch's completions whose scoring may fail; above it the run ends."""

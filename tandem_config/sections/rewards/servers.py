@@ -1,13 +1,13 @@
 """Rewards that a server gives: a RewardService, or a language model that judges (docs/remote-rewards.md)."""
 
 import re
-from typing import Annotated, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, JsonValue, ValidationInfo, field_validator
+from pydantic import JsonValue, ValidationInfo, field_validator
 
 from servicekit.addresses import split_address
-from tandem_config.sections.base import PositiveFloat, PositiveInt, about
+from tandem_config.sections.base import PositiveFloat, PositiveInt, setting
 from tandem_config.sections.rewards.base import FailureSection, Timeout, compiled, wrong
 
 _SOCKET = re.compile(r"unix:/.+")
@@ -19,65 +19,38 @@ _OWN_FIELDS = ("messages", "model", "temperature", "max_tokens", "stream", "n")
 class ServerSection(FailureSection):
     """A reward for which a server is called."""
 
-    require_stop: bool = Field(
-        False,
-        description="Score completions that were cut off by the length limit 0, without a call.",
-        json_schema_extra=about("the server sees `truncated`, and 0 need not be the worst score"),
-    )
-    timeout_s: Timeout = Field(
-        60.0,
-        description="Seconds for a call; one that takes longer is repeated, as `retries` says.",
-        json_schema_extra=about("a large model's forward pass on a batch, a judge that reasons", unit="s"),
-    )
-    concurrency: PositiveInt = Field(
-        8,
-        description="Calls at a time.",
-        json_schema_extra=about("enough to keep a server busy; its own queue is not filled", unit="calls"),
-    )
-    retries: Annotated[int, Field(ge=0, le=100)] = Field(
-        7,
-        description="Repetitions of a call that failed for a reason that may pass (unreachable, late, too busy), after "
-        "0.5 s, 1 s, 2 s, ... 30 s or down to half of that, or as long as the server asks for.",
-        json_schema_extra=about("30 s at least: a server that restarts is back by then", unit="calls"),
-    )
-    open_after: PositiveInt = Field(
-        3,
-        description="Calls in a row that must fail, retries included, for the circuit to open: then nothing is sent "
-        "for open_s, and what would be sent fails immediately; then one call tries.",
-        json_schema_extra=about("a server that is down is not waited for by every batch", unit="calls"),
-    )
-    open_s: PositiveFloat = Field(
-        15.0,
-        description="Seconds for which an open circuit stays open.",
-        json_schema_extra=about("a server that is back is noticed soon, one that is down is left alone", unit="s"),
-    )
-    start_timeout_s: Timeout = Field(
-        120.0,
-        description="Seconds that a starting run waits for the server.",
-        json_schema_extra=about("a reward model that is started beside the run is loaded by then", unit="s"),
-    )
+    require_stop: bool = setting(False, "the server sees `truncated`, and 0 need not be the worst score")
+    """Score completions that were cut off by the length limit 0, without a call."""
+    timeout_s: Timeout = setting(60.0, "a large model's forward pass on a batch, a judge that reasons", "s")
+    """Seconds for a call; one that takes longer is repeated, as `retries` says."""
+    concurrency: PositiveInt = setting(8, "enough to keep a server busy; its own queue is not filled", "calls")
+    """Calls at a time."""
+    retries: int = setting(7, "30 s at least: a server that restarts is back by then", "calls", ge=0, le=100)
+    """Repetitions of a call that failed for a reason that may pass (unreachable, late, too busy), after 0.5 s, 1 s, 2
+    s, ... 30 s or down to half of that, or as long as the server asks for."""
+    open_after: PositiveInt = setting(3, "a server that is down is not waited for by every batch", "calls")
+    """Calls in a row that must fail, retries included, for the circuit to open: then nothing is sent for open_s, and
+    what would be sent fails immediately; then one call tries."""
+    open_s: PositiveFloat = setting(15.0, "a server that is back is noticed soon, one that is down is left alone", "s")
+    """Seconds for which an open circuit stays open."""
+    start_timeout_s: Timeout = setting(120.0, "a reward model that is started beside the run is loaded by then", "s")
+    """Seconds that a starting run waits for the server."""
 
 
 class RemoteReward(ServerSection):
     """What a server says that speaks `protos/tandem_api/reward/v1` (docs/remote-rewards.md)."""
 
-    kind: Literal["remote"] = Field(..., description="Kind of reward.", json_schema_extra=about("chosen by name"))
-    address: str = Field(
-        ...,
-        description="Of the server: host:port, or unix:/path.sock.",
-        json_schema_extra=about("no default: it is yours"),
+    kind: Literal["remote"] = setting(..., "chosen by name")
+    """Kind of reward."""
+    address: str = setting(..., "no default: it is yours")
+    """Of the server: host:port, or unix:/path.sock."""
+    security: Literal["run", "none"] = setting("run", "a server that is started beside the run has what the run has")
+    """run: as a service of the run is called, with its certificate (the server's must be for the role `reward`) and its
+    token, where it has them; none: plain, without either, for a server of others."""
+    batch_size: PositiveInt = setting(
+        32, "enough for a model's forward pass; a call that fails costs no more", "samples"
     )
-    security: Literal["run", "none"] = Field(
-        "run",
-        description="run: as a service of the run is called, with its certificate (the server's must be for the role "
-        "`reward`) and its token, where it has them; none: plain, without either, for a server of others.",
-        json_schema_extra=about("a server that is started beside the run has what the run has"),
-    )
-    batch_size: PositiveInt = Field(
-        32,
-        description="Most completions in a call; the server may set a lower limit.",
-        json_schema_extra=about("enough for a model's forward pass; a call that fails costs no more", unit="samples"),
-    )
+    """Most completions in a call; the server may set a lower limit."""
 
     @field_validator("address")
     @classmethod
@@ -94,63 +67,33 @@ class RemoteReward(ServerSection):
 class JudgeReward(ServerSection):
     """What a language model says of the completion, asked by an OpenAI-compatible endpoint (docs/remote-rewards.md)."""
 
-    kind: Literal["judge"] = Field(..., description="Kind of reward.", json_schema_extra=about("chosen by name"))
-    url: str = Field(
-        ...,
-        description="Base of the endpoint, before /chat/completions, e.g. http://127.0.0.1:30000/v1.",
-        json_schema_extra=about("no default: it is yours"),
+    kind: Literal["judge"] = setting(..., "chosen by name")
+    """Kind of reward."""
+    url: str = setting(..., "no default: it is yours")
+    """Base of the endpoint, before /chat/completions, e.g. http://127.0.0.1:30000/v1."""
+    model: str = setting(..., "no default: it is the endpoint's")
+    """Name of the model at the endpoint."""
+    prompt: str = setting(..., "no default: it depends on the task")
+    """What the judge is asked: a Jinja template of prompt, completion, answer and columns."""
+    system: str = setting("", "the prompt can say it all")
+    """System message; empty: none."""
+    pattern: str = setting(
+        r"(?i)score\s*:\s*(-?\d+(?:\.\d+)?)", "a judge that reasons before it answers ends with its score"
     )
-    model: str = Field(
-        ...,
-        description="Name of the model at the endpoint.",
-        json_schema_extra=about("no default: it is the endpoint's"),
-    )
-    prompt: str = Field(
-        ...,
-        description="What the judge is asked: a Jinja template of prompt, completion, answer and columns.",
-        json_schema_extra=about("no default: it depends on the task"),
-    )
-    system: str = Field(
-        "",
-        description="System message; empty: none.",
-        json_schema_extra=about("the prompt can say it all"),
-    )
-    pattern: str = Field(
-        r"(?i)score\s*:\s*(-?\d+(?:\.\d+)?)",
-        description="Python regular expression, searched in the judge's answer; group 1 of the last match counts.",
-        json_schema_extra=about("a judge that reasons before it answers ends with its score"),
-    )
-    scores: dict[str, float] | None = Field(
-        None,
-        description="Score of each text that group 1 may be, in any case of letters, e.g. {yes: 1, no: 0}; null: it is "
-        "a number from 0 to full_score.",
-        json_schema_extra=about("numbers need no table"),
-    )
-    full_score: PositiveFloat = Field(
-        10.0,
-        description="The judge's best number, which is the score 1.",
-        json_schema_extra=about("scales of ten points are common", unit="points"),
-    )
-    temperature: Annotated[float, Field(ge=0, le=2)] = Field(
-        0.0,
-        description="Sampling temperature of the judge.",
-        json_schema_extra=about("the same completion gets the same score, as far as the endpoint can"),
-    )
-    max_answer_tokens: PositiveInt = Field(
-        1024,
-        description="Most tokens of the judge's answer; one that is cut off before its score fails.",
-        json_schema_extra=about("room for some reasoning", unit="tokens"),
-    )
-    body: dict[str, JsonValue] = Field(
-        default_factory=dict,
-        description="Further fields of the request, e.g. {chat_template_kwargs: {enable_thinking: false}}.",
-        json_schema_extra=about("most endpoints need none"),
-    )
-    api_key_env: str | None = Field(
-        None,
-        description="Environment variable with the endpoint's key; null: it needs none.",
-        json_schema_extra=about("a key is in no file of a run"),
-    )
+    """Python regular expression, searched in the judge's answer; group 1 of the last match counts."""
+    scores: dict[str, float] | None = setting(None, "numbers need no table")
+    """Score of each text that group 1 may be, in any case of letters, e.g. {yes: 1, no: 0}; null: it is a number from 0
+    to full_score."""
+    full_score: PositiveFloat = setting(10.0, "scales of ten points are common", "points")
+    """The judge's best number, which is the score 1."""
+    temperature: float = setting(0.0, "the same completion gets the same score, as far as the endpoint can", ge=0, le=2)
+    """Sampling temperature of the judge."""
+    max_answer_tokens: PositiveInt = setting(1024, "room for some reasoning", "tokens")
+    """Most tokens of the judge's answer; one that is cut off before its score fails."""
+    body: dict[str, JsonValue] = setting(factory=dict, why="most endpoints need none")
+    """Further fields of the request, e.g. {chat_template_kwargs: {enable_thinking: false}}."""
+    api_key_env: str | None = setting(None, "a key is in no file of a run")
+    """Environment variable with the endpoint's key; null: it needs none."""
 
     @field_validator("url")
     @classmethod
