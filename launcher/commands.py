@@ -19,7 +19,7 @@ from launcher.view.run_view import RunView, make_console
 from servicekit.errors import ConfigError, TandemError
 from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
 from tandem_config.loading import Draft, draft_config, dump_resolved
-from tandem_config.problems import ConfigProblem, errors_only
+from tandem_config.problems import ConfigProblem, errors_only, problem
 from tandem_config.schema import RunConfig
 from tandem_files.atomic import write_bytes_atomic
 from tandem_files.pace import remaining_s
@@ -160,9 +160,7 @@ def _draft(config: Path | None, overrides: Sequence[str], resume: Path | None) -
 
 def _not_a_run(folder: Path) -> ConfigProblem:
     message = f"has no {RESOLVED_CONFIG}, so it is not a run's folder" if folder.is_dir() else "no such folder"
-    return ConfigProblem(
-        key="--resume", value=str(folder), message=message, suggestion="give a folder that `tandem run` has made"
-    )
+    return problem("--resume", folder, message, "give a folder that `tandem run` has made")
 
 
 def _prepare(stack: ExitStack, config: RunConfig, resume: Path | None, indices: list[RowIndex]) -> "RunRequest":

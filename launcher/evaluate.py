@@ -18,7 +18,7 @@ from launcher.view.run_view import RunView, make_console
 from servicekit.lifecycle.exit_codes import EXIT_FAILED, EXIT_OK
 from tandem_config.loading import Draft, draft_config
 from tandem_config.overrides import parse_overrides
-from tandem_config.problems import ConfigErrors, ConfigProblem
+from tandem_config.problems import ConfigErrors, ConfigProblem, problem
 from tandem_config.schema import DataSection, RunConfig
 from tandem_files.rows.messages import prompt_of
 from tandem_files.rows.problems import DataError
@@ -171,11 +171,11 @@ def of_files(problems: Iterable[ConfigProblem]) -> list[ConfigProblem]:
 
 
 def _nothing_to_evaluate() -> ConfigProblem:
-    return ConfigProblem(
-        key="--data",
-        value="",
-        message="nothing to evaluate on",
-        suggestion="give data files with --data, or -c with a configuration that has data.heldout or evaluation.sets",
+    return problem(
+        "--data",
+        "",
+        "nothing to evaluate on",
+        "give data files with --data, or -c with a configuration that has data.heldout or evaluation.sets",
     )
 
 

@@ -12,7 +12,7 @@ from tandem_config import keys, paths
 from tandem_config.cross_checks import cross_check
 from tandem_config.messages import place_of, translate
 from tandem_config.overrides import Override, parse_overrides
-from tandem_config.problems import ConfigErrors, ConfigProblem, errors_only
+from tandem_config.problems import ConfigErrors, ConfigProblem, errors_only, problem
 from tandem_config.schema import LISTED, RunConfig
 from tandem_config.sections.grpo import preset_values
 from tandem_config.yaml_source import YamlSource, read_yaml
@@ -209,13 +209,7 @@ def _note_preset(values: dict[str, Any], origins: dict[str, str]) -> None:
 
 
 def _not_there(override: Override, message: str, suggestion: str) -> ConfigProblem:
-    return ConfigProblem(
-        key=override.key,
-        value=str(override.value),
-        message=message,
-        suggestion=suggestion,
-        where=f"--set {override.text}",
-    )
+    return problem(override.key, override.value, message, suggestion, where=f"--set {override.text}")
 
 
 def _with_absolute_paths(section: str, content: Any, base: Path) -> Any:

@@ -9,7 +9,7 @@ import yaml
 from pydantic_core import ErrorDetails
 
 from tandem_config import keys
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.yaml_source import node_of, text_at
 
 _BOUND = {
@@ -82,7 +82,7 @@ def translate(detail: ErrorDetails, origins: Mapping[str, str], root: yaml.Node 
     value = _shown(_kind(detail) if key.endswith(".kind") and _kind(detail) else detail["input"]) if given else ""
     within = len(detail["loc"]) > 2 and bool(keys.entry_fields(key))
     message, suggestion = _explain_within(key, detail) if within else _explain(key, detail)
-    return ConfigProblem(key=key, value=value, message=message, suggestion=suggestion, where=place_of(key, origins))
+    return problem(key, value, message, suggestion, where=place_of(key, origins))
 
 
 class _Written:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from tandem_config import keys
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.sections.reward import CodeReference
 from tandem_config.yaml_source import parse_scalar
 
@@ -118,4 +118,4 @@ def _all_fields() -> set[str]:
 
 
 def _problem(text: str, key: str, value: str, message: str, suggestion: str) -> ConfigProblem:
-    return ConfigProblem(key=key or "--set", value=value, message=message, suggestion=suggestion, where=f"--set {text}")
+    return problem(key or "--set", value, message, suggestion, where=f"--set {text}")

@@ -34,6 +34,20 @@ class ConfigProblem:
         return f"{head}: {self.message}{tail}"
 
 
+def problem(
+    key: str,
+    value: object,
+    why: str,
+    suggestion: str = "",
+    *,
+    where: str = "",
+    severity: Literal["error", "warning"] = "error",
+) -> ConfigProblem:
+    """Make a problem of a value: texts stay as they are, true, false and null are YAML's."""
+    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else "null" if value is None else str(value)
+    return ConfigProblem(key=key, value=text, message=why, suggestion=suggestion, where=where, severity=severity)
+
+
 class ConfigErrors(ConfigError):
     """All problems of a configuration; `problems` is never empty."""
 

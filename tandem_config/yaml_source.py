@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from tandem_config.problems import ConfigErrors, ConfigProblem
+from tandem_config.problems import ConfigErrors, ConfigProblem, problem
 
 # PyYAML implements YAML 1.1, which reads 1e-4 and 2E5 as text because they have no dot.
 _FLOAT = re.compile(
@@ -54,10 +54,10 @@ def read_yaml(path: Path) -> YamlSource:
         finally:
             loader.dispose()
     except yaml.YAMLError as error:
-        raise ConfigErrors([_syntax_problem(path, error)]) from error
+        raise _syntax_error(path, error) from error
     if not isinstance(values, dict):
         found = "is empty" if values is None else f"holds a {type(values).__name__}"
-        raise ConfigErrors([_file_problem(path, f"{found}, not sections with keys", "start with `model:` and `data:`")])
+        raise _unreadable(path, f"{found}, not sections with keys", "start with `model:` and `data:`")
     return YamlSource(values=values, lines=lines, problems=problems, root=root)
 
 
@@ -89,16 +89,14 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8")
     except FileNotFoundError as error:
-        raise ConfigErrors([_file_problem(path, "no such configuration file", _neighbours(path))]) from error
+        raise _unreadable(path, "no such configuration file", _neighbours(path)) from error
     except IsADirectoryError as error:
-        raise ConfigErrors(
-            [_file_problem(path, "is a folder, not a configuration file", _neighbours(path / "x"))]
-        ) from error
+        raise _unreadable(path, "is a folder, not a configuration file", _neighbours(path / "x")) from error
     except OSError as error:
-        raise ConfigErrors([_file_problem(path, f"cannot be read: {error.strerror}", "")]) from error
+        raise _unreadable(path, f"cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise ConfigErrors([_file_problem(path, f"line {line} is not UTF-8", "save the file as UTF-8")]) from error
+        raise _unreadable(path, f"line {line} is not UTF-8", "save the file as UTF-8") from error
 
 
 def _neighbours(path: Path) -> str:
@@ -106,24 +104,19 @@ def _neighbours(path: Path) -> str:
     return f"files in that folder: {', '.join(found)}" if found else ""
 
 
-def _file_problem(path: Path, message: str, suggestion: str) -> ConfigProblem:
-    return ConfigProblem(key="--config", value=str(path), message=message, suggestion=suggestion)
+def _unreadable(path: Path, why: str, suggestion: str = "", line: int | None = None) -> ConfigErrors:
+    return ConfigErrors([problem("--config", path, why, suggestion, where="" if line is None else f"{path}:{line}")])
 
 
-def _syntax_problem(path: Path, error: yaml.YAMLError) -> ConfigProblem:
+def _syntax_error(path: Path, error: yaml.YAMLError) -> ConfigErrors:
     mark = getattr(error, "problem_mark", None)
     what = getattr(error, "problem", None) or str(error).splitlines()[0]
     context = getattr(error, "context", None)
     message = f"not valid YAML: {what}" + (f" ({context})" if context else "")
     if mark is None:
-        return _file_problem(path, message, "")
-    return ConfigProblem(
-        key="--config",
-        value=str(path),
-        message=f"line {mark.line + 1}, column {mark.column + 1}: {message}",
-        suggestion="check indentation (spaces, no tabs), colons and quotes on that line and the one above",
-        where=f"{path}:{mark.line + 1}",
-    )
+        return _unreadable(path, message)
+    advice = "check indentation (spaces, no tabs), colons and quotes on that line and the one above"
+    return _unreadable(path, f"line {mark.line + 1}, column {mark.column + 1}: {message}", advice, mark.line + 1)
 
 
 def _walk(root: yaml.Node | None, path: Path) -> tuple[list[ConfigProblem], dict[str, int]]:
@@ -154,10 +147,5 @@ def _walk(root: yaml.Node | None, path: Path) -> tuple[list[ConfigProblem], dict
 
 def _duplicate(key: str, value: yaml.Node, path: Path, line: int, first: int) -> ConfigProblem:
     shown = value.value if isinstance(value, yaml.ScalarNode) else ""
-    return ConfigProblem(
-        key=key,
-        value=shown,
-        message=f"given twice: on line {first} and again on line {line}",
-        suggestion="keep one of the two",
-        where=f"{path}:{line}",
-    )
+    message = f"given twice: on line {first} and again on line {line}"
+    return problem(key, shown, message, "keep one of the two", where=f"{path}:{line}")

@@ -10,7 +10,7 @@ from launcher.run.devices import DevicePlan, plan_devices, trainer_world_size
 from launcher.run.redis_server import find_server
 from servicekit.cuda import WITHOUT_COMPILERS, Compilers, Gpus, compilers_here, find_gpus
 from servicekit.errors import ConfigError, Unavailable
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
 from weightsync.membership.nccl_settings import STAGED_ADVICE, STAGED_MAY_HANG
 
@@ -28,11 +28,11 @@ def check_host(
     """
     for package, extra in _ENGINES:
         if importlib.util.find_spec(package) is None:
-            yield ConfigProblem(
-                key="environment",
-                value=package,
-                message="is not installed in this Python environment",
-                suggestion=f"pip install 'tandem[{extra}]', or `make venv` in the repository",
+            yield problem(
+                "environment",
+                package,
+                "is not installed in this Python environment",
+                f"pip install 'tandem[{extra}]', or `make venv` in the repository",
             )
     yield from _check_layer_spec(config)
     yield from check_redis(redis_url)
@@ -48,11 +48,11 @@ def _check_layer_spec(config: RunConfig) -> Iterator[ConfigProblem]:
     """Report what a trainer of this environment refuses; a warning for a run in pods, which have one of their own."""
     asked = config.trainer.layer_spec == "transformer_engine" or config.trainer.moe_grouped_gemm
     if asked and importlib.util.find_spec("transformer_engine") is None:
-        yield ConfigProblem(
-            key="trainer.layer_spec",
-            value=config.trainer.layer_spec,
-            message="TransformerEngine is not installed in this Python environment",
-            suggestion="install transformer-engine[pytorch] for this CUDA and torch, or set trainer.layer_spec: torch "
+        yield problem(
+            "trainer.layer_spec",
+            config.trainer.layer_spec,
+            "TransformerEngine is not installed in this Python environment",
+            "install transformer-engine[pytorch] for this CUDA and torch, or set trainer.layer_spec: torch "
             "and leave trainer.moe_grouped_gemm out",
             severity="warning" if config.fleet.kind == "kubernetes" else "error",
         )
@@ -68,11 +68,11 @@ def _check_staged(config: RunConfig, plan: DevicePlan) -> Iterator[ConfigProblem
     if sync.install != "staged" or sync.allow_staged_nccl or not over_nccl or config.rollout.tensor_parallel == 1:
         return
     if on_gpus or in_pods:
-        yield ConfigProblem(
-            key="sync.install",
-            value=sync.install,
-            message=f"{STAGED_MAY_HANG}: on GPUs the first weight sync refuses it",
-            suggestion=STAGED_ADVICE,
+        yield problem(
+            "sync.install",
+            sync.install,
+            f"{STAGED_MAY_HANG}: on GPUs the first weight sync refuses it",
+            STAGED_ADVICE,
             severity="error" if on_gpus else "warning",
         )
 
@@ -82,11 +82,11 @@ def _check_home() -> Iterator[ConfigProblem]:
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home())
     existing = next(parent for parent in (home, *home.parents) if parent.exists())
     if not is_writable(existing):
-        yield ConfigProblem(
-            key="XDG_CACHE_HOME" if os.environ.get("XDG_CACHE_HOME") else "HOME",
-            value=str(home),
-            message=f"{existing} is not writable, and the engines keep caches there",
-            suggestion="set HOME to a folder of your own, e.g. HOME=/tmp/home",
+        yield problem(
+            "XDG_CACHE_HOME" if os.environ.get("XDG_CACHE_HOME") else "HOME",
+            home,
+            f"{existing} is not writable, and the engines keep caches there",
+            "set HOME to a folder of your own, e.g. HOME=/tmp/home",
         )
 
 
@@ -111,7 +111,7 @@ def check_redis(redis_url: str | None) -> Iterator[ConfigProblem]:
             redis_client.connect(redis_client.with_tls_files(redis_url, os.environ)).close()
     except (ConfigError, Unavailable) as error:
         hint = "unset REDIS_URL to let Tandem start its own server" if redis_url is not None else ""
-        yield ConfigProblem(key="REDIS_URL", value="", message=str(error), suggestion=hint)
+        yield problem("REDIS_URL", "", str(error), hint)
 
 
 def check_devices(gpus: Gpus, plan: DevicePlan, wanted: str) -> Iterator[ConfigProblem]:
@@ -121,7 +121,7 @@ def check_devices(gpus: Gpus, plan: DevicePlan, wanted: str) -> Iterator[ConfigP
         wanted: TANDEM_DEVICE.
     """
     if wanted not in ("auto", "cuda", "cpu"):
-        yield ConfigProblem(key="TANDEM_DEVICE", value=wanted, message="is none of auto, cuda and cpu")
+        yield problem("TANDEM_DEVICE", wanted, "is none of auto, cuda and cpu")
     if plan.on_gpus or not (gpus.present or wanted == "cuda"):
         return
     if gpus.why_not:
@@ -135,11 +135,11 @@ def check_devices(gpus: Gpus, plan: DevicePlan, wanted: str) -> Iterator[ConfigP
     else:
         why, advice = "the driver shows none here", "see requirements/gpu.md; CUDA_VISIBLE_DEVICES must not hide them"
     asked = wanted == "cuda"
-    yield ConfigProblem(
-        key="environment",
-        value=f"{gpus.present} GPUs",
-        message=why + (", and TANDEM_DEVICE=cuda asks for them" if asked else ", so it will run on the CPU"),
-        suggestion=advice + ("" if asked else ", or set TANDEM_DEVICE=cpu"),
+    yield problem(
+        "environment",
+        f"{gpus.present} GPUs",
+        why + (", and TANDEM_DEVICE=cuda asks for them" if asked else ", so it will run on the CPU"),
+        advice + ("" if asked else ", or set TANDEM_DEVICE=cpu"),
         severity="error" if asked else "warning",
     )
 
@@ -147,19 +147,19 @@ def check_devices(gpus: Gpus, plan: DevicePlan, wanted: str) -> Iterator[ConfigP
 def check_compilers(found: Compilers) -> Iterator[ConfigProblem]:
     """Say what of a toolkit is missing, by name, and which toolkits were found and do not fit."""
     if found.missing:
-        yield ConfigProblem(
-            key="environment",
-            value=", ".join(found.missing),
-            message=f"not found: {WITHOUT_COMPILERS}",
-            suggestion="install what requirements/gpu.md names",
+        yield problem(
+            "environment",
+            ", ".join(found.missing),
+            f"not found: {WITHOUT_COMPILERS}",
+            "install what requirements/gpu.md names",
         )
     if found.ignored:
         used = "none is used" if found.toolkit is None else f"{found.toolkit} is used"
-        yield ConfigProblem(
-            key="environment",
-            value="nvcc",
-            message=f"{'; '.join(found.ignored)}: {used}",
-            suggestion="set CUDA_HOME to a toolkit of torch's CUDA, or leave it out",
+        yield problem(
+            "environment",
+            "nvcc",
+            f"{'; '.join(found.ignored)}: {used}",
+            "set CUDA_HOME to a toolkit of torch's CUDA, or leave it out",
             severity="warning",
         )
 
@@ -179,10 +179,10 @@ def _check_cores(config: RunConfig, trainer_ranks: int | None) -> Iterator[Confi
     }
     for key, (value, processes) in sides.items():
         if processes > cores:
-            yield ConfigProblem(
-                key=key,
-                value=str(value),
-                message=f"{processes} {key.partition('.')[0]} processes on {cores} cores will wait for each other",
-                suggestion="expect a slow run, or lower the parallel sizes",
+            yield problem(
+                key,
+                value,
+                f"{processes} {key.partition('.')[0]} processes on {cores} cores will wait for each other",
+                "expect a slow run, or lower the parallel sizes",
                 severity="warning",
             )

@@ -18,7 +18,7 @@ from launcher.run.devices import plan_devices
 from servicekit.cuda import find_gpus
 from servicekit.errors import ConfigError
 from tandem_config.loading import Draft
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
 from weightsync.layouts.layout import Parallel
 from weightsync.model.spec import ModelSpec
@@ -131,12 +131,12 @@ def host_problems(
     zero = "trainer.distributed_optimizer: true, or " if split and not config.trainer.distributed_optimizer else ""
     several = [key for key in ("updates_per_iteration", "epochs") if getattr(config.grpo, key) > 1]
     undo = f"{' and '.join(f'grpo.{key}: 1' for key in several)}, or " if several else ""
-    yield ConfigProblem(
-        key="trainer",
-        value="",
-        message=f"{ranks_per_host} ranks on a host take {_gib(needed)} of host memory, {whose} has {gib:g}: undoing "
+    yield problem(
+        "trainer",
+        "",
+        f"{ranks_per_host} ranks on a host take {_gib(needed)} of host memory, {whose} has {gib:g}: undoing "
         "steps, checkpoints, an export, offload, reference, processes",
-        suggestion=f"{zero}{undo}more memory",
+        f"{zero}{undo}more memory",
         severity=_severity(needed > gib * GIB),
     )
 
@@ -211,22 +211,22 @@ def _trainer_problems(
     split = "raise trainer.tensor_parallel or trainer.pipeline_parallel"
     least = trainer.resident + trainer.optimizer
     if least > memory:
-        yield ConfigProblem(
-            key="trainer.tensor_parallel",
-            value=str(config.trainer.tensor_parallel),
-            message=f"a trainer rank needs {_gib(least)} of a GPU's {gib:g} for parameters, gradients and AdamW alone",
-            suggestion="".join(f"set {text}, or " for text in _savings(config, spec, NEAR * memory)) + split,
+        yield problem(
+            "trainer.tensor_parallel",
+            config.trainer.tensor_parallel,
+            f"a trainer rank needs {_gib(least)} of a GPU's {gib:g} for parameters, gradients and AdamW alone",
+            "".join(f"set {text}, or " for text in _savings(config, spec, NEAR * memory)) + split,
         )
         return
     longest = config.data.max_prompt_tokens + config.grpo.max_new_tokens
     tokens = fitting_tokens(config, spec, NEAR * memory)
     fits = f"set trainer.max_tokens_per_micro_batch: {tokens}, or " if tokens >= longest else ""
     fits += "".join(f"{text}, or " for text in _savings(config, spec, NEAR * memory))
-    yield ConfigProblem(
-        key="trainer.max_tokens_per_micro_batch",
-        value=str(config.trainer.max_tokens_per_micro_batch),
-        message=f"a trainer rank needs {_gib(trainer.peak)} of a GPU's {gib:g} {trainer.moment}{_overhead_note(over)}",
-        suggestion=f"{fits}{split}",
+    yield problem(
+        "trainer.max_tokens_per_micro_batch",
+        config.trainer.max_tokens_per_micro_batch,
+        f"a trainer rank needs {_gib(trainer.peak)} of a GPU's {gib:g} {trainer.moment}{_overhead_note(over)}",
+        f"{fits}{split}",
         severity=_severity(over),
     )
 
@@ -254,34 +254,34 @@ def _rollout_problems(config: RunConfig, rollout: RolloutMemory, gib: float) -> 
     static, memory = _static(config, gib), gib * GIB
     tokens = rollout.cache_tokens(static)
     if tokens == 0:
-        yield ConfigProblem(
-            key="rollout.tensor_parallel",
-            value=str(config.rollout.tensor_parallel),
-            message=f"a rollout rank's weights need {_gib(rollout.weights)}, rollout.mem_fraction_static leaves "
+        yield problem(
+            "rollout.tensor_parallel",
+            config.rollout.tensor_parallel,
+            f"a rollout rank's weights need {_gib(rollout.weights)}, rollout.mem_fraction_static leaves "
             f"{_gib(static)} of a GPU's {gib:g}",
-            suggestion="raise rollout.tensor_parallel, or rollout.mem_fraction_static",
+            "raise rollout.tensor_parallel, or rollout.mem_fraction_static",
         )
         return
     longest = config.data.max_prompt_tokens + config.grpo.max_new_tokens
     needed = longest if rollout.wanted_tokens is None else rollout.wanted_tokens
     if tokens < needed:
-        yield ConfigProblem(
-            key="rollout.max_total_tokens",
-            value="null" if rollout.wanted_tokens is None else str(needed),
-            message=f"the KV cache has room for {tokens} tokens of {needed}: rollout.mem_fraction_static leaves "
+        yield problem(
+            "rollout.max_total_tokens",
+            "null" if rollout.wanted_tokens is None else str(needed),
+            f"the KV cache has room for {tokens} tokens of {needed}: rollout.mem_fraction_static leaves "
             f"{_gib(static)} of a GPU's {gib:g}, the weights take {_gib(rollout.weights)}",
-            suggestion=f"lower {'the lengths' if rollout.wanted_tokens is None else 'it'}, or raise "
+            f"lower {'the lengths' if rollout.wanted_tokens is None else 'it'}, or raise "
             "rollout.tensor_parallel or rollout.mem_fraction_static",
             severity="warning",
         )
     peak = rollout.peak(static)
     if peak > NEAR * memory:
         over = peak > memory
-        yield ConfigProblem(
-            key="rollout.mem_fraction_static",
-            value=str(config.rollout.mem_fraction_static),
-            message=f"a rollout rank needs {_gib(peak)} of a GPU's {gib:g} in a weight sync{_overhead_note(over)}",
-            suggestion="lower rollout.mem_fraction_static, rollout.max_total_tokens or sync.bucket_mib"
+        yield problem(
+            "rollout.mem_fraction_static",
+            config.rollout.mem_fraction_static,
+            f"a rollout rank needs {_gib(peak)} of a GPU's {gib:g} in a weight sync{_overhead_note(over)}",
+            "lower rollout.mem_fraction_static, rollout.max_total_tokens or sync.bucket_mib"
             + (", or set sync.install: in_place" if rollout.spare else ""),
             severity=_severity(over),
         )

@@ -7,7 +7,7 @@ from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
 from tandem_config.checks.reward import entry_key
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
 from tandem_config.sections.reward import FormatReward, RegexReward
 
@@ -31,12 +31,12 @@ def check_patterns(config: RunConfig, usable: Callable[..., bool], prompts: Sequ
         begun = written_before(section.pattern, prompts)
         if begun:
             without = section.pattern.replace(begun, "", 1)
-            yield ConfigProblem(
-                key=f"{key}.pattern",
-                value=section.pattern,
-                message=f"prompts end with {begun!r} already, so completions begin after it, and the pattern, which "
+            yield problem(
+                f"{key}.pattern",
+                section.pattern,
+                f"prompts end with {begun!r} already, so completions begin after it, and the pattern, which "
                 "demands it of the completion, can hardly match",
-                suggestion="leave it out of the pattern" + (f": {without!r}" if without != section.pattern else ""),
+                "leave it out of the pattern" + (f": {without!r}" if without != section.pattern else ""),
                 severity="warning",
             )
 

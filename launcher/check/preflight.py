@@ -16,7 +16,7 @@ from launcher.check.rewards import check_rewards
 from launcher.check.trackers import check_trackers
 from servicekit.errors import ConfigError
 from tandem_config.loading import Draft
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import TRAINER_FOLDER
 from tandem_files.digests import size_damages
@@ -88,9 +88,7 @@ def _check_initial(config: RunConfig, spec: ModelSpec) -> Iterator[ConfigProblem
         suggestion = f"{suggestion}, of this model.dtype; or leave it out, to start from model.path"
         faults = list(_unfit(config, spec))
     if faults:
-        yield ConfigProblem(
-            key="trainer.initial_checkpoint", value=str(folder), message="; ".join(faults), suggestion=suggestion
-        )
+        yield problem("trainer.initial_checkpoint", folder, "; ".join(faults), suggestion)
 
 
 def _unfit(config: RunConfig, spec: ModelSpec) -> Iterator[str]:

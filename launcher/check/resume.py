@@ -16,7 +16,7 @@ from launcher.check.host import is_writable
 from servicekit.errors import ConfigError
 from tandem_config.comparing.described import base_key
 from tandem_config.comparing.resuming import RUN_ID, UNRECORDED, RunComparison, compare, in_one_list
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import COORDINATOR_FILE, TRAINER_FOLDER, newest_sound, read_complete
 from tandem_files.model.fingerprint import model_fingerprint
@@ -37,9 +37,9 @@ def check_output(config: RunConfig) -> Iterator[ConfigProblem]:
     folder = config.run.output_dir
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir():
-        yield _problem("run.output_dir", folder, f"{existing} is a file", "choose another folder")
+        yield problem("run.output_dir", folder, f"{existing} is a file", "choose another folder")
     elif not is_writable(existing):
-        yield _problem("run.output_dir", folder, f"{existing} is not writable", "choose another folder")
+        yield problem("run.output_dir", folder, f"{existing} is not writable", "choose another folder")
 
 
 def check_resume(
@@ -55,29 +55,29 @@ def check_resume(
     """
     if not (run_dir / RESOLVED_CONFIG).is_file():
         kind = f"has no {RESOLVED_CONFIG}, so it is not a run's folder" if run_dir.is_dir() else "no such folder"
-        yield _problem("--resume", run_dir, kind, _runs_beside(run_dir))
+        yield problem("--resume", run_dir, kind, _runs_beside(run_dir))
         return
     if is_locked(run_dir):
-        yield _problem("--resume", run_dir, busy_message(run_dir), "")
+        yield problem("--resume", run_dir, busy_message(run_dir))
         return
     try:
         sound = newest_sound(run_dir)
     except ConfigError as error:
-        yield _problem("--resume", run_dir, str(error), "")
+        yield problem("--resume", run_dir, str(error))
         return
     if sound is None:
-        yield _problem("--resume", run_dir, "has no complete checkpoint to resume from", "start anew without --resume")
+        yield problem("--resume", run_dir, "has no complete checkpoint to resume from", "start anew without --resume")
         return
     for complaint in sound.complaints():
-        yield replace(_problem("--resume", run_dir, complaint, ""), severity="warning")
+        yield problem("--resume", run_dir, complaint, severity="warning")
     if sound.iteration >= config.run.iterations:
         message = f"has already finished its {config.run.iterations} iterations"
         more = f"--set run.iterations={sound.iteration + 10} adds ten more"
         weights = f"tandem export {run_dir} --out DIR writes its weights"
-        yield _problem("--resume", run_dir, message, f"{more}; {weights}")
+        yield problem("--resume", run_dir, message, f"{more}; {weights}")
     comparison = _compared(run_dir, sound.folder, config)
     if not comparison.recorded:
-        yield replace(_problem("--resume", run_dir, UNRECORDED, ""), severity="warning")
+        yield problem("--resume", run_dir, UNRECORDED, severity="warning")
     yield from _check_same(run_dir, sound.folder, comparison.refused, config, spec, data)
     if not any(base_key(text.partition(":")[0]).startswith("reward.") for text in comparison.refused):
         yield from _check_rewards(run_dir, sound.folder, config, data)
@@ -119,7 +119,7 @@ def _check_same(
         different += _data_differences(checkpoint, config, data.train, data.formats)
     different = in_one_list(different, refused)
     if different:
-        yield _problem(
+        yield problem(
             "--resume",
             run_dir,
             f"cannot resume from {checkpoint.name} with this configuration: {'; '.join(different)}",
@@ -142,7 +142,7 @@ def _check_rewards(
     rows = data.answers.read_otherwise() if data is not None and data.answers and _OLD_READING in warning else []
     named = ", ".join(f"{file.name}:{number}" for file, number in rows[:_NAMED])
     of_rows = f"; rows that were read otherwise: {named}{', ...' if len(rows) > _NAMED else ''}" if named else ""
-    yield replace(_problem("--resume", run_dir, warning + of_rows, ""), severity="warning")
+    yield problem("--resume", run_dir, warning + of_rows, severity="warning")
 
 
 def _check_order(run_dir: Path, checkpoint: Path, config: RunConfig, train: Sequence[Scan]) -> Iterator[ConfigProblem]:
@@ -153,7 +153,7 @@ def _check_order(run_dir: Path, checkpoint: Path, config: RunConfig, train: Sequ
     except (ConfigError, OSError):
         return
     if is_old and config.data.shuffle:
-        yield replace(_problem("--resume", run_dir, OLD_ORDER, ""), severity="warning")
+        yield problem("--resume", run_dir, OLD_ORDER, severity="warning")
 
 
 def _model_differences(run_dir: Path, checkpoint: Path, model: Path, spec: ModelSpec) -> list[str]:
@@ -194,7 +194,3 @@ def _runs_beside(run_dir: Path) -> str:
     parent = run_dir.parent
     runs = sorted(entry.parent.name for entry in parent.glob(f"*/{RESOLVED_CONFIG}"))[:5] if parent.is_dir() else []
     return f"runs beside it: {', '.join(runs)}" if runs else "give a folder that `tandem run` has made"
-
-
-def _problem(key: str, path: Path, message: str, suggestion: str) -> ConfigProblem:
-    return ConfigProblem(key=key, value=str(path), message=message, suggestion=suggestion)

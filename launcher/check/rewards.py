@@ -14,7 +14,7 @@ from launcher.check.data.rows import CheckedData
 from launcher.check.patterns import check_patterns
 from launcher.check.trial import Trial, TrialResult
 from tandem_config.checks.reward import entry_key
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
 from tandem_config.sections.reward import FormatReward, FunctionReward, MathVerifyReward, RegexReward
 from tandem_config.sections.rewards.base import RewardSection
@@ -53,8 +53,7 @@ def check_rewards(config: RunConfig, usable: Callable[..., bool], data: CheckedD
         yield from _left_out_of_texts(config, usable, data.codec.left_out(**decoding))
     takers = [(config.reward[place].label, found.takes) for place, found in tried.items()]
     for key, scans in data.scans.items():
-        for problem in rows_without(scans, takers):
-            yield ConfigProblem(key=key, value=problem.place, message=problem.text)
+        yield from (problem(key, found.place, found.text) for found in rows_without(scans, takers))
 
 
 def takes_of(section: RewardSection, tried: TrialResult | None) -> TakenColumns:
@@ -84,11 +83,11 @@ def _left_out_of_texts(
         names = [name for name in left_out if name in text]
         if names:
             skipped = config.rollout.skip_special_tokens
-            yield ConfigProblem(
-                key=f"{key}.pattern",
-                value=section.pattern,
-                message=f"holds the special token {names[0]!r}, which is removed from the texts that rewards get",
-                suggestion="leave rollout.skip_special_tokens out" if skipped else "leave the token out of the pattern",
+            yield problem(
+                f"{key}.pattern",
+                section.pattern,
+                f"holds the special token {names[0]!r}, which is removed from the texts that rewards get",
+                "leave rollout.skip_special_tokens out" if skipped else "leave the token out of the pattern",
                 severity="warning",
             )
 
@@ -126,11 +125,8 @@ def _without_data(
         if isinstance(section, JudgeReward):
             yield from _check_key(section, key)
         if isinstance(section, MathVerifyReward) and importlib.util.find_spec("math_verify") is None:
-            yield ConfigProblem(
-                key=f"{key}.kind",
-                value="math_verify",
-                message="the package math-verify is not installed",
-                suggestion="pip install math-verify",
+            yield problem(
+                f"{key}.kind", "math_verify", "the package math-verify is not installed", "pip install math-verify"
             )
 
 
@@ -138,9 +134,9 @@ def _check_key(section: JudgeReward, key: str) -> Iterator[ConfigProblem]:
     """Look for the variable that holds the endpoint's key; whether the endpoint takes it shows when the run starts."""
     name = section.api_key_env
     if name is not None and not os.environ.get(name, "").strip():
-        yield ConfigProblem(
-            key=f"{key}.api_key_env",
-            value=name,
-            message=f"the environment variable {name}, which holds the key of {section.url}, is not set or empty",
-            suggestion=f"export {name}=..., or leave api_key_env out if the endpoint needs no key",
+        yield problem(
+            f"{key}.api_key_env",
+            name,
+            f"the environment variable {name}, which holds the key of {section.url}, is not set or empty",
+            f"export {name}=..., or leave api_key_env out if the endpoint needs no key",
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from coordinator.record.trackers.settings import without_login
 from launcher.check.host import is_writable
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
 from tandem_config.sections.trackers import MlflowTracker, Tracker, WandbTracker
 
@@ -26,12 +26,7 @@ def check_trackers(config: RunConfig) -> Iterator[ConfigProblem]:
 
 def _check(key: str, tracker: Tracker) -> Iterator[ConfigProblem]:
     if importlib.util.find_spec(tracker.kind) is None:
-        yield ConfigProblem(
-            key=key,
-            value=tracker.kind,
-            message=f"the Python package {tracker.kind} is not installed",
-            suggestion=_INSTALL,
-        )
+        yield problem(key, tracker.kind, f"the Python package {tracker.kind} is not installed", _INSTALL)
     elif isinstance(tracker, WandbTracker):
         yield from _check_wandb(key, tracker)
     elif isinstance(tracker, MlflowTracker):
@@ -42,21 +37,21 @@ def _check_wandb(key: str, tracker: WandbTracker) -> Iterator[ConfigProblem]:
     if tracker.dir is not None:
         existing = next(parent for parent in (tracker.dir, *tracker.dir.parents) if parent.exists())
         if not existing.is_dir() or not is_writable(existing):
-            yield ConfigProblem(
-                key=f"{key}.dir",
-                value=str(tracker.dir),
-                message=f"{existing} is not a folder that can be written to",
-                suggestion="leave dir out: W&B's files then lie in the run's folder",
+            yield problem(
+                f"{key}.dir",
+                tracker.dir,
+                f"{existing} is not a folder that can be written to",
+                "leave dir out: W&B's files then lie in the run's folder",
             )
     if (tracker.mode or os.environ.get("WANDB_MODE") or "online") != "online":
         return
     why = _wandb_login()
     if why:
-        yield ConfigProblem(
-            key=f"{key}.mode",
-            value=tracker.mode or "online",
-            message=why,
-            suggestion="run `wandb login` or set WANDB_API_KEY; or set mode: offline, and `wandb sync` it later",
+        yield problem(
+            f"{key}.mode",
+            tracker.mode or "online",
+            why,
+            "run `wandb login` or set WANDB_API_KEY; or set mode: offline, and `wandb sync` it later",
         )
 
 
@@ -78,11 +73,11 @@ def _wandb_login() -> str:
 def _check_mlflow(key: str, tracker: MlflowTracker) -> Iterator[ConfigProblem]:
     uri = tracker.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
     if not uri:
-        yield ConfigProblem(
-            key=f"{key}.uri",
-            value="null",
-            message="there is no tracking server: MLFLOW_TRACKING_URI is not set either",
-            suggestion="set uri, e.g. http://mlflow:5000",
+        yield problem(
+            f"{key}.uri",
+            "null",
+            "there is no tracking server: MLFLOW_TRACKING_URI is not set either",
+            "set uri, e.g. http://mlflow:5000",
         )
         return
     # Imported here: MLflow takes seconds.
@@ -106,10 +101,10 @@ def _refused(key: str, uri: str, error: Exception) -> ConfigProblem:
         advice = "start the server; a run starts without it, and sends what it lacks later"
     else:
         advice = "give a tracking server, http://...; a local store needs all of MLflow (pip install mlflow)"
-    return ConfigProblem(
-        key=key,
-        value=without_login(uri),
-        message=" ".join(without_login(f"MLflow does not take it: {error}").split())[:_CHARACTERS],
-        suggestion=advice,
+    return problem(
+        key,
+        without_login(uri),
+        " ".join(without_login(f"MLflow does not take it: {error}").split())[:_CHARACTERS],
+        advice,
         severity="warning" if remote and not no_login else "error",
     )

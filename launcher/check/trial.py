@@ -12,7 +12,7 @@ from typing import Any
 from coordinator.data.formatting import PromptText
 from coordinator.rewards.base import ScoredText, TakenColumns
 from coordinator.rewards.function import OwnFunction
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.sections.reward import FunctionReward
 from tandem_files.rows.reading import Row
 from tandem_files.tokenizer import TextCodec
@@ -111,26 +111,24 @@ class TrialResult:
     def problems(self, key: str) -> Iterator[ConfigProblem]:
         """Yield the error or warning. key: the reward's key in the configuration."""
         if self.error:
-            yield ConfigProblem(key=f"{key}.function", value=self.section.function, message=self.error)
+            yield problem(f"{key}.function", self.section.function, self.error)
         for name in self.unknown:
-            yield ConfigProblem(
-                key=f"{key}.function",
-                value=self.section.function,
-                message=f"takes {name!r}, which no row has, so that it gets None",
-                suggestion=f"add the column data_source to the rows, or set {key}.args: {{{name}: ...}}",
+            yield problem(
+                f"{key}.function",
+                self.section.function,
+                f"takes {name!r}, which no row has, so that it gets None",
+                f"add the column data_source to the rows, or set {key}.args: {{{name}: ...}}",
                 severity="warning",
             )
         if self.failure:
             texts = _INDEXED in self.failure and self.section.completions == "text"
-            yield ConfigProblem(
-                key=f"{key}.function",
-                value=self.section.function,
-                message=self.failure,
-                suggestion=(
-                    "set completions: messages if it takes lists of messages, as TRL gives them"
-                    if texts
-                    else "correct it, or set trial: false if it can work in the run only"
-                ),
+            yield problem(
+                f"{key}.function",
+                self.section.function,
+                self.failure,
+                "set completions: messages if it takes lists of messages, as TRL gives them"
+                if texts
+                else "correct it, or set trial: false if it can work in the run only",
                 severity="warning",
             )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from coordinator.answers import accepted, find_answer, letter_of
 from launcher.check.data.columns import SYSTEMS
-from tandem_config.problems import ConfigErrors, ConfigProblem
+from tandem_config.problems import ConfigErrors, problem
 from tandem_config.sections.reward import ExactMatchReward, MathVerifyReward
 from tandem_config.sections.rewards.base import RewardSection
 from tandem_files.rows.messages import prompt_of, system_of
@@ -96,14 +96,14 @@ def reward_for(answers: Sequence[str]) -> tuple[RewardSection, str]:
             "the answers are short texts; a completion must be its answer letter by letter (regex looks within a text)"
         )
         return ExactMatchReward(kind="exact_match"), why
-    problem = ConfigProblem(
-        key="--reward",
-        value="",
-        message=f"no built-in reward compares such answers, texts of up to {len(longest)} characters that are neither "
+    misfit = problem(
+        "--reward",
+        "",
+        f"no built-in reward compares such answers, texts of up to {len(longest)} characters that are neither "
         f"numbers nor hold #### or \\boxed{{}}, e.g. {longest!r:.60}",
-        suggestion="give --reward FILE.py:FUNCTION, --set reward.kind=... (docs/rewards.md), or another --answer-key",
+        "give --reward FILE.py:FUNCTION, --set reward.kind=... (docs/rewards.md), or another --answer-key",
     )
-    raise ConfigErrors([problem])
+    raise ConfigErrors([misfit])
 
 
 def _fitting(
@@ -136,4 +136,4 @@ def _only(found: Sequence[str], record: Mapping[str, Any], option: str, reason: 
     what = f"both {' and '.join(found)} could be it" if found else reason
     message = f"{what}; the columns are {', '.join(columns)}"
     key = option.removesuffix("COLUMN").rstrip(" =")
-    raise ConfigErrors([ConfigProblem(key=key, value="", message=message, suggestion=f"give {option}{advice}")])
+    raise ConfigErrors([problem(key, "", message, f"give {option}{advice}")])

@@ -23,7 +23,7 @@ from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
 from tandem_config.cross_checks import cross_check
 from tandem_config.loading import Draft, draft_config
 from tandem_config.overrides import parse_overrides
-from tandem_config.problems import ConfigErrors, ConfigProblem, errors_only
+from tandem_config.problems import ConfigErrors, ConfigProblem, errors_only, problem
 from tandem_config.schema import LISTED, RunConfig
 from tandem_files.atomic import write_bytes_atomic
 from tandem_files.rows.problems import DataError
@@ -166,21 +166,17 @@ def _given(options: Sequence[str]) -> list[str]:
 def _check_out(out: Path, *, force: bool) -> None:
     advice = "give --out NAME.yaml, in a folder that exists"
     if out.suffix not in (".yaml", ".yml"):
-        raise ConfigErrors([_problem(out, "is no name of a YAML file", advice)])
+        raise ConfigErrors([problem("--out", out, "is no name of a YAML file", advice)])
     if not out.absolute().parent.is_dir():
-        raise ConfigErrors([_problem(out, "its folder does not exist", advice)])
+        raise ConfigErrors([problem("--out", out, "its folder does not exist", advice)])
     if out.exists() and not force:
-        raise ConfigErrors([_problem(out, "exists", "give another name with --out, or --force to replace it")])
-
-
-def _problem(out: Path, message: str, suggestion: str) -> ConfigProblem:
-    return ConfigProblem(key="--out", value=str(out), message=message, suggestion=suggestion)
+        raise ConfigErrors([problem("--out", out, "exists", "give another name with --out, or --force to replace it")])
 
 
 def _problems(error: ConfigErrors | ValueError | OSError) -> list[ConfigProblem]:
     if isinstance(error, ConfigErrors):
         return error.problems
     if isinstance(error, DataError):
-        return [ConfigProblem(key="--data", value=problem.place, message=problem.text) for problem in error.problems]
+        return [problem("--data", found.place, found.text) for found in error.problems]
     key = "environment" if isinstance(error, OSError) else "data.chat_template"
-    return [ConfigProblem(key=key, value="", message=str(error).removeprefix(f"{key}: "))]
+    return [problem(key, "", str(error).removeprefix(f"{key}: "))]

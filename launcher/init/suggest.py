@@ -14,7 +14,7 @@ from launcher.init.columns import answer_column, prompt_column, reward_for, temp
 from launcher.init.layout import HostMachine, suggest_layout
 from launcher.init.sample import RowSample, first_row, read_sample
 from tandem_config import keys
-from tandem_config.problems import ConfigErrors, ConfigProblem
+from tandem_config.problems import ConfigErrors, ConfigProblem, problem
 from tandem_config.sections.reward import ExactMatchReward
 from tandem_files.rows.messages import prompt_of
 from tandem_files.rows.problems import DataError, RowProblem
@@ -56,11 +56,11 @@ def suggest_all(choices: Choices, spec: ModelSpec, codec: TextCodec, machine: Ho
 
 
 def _without_answers() -> ConfigProblem:
-    return ConfigProblem(
-        key="--answer-key",
-        value="null",
-        message="built-in rewards that are suggested compare completions with answers",
-        suggestion="give --reward FILE.py:FUNCTION, or --set reward.kind=... (docs/rewards.md)",
+    return problem(
+        "--answer-key",
+        "null",
+        "built-in rewards that are suggested compare completions with answers",
+        "give --reward FILE.py:FUNCTION, or --set reward.kind=... (docs/rewards.md)",
     )
 
 

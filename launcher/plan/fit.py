@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from servicekit.errors import ConfigError
-from tandem_config.problems import ConfigErrors, ConfigProblem
+from tandem_config.problems import ConfigErrors, problem
 from weightsync.layouts.layout import Layout, Parallel
 from weightsync.layouts.registry import layout_of
 from weightsync.layouts.stages import chunks_of
@@ -24,10 +24,8 @@ def fitting_layout(option: str, engine: str, spec: ModelSpec, parallel: Parallel
     try:
         return layout_of(engine, spec, parallel)
     except ConfigError as error:
-        problem = ConfigProblem(
-            key=option, value=_spelled(parallel), message=str(error), suggestion=_suggestion(engine, spec, parallel)
-        )
-        raise ConfigErrors([problem]) from None
+        advice = _suggestion(engine, spec, parallel)
+        raise ConfigErrors([problem(option, _spelled(parallel), str(error), advice)]) from None
 
 
 def _spelled(parallel: Parallel) -> str:

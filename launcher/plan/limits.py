@@ -6,7 +6,7 @@ The effort is estimated from the sizes before anything is allocated; it is an up
 import math
 from collections.abc import Iterator, Mapping
 
-from tandem_config.problems import ConfigErrors, ConfigProblem
+from tandem_config.problems import ConfigErrors, ConfigProblem, problem
 from weightsync.layouts.layout import Parallel
 from weightsync.model.spec import ModelSpec
 from weightsync.plans.cost import Speeds
@@ -36,11 +36,7 @@ def check_numbers(bucket_mib: float | None, speeds: Speeds) -> None:
     problems = list(_bad_speeds(speeds))
     if bucket_mib is not None and not LEAST_MIB <= bucket_mib <= LARGEST_MIB:
         problems.append(
-            ConfigProblem(
-                key="--bucket-mib",
-                value=f"{bucket_mib:g}",
-                message=f"must be a number from {LEAST_MIB} to {LARGEST_MIB:.0f}",
-            )
+            problem("--bucket-mib", f"{bucket_mib:g}", f"must be a number from {LEAST_MIB} to {LARGEST_MIB:.0f}")
         )
     if problems:
         raise ConfigErrors(problems)
@@ -51,9 +47,7 @@ def _bad_speeds(speeds: Speeds) -> Iterator[ConfigProblem]:
         value, is_time = getattr(speeds, name), name.endswith("_s")
         if not math.isfinite(value) or value > (_SLOWEST_S if is_time else _FASTEST):
             largest = f"{_SLOWEST_S:g} s" if is_time else f"{_FASTEST:g} bytes/s"
-            yield ConfigProblem(
-                key=option, value=f"{value:g}", message=f"must be a finite number, and no more than {largest}"
-            )
+            yield problem(option, f"{value:g}", f"must be a finite number, and no more than {largest}")
 
 
 def check_ranks(option: str, value: str, parallel: Parallel) -> None:
@@ -125,9 +119,9 @@ def _slices(spec: ModelSpec, dense_ranks: int, expert_ranks: int) -> int:
 
 
 def _too_much(option: str, value: str, what: str, most: int, suggestion: str = "") -> ConfigProblem:
-    return ConfigProblem(
-        key=option,
-        value=value,
-        message=f"needs {what}; `tandem plan` allows at most {most:,}",
-        suggestion=suggestion or "fewer ranks, or a smaller model",
+    return problem(
+        option,
+        value,
+        f"needs {what}; `tandem plan` allows at most {most:,}",
+        suggestion or "fewer ranks, or a smaller model",
     )

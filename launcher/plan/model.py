@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from servicekit.errors import ConfigError
-from tandem_config.problems import ConfigErrors, ConfigProblem
+from tandem_config.problems import ConfigErrors, ConfigProblem, problem
 from weightsync.model.config import UnsupportedModel
 from weightsync.model.spec import PRESETS, ModelSpec, preset
 
@@ -43,12 +43,14 @@ def model_spec(model: str) -> ModelSpec:
             config = {key: value for key, value in config.items() if key not in _IGNORED_KEYS}
         return ModelSpec.from_config(config)
     except UnsupportedModel as error:
-        raise ConfigErrors([_problem(model, error.problem, error.advice)]) from None
+        raise ConfigErrors([problem("--model", model, error.problem, error.advice)]) from None
     except ConfigError as error:
-        raise ConfigErrors([_problem(model, str(error), "")]) from None
+        raise ConfigErrors([problem("--model", model, str(error))]) from None
     except (OSError, ValueError, RecursionError) as error:
         hint = "give the config.json that `save_pretrained` writes"
-        raise ConfigErrors([_problem(model, f"cannot be read as a model's config.json: {error}", hint)]) from None
+        raise ConfigErrors(
+            [problem("--model", model, f"cannot be read as a model's config.json: {error}", hint)]
+        ) from None
 
 
 def _config_file(model: str) -> Path | None:
@@ -63,12 +65,9 @@ def _config_file(model: str) -> Path | None:
 def _unknown(model: str) -> ConfigProblem:
     close = difflib.get_close_matches(model.lower().rsplit("/", 1)[-1], PRESETS, 1, 0.5)
     hint = f"did you mean {close[0]}? " if close else ""
-    return _problem(
+    return problem(
+        "--model",
         model,
         "is neither a file, nor a folder with config.json, nor a built-in model",
         f"{hint}built in: {', '.join(PRESETS)}",
     )
-
-
-def _problem(model: str, message: str, suggestion: str) -> ConfigProblem:
-    return ConfigProblem(key="--model", value=model, message=message, suggestion=suggestion)

@@ -6,7 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from launcher.plan.figures import DTYPE_BYTES, PlannedSync
-from tandem_config.problems import ConfigErrors, ConfigProblem
+from tandem_config.problems import ConfigErrors, ConfigProblem, problem
 from weightsync.round.phases import NAMES
 from weightsync.simulate.phases import SimulatedFleet, SlowReplica
 from weightsync.simulate.round import ReplicaDeath, RoundScenario, SimulatedRound, simulate
@@ -90,4 +90,4 @@ def _parse(fault: str, replicas: int) -> SlowReplica | ReplicaDeath:
 
 
 def _problem(fault: str, message: str) -> ConfigProblem:
-    return ConfigProblem(key="--fault", value=fault, message=message, suggestion=f"for example {_HINT}")
+    return problem("--fault", fault, message, f"for example {_HINT}")

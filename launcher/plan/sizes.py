@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from launcher.plan.limits import check_ranks
 from servicekit.errors import ConfigError
-from tandem_config.problems import ConfigErrors, ConfigProblem
+from tandem_config.problems import ConfigErrors, ConfigProblem, problem
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.stages import chunks_of
 from weightsync.model.spec import ModelSpec
@@ -69,10 +69,10 @@ def _parse(option: str, text: str, keys: dict[str, str]) -> dict[str, int]:
         if key not in keys:
             problems.append(_unknown_key(option, item, key, keys))
         elif key in sizes:
-            problems.append(ConfigProblem(key=option, value=item, message=f"{key} is given twice"))
+            problems.append(problem(option, item, f"{key} is given twice"))
         elif not value.isdecimal() or len(value) > _DIGITS or not _allowed(key, int(value)):
             wanted = "0 or 1" if key in _SWITCHES else f"a whole number, at least 1, of at most {_DIGITS} digits"
-            problems.append(ConfigProblem(key=option, value=item, message=f"{key} must be {wanted}"))
+            problems.append(problem(option, item, f"{key} must be {wanted}"))
         else:
             sizes[key] = int(value)
     if problems:
@@ -87,14 +87,12 @@ def _allowed(key: str, value: int) -> bool:
 def _unknown_key(option: str, item: str, key: str, keys: dict[str, str]) -> ConfigProblem:
     if key in TRAINER_KEYS:
         message = f"a rollout has no {key}: its ranks are tensor-parallel ranks, of which ep groups divide the experts"
-        return ConfigProblem(key=option, value=item, message=message, suggestion=f"known: {', '.join(keys)}")
+        return problem(option, item, message, f"known: {', '.join(keys)}")
     close = difflib.get_close_matches(key, keys, 1, 0.5)
     by_name = {name.split("_")[0]: short for short, name in reversed(keys.items())}
     close = close or [by_name[name] for name in difflib.get_close_matches(key, by_name, 1, 0.5)]
     hint = f"did you mean {close[0]}=? " if close else ""
-    return ConfigProblem(
-        key=option, value=item, message=f"unknown size {key!r}", suggestion=f"{hint}known: {', '.join(keys)}"
-    )
+    return problem(option, item, f"unknown size {key!r}", f"{hint}known: {', '.join(keys)}")
 
 
 def _data_size(parallel: Parallel) -> int:

@@ -3,7 +3,7 @@
 import re
 
 from tandem_config.checks.registry import check
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
 from tandem_config.sections.reward import (
     ExactMatchReward,
@@ -23,12 +23,12 @@ _SHARES = (ExactMatchReward, FormatReward, LengthReward, MathVerifyReward, Regex
 def _target_needs_heldout(config: RunConfig) -> ConfigProblem | None:
     if config.run.target_accuracy is None or HELDOUT in [chosen.name for chosen in config.evaluation_sets()]:
         return None
-    return ConfigProblem(
-        key="run.target_accuracy",
-        value=str(config.run.target_accuracy),
-        message=f"needs data.heldout, or a set in evaluation.sets that is called {HELDOUT}: without it no accuracy is "
+    return problem(
+        "run.target_accuracy",
+        config.run.target_accuracy,
+        f"needs data.heldout, or a set in evaluation.sets that is called {HELDOUT}: without it no accuracy is "
         "measured and the run would never stop early",
-        suggestion="set data.heldout, or run.target_accuracy: null",
+        "set data.heldout, or run.target_accuracy: null",
     )
 
 
@@ -37,11 +37,11 @@ def _target_is_a_score(config: RunConfig) -> ConfigProblem | None:
     target, reward = config.run.target_accuracy, max(config.reward, key=lambda reward: reward.accuracy)
     if target is None or 0 <= target <= 1 or not isinstance(reward, _SHARES):
         return None
-    return ConfigProblem(
-        key="run.target_accuracy",
-        value=f"{target:g}",
-        message=f"is no mean score of reward {reward.label}, which gives 0 to 1: it must be at least 0 and at most 1",
-        suggestion="0.9 for nine right answers of ten",
+    return problem(
+        "run.target_accuracy",
+        f"{target:g}",
+        f"is no mean score of reward {reward.label}, which gives 0 to 1: it must be at least 0 and at most 1",
+        "0.9 for nine right answers of ten",
     )
 
 
@@ -51,11 +51,11 @@ def _heldout_is_other_data(config: RunConfig) -> ConfigProblem | None:
     both = [source.path for source in config.data.heldout or () if source.path in trained]
     if not both:
         return None
-    return ConfigProblem(
-        key="data.heldout",
-        value=str(both[0]),
-        message="is a training file, so the held-out accuracy will measure memorization",
-        suggestion="use rows that are not trained on",
+    return problem(
+        "data.heldout",
+        both[0],
+        "is a training file, so the held-out accuracy will measure memorization",
+        "use rows that are not trained on",
         severity="warning",
     )
 
@@ -65,11 +65,11 @@ def _heldout_has_no_weights(config: RunConfig) -> ConfigProblem | None:
     weighted = [source for source in config.data.heldout or () if source.weight is not None]
     if not weighted:
         return None
-    return ConfigProblem(
-        key="data.heldout",
-        value=str(weighted[0].path),
-        message=f"has weight {weighted[0].weight}: every held-out row is scored once, whatever its weight",
-        suggestion="leave the weight out",
+    return problem(
+        "data.heldout",
+        weighted[0].path,
+        f"has weight {weighted[0].weight}: every held-out row is scored once, whatever its weight",
+        "leave the weight out",
     )
 
 
@@ -81,11 +81,11 @@ def _a_reward_needs_answers(config: RunConfig) -> ConfigProblem | None:
     needing = [section.label for section in config.reward if _compares(section)]
     if not needing:
         return None
-    return ConfigProblem(
-        key="data.answer_key",
-        value="null",
-        message=f"reward {needing[0]} compares completions with answers, and rows have none",
-        suggestion="name the column of the answers",
+    return problem(
+        "data.answer_key",
+        "null",
+        f"reward {needing[0]} compares completions with answers, and rows have none",
+        "name the column of the answers",
     )
 
 
@@ -100,11 +100,11 @@ def _compares(section: RewardSection) -> bool:
 def _a_user_message_needs_a_template(config: RunConfig) -> ConfigProblem | None:
     if config.data.prompt_as == "text" or config.data.chat_template != "none":
         return None
-    return ConfigProblem(
-        key="data.prompt_as",
-        value=config.data.prompt_as,
-        message="a message is rendered with a chat template, and data.chat_template is none",
-        suggestion="set data.chat_template: auto, or data.prompt_as: text",
+    return problem(
+        "data.prompt_as",
+        config.data.prompt_as,
+        "a message is rendered with a chat template, and data.chat_template is none",
+        "set data.chat_template: auto, or data.prompt_as: text",
     )
 
 
@@ -114,9 +114,9 @@ def _what_a_template_takes_needs_one(config: RunConfig) -> ConfigProblem | None:
     given = [key for key in ("system_prompt", "system_key", "tools_key", "chat_template_kwargs") if getattr(data, key)]
     if data.chat_template != "none" or not given:
         return None
-    return ConfigProblem(
-        key=f"data.{given[0]}",
-        value=str(getattr(data, given[0])),
-        message="is given to a chat template, and data.chat_template is none",
-        suggestion="set data.chat_template: auto, or leave it out",
+    return problem(
+        f"data.{given[0]}",
+        getattr(data, given[0]),
+        "is given to a chat template, and data.chat_template is none",
+        "set data.chat_template: auto, or leave it out",
     )

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from tandem_config.checks.registry import check
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
 from tandem_config.sections.base import LOWEST_TEMPERATURE
 
@@ -14,11 +14,11 @@ def _sets_have_different_names(config: RunConfig) -> ConfigProblem | None:
     if not twice:
         return None
     heldout = twice[0] == "heldout" and config.data.heldout is not None
-    return ConfigProblem(
-        key="evaluation.sets",
-        value=twice[0],
-        message="is the name of two sets" + (", of which data.heldout makes one" if heldout else ""),
-        suggestion="set data.heldout: null, or choose another name" if heldout else "choose another name for one",
+    return problem(
+        "evaluation.sets",
+        twice[0],
+        "is the name of two sets" + (", of which data.heldout makes one" if heldout else ""),
+        "set data.heldout: null, or choose another name" if heldout else "choose another name for one",
     )
 
 
@@ -26,12 +26,7 @@ def _sets_have_different_names(config: RunConfig) -> ConfigProblem | None:
 def _no_set_is_called_train(config: RunConfig) -> ConfigProblem | None:
     if "train" not in [chosen.name for chosen in config.evaluation.sets]:
         return None
-    return ConfigProblem(
-        key="evaluation.sets",
-        value="train",
-        message="is the name of the training samples",
-        suggestion="choose another name",
-    )
+    return problem("evaluation.sets", "train", "is the name of the training samples", "choose another name")
 
 
 @check("evaluation.sets")
@@ -51,12 +46,7 @@ def _sets_can_be_sampled(config: RunConfig) -> ConfigProblem | None:
             (chosen.top_k == 0, "top_k: 0 keeps no token", "use -1 for all tokens"),
         ):
             if is_wrong:
-                return ConfigProblem(
-                    key="evaluation.sets",
-                    value=chosen.name,
-                    message=f"entry {number}: {message}",
-                    suggestion=suggestion,
-                )
+                return problem("evaluation.sets", chosen.name, f"entry {number}: {message}", suggestion)
     return None
 
 
@@ -67,11 +57,11 @@ def _best_is_measured(config: RunConfig) -> ConfigProblem | None:
     measured = [f"{chosen.name}/{metric}" for chosen in config.evaluation_sets() for metric in chosen.metrics()]
     if config.evaluation.best in measured:
         return None
-    return ConfigProblem(
-        key="evaluation.best",
-        value=config.evaluation.best,
-        message="is not measured",
-        suggestion=f"measured are {', '.join(measured)}" if measured else "set data.heldout, or evaluation.sets",
+    return problem(
+        "evaluation.best",
+        config.evaluation.best,
+        "is not measured",
+        f"measured are {', '.join(measured)}" if measured else "set data.heldout, or evaluation.sets",
     )
 
 
@@ -84,11 +74,11 @@ def _completions_of_sets_fit(config: RunConfig) -> ConfigProblem | None:
     for number, chosen in enumerate(config.evaluation.sets, 1):
         for key, limit in limits.items():
             if limit is not None and chosen.max_new_tokens is not None and chosen.max_new_tokens >= limit:
-                return ConfigProblem(
-                    key="evaluation.sets",
-                    value=chosen.name,
-                    message=f"entry {number}: max_new_tokens {chosen.max_new_tokens} leaves no room for a prompt in "
+                return problem(
+                    "evaluation.sets",
+                    chosen.name,
+                    f"entry {number}: max_new_tokens {chosen.max_new_tokens} leaves no room for a prompt in "
                     f"{key} ({limit})",
-                    suggestion=f"raise {key} or lower max_new_tokens",
+                    f"raise {key} or lower max_new_tokens",
                 )
     return None

@@ -1,7 +1,7 @@
 """Checks of the fleet."""
 
 from tandem_config.checks.registry import check
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
 
 
@@ -11,11 +11,11 @@ def _only_kubernetes_has_pods(config: RunConfig) -> ConfigProblem | None:
     if fleet.kind == "kubernetes" or (fleet.kubeconfig is None and not fleet.scale):
         return None
     key, value = ("scale", "true") if fleet.scale else ("kubeconfig", str(fleet.kubeconfig))
-    return ConfigProblem(
-        key=f"fleet.{key}",
-        value=value,
-        message=f"does nothing with fleet.kind: {fleet.kind}",
-        suggestion=f"set fleet.kind: kubernetes, or leave fleet.{key} out",
+    return problem(
+        f"fleet.{key}",
+        value,
+        f"does nothing with fleet.kind: {fleet.kind}",
+        f"set fleet.kind: kubernetes, or leave fleet.{key} out",
     )
 
 
@@ -24,9 +24,9 @@ def _stuck_is_longer_than_a_probe(config: RunConfig) -> ConfigProblem | None:
     probe_s = config.sync.probe_timeout_s
     if config.fleet.stuck_after_s > probe_s:
         return None
-    return ConfigProblem(
-        key="fleet.stuck_after_s",
-        value=str(config.fleet.stuck_after_s),
-        message=f"is not more than sync.probe_timeout_s = {probe_s:g}: one slow answer would evict a pod",
-        suggestion=f"several times as long, e.g. {10 * probe_s:g}",
+    return problem(
+        "fleet.stuck_after_s",
+        config.fleet.stuck_after_s,
+        f"is not more than sync.probe_timeout_s = {probe_s:g}: one slow answer would evict a pod",
+        f"several times as long, e.g. {10 * probe_s:g}",
     )

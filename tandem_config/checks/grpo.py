@@ -1,7 +1,7 @@
 """Checks of the algorithm: batch, lengths, numerical limits."""
 
 from tandem_config.checks.registry import check
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
 
 
@@ -13,12 +13,12 @@ def _updates_divide_samples(config: RunConfig) -> ConfigProblem | None:
         return None
     fits = [n for n in range(1, samples + 1) if samples % n == 0]
     nearest = min(fits, key=lambda n: abs(n - grpo.updates_per_iteration))
-    return ConfigProblem(
-        key="grpo.updates_per_iteration",
-        value=str(grpo.updates_per_iteration),
-        message=f"does not divide the {samples} samples of an iteration "
+    return problem(
+        "grpo.updates_per_iteration",
+        grpo.updates_per_iteration,
+        f"does not divide the {samples} samples of an iteration "
         f"({grpo.prompts_per_iteration} prompts x {grpo.group_size} completions)",
-        suggestion=f"nearest that does: {nearest}",
+        f"nearest that does: {nearest}",
     )
 
 
@@ -27,13 +27,12 @@ def _updates_divide_prompts(config: RunConfig) -> ConfigProblem | None:
     grpo = config.grpo
     if grpo.updates_divide == "samples" or grpo.prompts_per_iteration % grpo.updates_per_iteration == 0:
         return None
-    return ConfigProblem(
-        key="grpo.updates_divide",
-        value="prompts",
-        message=f"but grpo.updates_per_iteration {grpo.updates_per_iteration} does not divide the "
+    return problem(
+        "grpo.updates_divide",
+        "prompts",
+        f"but grpo.updates_per_iteration {grpo.updates_per_iteration} does not divide the "
         f"{grpo.prompts_per_iteration} prompts of an iteration",
-        suggestion="change grpo.prompts_per_iteration or grpo.updates_per_iteration, or set "
-        "grpo.updates_divide: samples",
+        "change grpo.prompts_per_iteration or grpo.updates_per_iteration, or set grpo.updates_divide: samples",
     )
 
 
@@ -43,11 +42,11 @@ def _data_parallel_has_samples(config: RunConfig) -> ConfigProblem | None:
     samples = grpo.prompts_per_iteration * grpo.group_size // grpo.updates_per_iteration
     if samples >= copies:
         return None
-    return ConfigProblem(
-        key="trainer.data_parallel",
-        value=str(copies),
-        message=f"exceeds the {samples} samples of an update: some copies of the model would have none",
-        suggestion="raise grpo.prompts_per_iteration, or lower grpo.updates_per_iteration or trainer.data_parallel",
+    return problem(
+        "trainer.data_parallel",
+        copies,
+        f"exceeds the {samples} samples of an update: some copies of the model would have none",
+        "raise grpo.prompts_per_iteration, or lower grpo.updates_per_iteration or trainer.data_parallel",
     )
 
 
@@ -56,11 +55,11 @@ def _context_holds_a_completion(config: RunConfig) -> ConfigProblem | None:
     limit = config.rollout.context_length
     if limit is None or config.grpo.max_new_tokens < limit:
         return None
-    return ConfigProblem(
-        key="grpo.max_new_tokens",
-        value=str(config.grpo.max_new_tokens),
-        message=f"leaves no room for a prompt in rollout.context_length ({limit})",
-        suggestion="raise rollout.context_length or lower grpo.max_new_tokens",
+    return problem(
+        "grpo.max_new_tokens",
+        config.grpo.max_new_tokens,
+        f"leaves no room for a prompt in rollout.context_length ({limit})",
+        "raise rollout.context_length or lower grpo.max_new_tokens",
     )
 
 
@@ -69,11 +68,11 @@ def _cache_holds_a_completion(config: RunConfig) -> ConfigProblem | None:
     limit = config.rollout.max_total_tokens
     if limit is None or config.grpo.max_new_tokens < limit:
         return None
-    return ConfigProblem(
-        key="rollout.max_total_tokens",
-        value=str(limit),
-        message=f"the KV cache is too small for one completion of grpo.max_new_tokens ({config.grpo.max_new_tokens})",
-        suggestion=f"at least prompt + completion; {2 * config.grpo.max_new_tokens} or more",
+    return problem(
+        "rollout.max_total_tokens",
+        limit,
+        f"the KV cache is too small for one completion of grpo.max_new_tokens ({config.grpo.max_new_tokens})",
+        f"at least prompt + completion; {2 * config.grpo.max_new_tokens} or more",
     )
 
 
@@ -83,10 +82,10 @@ def _limit_suits_dtype(config: RunConfig) -> ConfigProblem | None:
     # Up to 0.2, which older releases recommended for the largest difference.
     if "bfloat16" not in (config.model.dtype, config.sync.dtype) or limit is None or limit > 0.2:
         return None
-    return ConfigProblem(
-        key="grpo.logprob_diff_limit",
-        value=str(limit),
-        message="is little for bfloat16: more than one token in a thousand may exceed it in every healthy iteration",
-        suggestion="leave it out: 0.5 for all but one token in a thousand, and 0.05 for the mean",
+    return problem(
+        "grpo.logprob_diff_limit",
+        limit,
+        "is little for bfloat16: more than one token in a thousand may exceed it in every healthy iteration",
+        "leave it out: 0.5 for all but one token in a thousand, and 0.05 for the mean",
         severity="warning",
     )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from tandem_config.checks.registry import check
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import GrpoSection, RunConfig
 
 # What some choices do not read; a value that is not the default would do nothing.
@@ -50,11 +50,11 @@ def _not_read(grpo: GrpoSection, choice: str, chosen: str) -> ConfigProblem | No
     for name in _NOT_READ.get(f"{choice}: {chosen}", ()):
         value, default = getattr(grpo, name), GrpoSection.model_fields[name].default
         if value != default:
-            return ConfigProblem(
-                key=f"grpo.{name}",
-                value=str(value),
-                message=f"does nothing with grpo.{choice}: {chosen}",
-                suggestion=f"leave it out ({'null' if default is None else default}), or choose another grpo.{choice}",
+            return problem(
+                f"grpo.{name}",
+                value,
+                f"does nothing with grpo.{choice}: {chosen}",
+                f"leave it out ({'null' if default is None else default}), or choose another grpo.{choice}",
             )
     return None
 
@@ -63,11 +63,11 @@ def _not_read(grpo: GrpoSection, choice: str, chosen: str) -> ConfigProblem | No
 def _correction_has_its_bounds(config: RunConfig) -> ConfigProblem | None:
     for name, usual in _NEEDED.get(config.grpo.correction, {}).items():
         if getattr(config.grpo, name) is None:
-            return ConfigProblem(
-                key="grpo.correction",
-                value=config.grpo.correction,
-                message=f"needs grpo.{name}, a bound of pi_old / pi_roll",
-                suggestion=f"set grpo.{name}, e.g. {usual}",
+            return problem(
+                "grpo.correction",
+                config.grpo.correction,
+                f"needs grpo.{name}, a bound of pi_old / pi_roll",
+                f"set grpo.{name}, e.g. {usual}",
             )
     return None
 
@@ -76,11 +76,11 @@ def _correction_has_its_bounds(config: RunConfig) -> ConfigProblem | None:
 def _correction_needs_recompute(config: RunConfig) -> ConfigProblem | None:
     if config.grpo.correction == "none" or config.grpo.old_logprobs == "recompute":
         return None
-    return ConfigProblem(
-        key="grpo.correction",
-        value=config.grpo.correction,
-        message="needs grpo.old_logprobs: recompute; with `rollout` the weight pi_old / pi_roll is always 1",
-        suggestion="set grpo.old_logprobs: recompute, or grpo.correction: none",
+    return problem(
+        "grpo.correction",
+        config.grpo.correction,
+        "needs grpo.old_logprobs: recompute; with `rollout` the weight pi_old / pi_roll is always 1",
+        "set grpo.old_logprobs: recompute, or grpo.correction: none",
     )
 
 
@@ -96,9 +96,7 @@ def _level_suits(config: RunConfig) -> ConfigProblem | None:
             suggestion += ", and grpo.correction: mis"
     else:
         return None
-    return ConfigProblem(
-        key="grpo.correction_level", value=grpo.correction_level, message=message, suggestion=suggestion
-    )
+    return problem("grpo.correction_level", grpo.correction_level, message, suggestion)
 
 
 @check("grpo.objective", "grpo.clip_low", "grpo.clip_high")
@@ -107,11 +105,11 @@ def _sequences_are_clipped_closely(config: RunConfig) -> ConfigProblem | None:
     name = max(("clip_low", "clip_high"), key=lambda name: float(getattr(grpo, name)))
     if grpo.objective != "gspo" or getattr(grpo, name) <= _WIDE_FOR_SEQUENCES:
         return None
-    return ConfigProblem(
-        key=f"grpo.{name}",
-        value=str(getattr(grpo, name)),
-        message="would clip next to nothing with grpo.objective: gspo, whose ratio is a mean over a sequence's tokens",
-        suggestion="GSPO takes clip_low 3e-4 and clip_high 4e-4: grpo.preset: gspo",
+    return problem(
+        f"grpo.{name}",
+        getattr(grpo, name),
+        "would clip next to nothing with grpo.objective: gspo, whose ratio is a mean over a sequence's tokens",
+        "GSPO takes clip_low 3e-4 and clip_high 4e-4: grpo.preset: gspo",
         severity="warning",
     )
 
@@ -121,11 +119,11 @@ def _estimator_has_a_gradient(config: RunConfig) -> ConfigProblem | None:
     grpo = config.grpo
     if grpo.kl_coefficient == 0 or (grpo.kl_estimator, grpo.kl_in) != ("k1", "loss"):
         return None
-    return ConfigProblem(
-        key="grpo.kl_estimator",
-        value="k1",
-        message="does not bind the policy with grpo.kl_in: loss: its gradient is that of log pi, 0 in the mean",
-        suggestion="use k2 or k3, or grpo.kl_in: reward",
+    return problem(
+        "grpo.kl_estimator",
+        "k1",
+        "does not bind the policy with grpo.kl_in: loss: its gradient is that of log pi, 0 in the mean",
+        "use k2 or k3, or grpo.kl_in: reward",
         severity="warning",
     )
 
@@ -135,9 +133,9 @@ def _equal_rewards_differ_by_their_kl(config: RunConfig) -> ConfigProblem | None
     grpo = config.grpo
     if grpo.kl_coefficient == 0 or grpo.kl_in == "loss" or grpo.zero_variance == "keep":
         return None
-    return ConfigProblem(
-        key="grpo.zero_variance",
-        value=grpo.zero_variance,
-        message="would drop groups whose rewards are equal, which differ by the KL that grpo.kl_in: reward takes off",
-        suggestion="set grpo.zero_variance: keep, or grpo.kl_in: loss",
+    return problem(
+        "grpo.zero_variance",
+        grpo.zero_variance,
+        "would drop groups whose rewards are equal, which differ by the KL that grpo.kl_in: reward takes off",
+        "set grpo.zero_variance: keep, or grpo.kl_in: loss",
     )

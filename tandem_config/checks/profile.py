@@ -1,7 +1,7 @@
 """Checks of the profiled steps and ranks."""
 
 from tandem_config.checks.registry import check
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
 
 
@@ -16,11 +16,11 @@ def _ranks_exist(config: RunConfig) -> ConfigProblem | None:
     beyond = [rank for rank in config.profile.ranks if rank >= config.trainer.world_size]
     if not beyond:
         return None
-    return ConfigProblem(
-        key="profile.ranks",
-        value=str(list(config.profile.ranks)),
-        message=f"names rank {beyond[0]}; the trainer has {config.trainer.world_size}, counted from 0",
-        suggestion=f"use 0 to {config.trainer.world_size - 1}, or [] for all",
+    return problem(
+        "profile.ranks",
+        list(config.profile.ranks),
+        f"names rank {beyond[0]}; the trainer has {config.trainer.world_size}, counted from 0",
+        f"use 0 to {config.trainer.world_size - 1}, or [] for all",
     )
 
 
@@ -29,11 +29,11 @@ def _series_do_not_overlap(config: RunConfig) -> ConfigProblem | None:
     profile = config.profile
     if profile.every is None or profile.every >= profile.steps:
         return None
-    return ConfigProblem(
-        key="profile.every",
-        value=str(profile.every),
-        message=f"is less than profile.steps, {profile.steps}: a series would begin within the one before",
-        suggestion=f"set profile.every: {profile.steps} or more (that many: every step)",
+    return problem(
+        "profile.every",
+        profile.every,
+        f"is less than profile.steps, {profile.steps}: a series would begin within the one before",
+        f"set profile.every: {profile.steps} or more (that many: every step)",
     )
 
 
@@ -42,9 +42,9 @@ def _steps_are_in_the_run(config: RunConfig) -> ConfigProblem | None:
     profile = config.profile
     if profile.steps == 0 or profile.first <= config.run.iterations:
         return None
-    return ConfigProblem(
-        key="profile.first",
-        value=str(profile.first),
-        message=f"is after the last step: the run has {config.run.iterations} (run.iterations), one per iteration",
-        suggestion=f"use 1 to {config.run.iterations}",
+    return problem(
+        "profile.first",
+        profile.first,
+        f"is after the last step: the run has {config.run.iterations} (run.iterations), one per iteration",
+        f"use 1 to {config.run.iterations}",
     )

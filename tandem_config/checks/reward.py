@@ -3,7 +3,7 @@
 from collections import Counter
 
 from tandem_config.checks.registry import check
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
 from tandem_config.sections.reward import OverlongReward
 
@@ -20,11 +20,11 @@ def _names_differ(config: RunConfig) -> ConfigProblem | None:
     if count == 1:
         return None
     place = labels.index(label, labels.index(label) + 1)
-    return ConfigProblem(
-        key=f"{entry_key(config, place)}.name",
-        value=label,
-        message=f"is the name of {count} rewards, and metrics are by name",
-        suggestion="give each a `name:` of its own",
+    return problem(
+        f"{entry_key(config, place)}.name",
+        label,
+        f"is the name of {count} rewards, and metrics are by name",
+        "give each a `name:` of its own",
     )
 
 
@@ -33,11 +33,11 @@ def _one_is_the_accuracy(config: RunConfig) -> ConfigProblem | None:
     marked = [place for place, reward in enumerate(config.reward) if reward.accuracy]
     if len(marked) < 2:
         return None
-    return ConfigProblem(
-        key=f"{entry_key(config, marked[1])}.accuracy",
-        value="true",
-        message=f"is set for {len(marked)} rewards, and the accuracy is one of them",
-        suggestion="leave it out of all others",
+    return problem(
+        f"{entry_key(config, marked[1])}.accuracy",
+        "true",
+        f"is set for {len(marked)} rewards, and the accuracy is one of them",
+        "leave it out of all others",
     )
 
 
@@ -45,11 +45,11 @@ def _one_is_the_accuracy(config: RunConfig) -> ConfigProblem | None:
 def _something_is_rewarded(config: RunConfig) -> ConfigProblem | None:
     if any(reward.weight != 0 for reward in config.reward):
         return None
-    return ConfigProblem(
-        key=f"{entry_key(config, 0)}.weight",
-        value="0",
-        message="leaves nothing to train on: every reward is 0",
-        suggestion="give one of them a weight",
+    return problem(
+        f"{entry_key(config, 0)}.weight",
+        "0",
+        "leaves nothing to train on: every reward is 0",
+        "give one of them a weight",
     )
 
 
@@ -58,10 +58,10 @@ def _overlong_has_a_beginning(config: RunConfig) -> ConfigProblem | None:
     longest = config.grpo.max_new_tokens
     for place, reward in enumerate(config.reward):
         if isinstance(reward, OverlongReward) and (reward.cache_tokens or 0) > longest:
-            return ConfigProblem(
-                key=f"{entry_key(config, place)}.cache_tokens",
-                value=str(reward.cache_tokens),
-                message=f"is more than grpo.max_new_tokens = {longest}: even an empty completion would be too long",
-                suggestion=f"a part of it, e.g. {max(1, longest // 5)}",
+            return problem(
+                f"{entry_key(config, place)}.cache_tokens",
+                reward.cache_tokens,
+                f"is more than grpo.max_new_tokens = {longest}: even an empty completion would be too long",
+                f"a part of it, e.g. {max(1, longest // 5)}",
             )
     return None

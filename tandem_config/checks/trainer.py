@@ -1,7 +1,7 @@
 """Checks of the trainer's parallel sizes and of Megatron's options."""
 
 from tandem_config.checks.registry import check
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
 
 
@@ -9,11 +9,11 @@ from tandem_config.schema import RunConfig
 def _sequence_parallel_needs_tensor_parallel(config: RunConfig) -> ConfigProblem | None:
     if not config.trainer.sequence_parallel or config.trainer.tensor_parallel > 1:
         return None
-    return ConfigProblem(
-        key="trainer.sequence_parallel",
-        value="true",
-        message="splits activations over the tensor-parallel ranks, but trainer.tensor_parallel is 1",
-        suggestion="set trainer.tensor_parallel: 2 or more, or trainer.sequence_parallel: false",
+    return problem(
+        "trainer.sequence_parallel",
+        "true",
+        "splits activations over the tensor-parallel ranks, but trainer.tensor_parallel is 1",
+        "set trainer.tensor_parallel: 2 or more, or trainer.sequence_parallel: false",
     )
 
 
@@ -31,18 +31,18 @@ def _splits_need_a_pipeline(config: RunConfig) -> ConfigProblem | None:
     counted = [name for name in ("embedding_counts", "loss_counts") if getattr(trainer, name)]
     splits = [*uneven, *counted, *(["virtual_pipeline"] if trainer.virtual_pipeline > 1 else [])]
     if splits and trainer.pipeline_parallel == 1:
-        return ConfigProblem(
-            key=f"trainer.{splits[0]}",
-            value=str(getattr(trainer, splits[0])).lower(),
-            message="divides layers among pipeline stages, but trainer.pipeline_parallel is 1",
-            suggestion=f"set trainer.pipeline_parallel: 2 or more, or leave trainer.{splits[0]} out",
+        return problem(
+            f"trainer.{splits[0]}",
+            str(getattr(trainer, splits[0])).lower(),
+            "divides layers among pipeline stages, but trainer.pipeline_parallel is 1",
+            f"set trainer.pipeline_parallel: 2 or more, or leave trainer.{splits[0]} out",
         )
     if uneven and counted:
-        return ConfigProblem(
-            key=f"trainer.{uneven[0]}",
-            value=str(getattr(trainer, uneven[0])),
-            message=f"and trainer.{counted[0]} are two ways to divide the layers unequally",
-            suggestion="use one of them",
+        return problem(
+            f"trainer.{uneven[0]}",
+            getattr(trainer, uneven[0]),
+            f"and trainer.{counted[0]} are two ways to divide the layers unequally",
+            "use one of them",
         )
     return None
 
@@ -61,14 +61,12 @@ def _experts_divide_a_stage(config: RunConfig) -> ConfigProblem | None:
     if ranks % sharers == 0:
         return None
     fits = [n for n in range(1, ranks + 1) if ranks % (n * trainer.expert_tensor_parallel) == 0]
-    return ConfigProblem(
-        key="trainer.expert_parallel",
-        value=str(trainer.expert_parallel),
-        message=f"x expert_tensor_parallel {trainer.expert_tensor_parallel} does not divide the {ranks} ranks of a "
+    return problem(
+        "trainer.expert_parallel",
+        trainer.expert_parallel,
+        f"x expert_tensor_parallel {trainer.expert_tensor_parallel} does not divide the {ranks} ranks of a "
         f"pipeline stage (tensor_parallel x context_parallel x data_parallel)",
-        suggestion=f"expert_parallel that fits: {', '.join(map(str, fits))}"
-        if fits
-        else "lower trainer.expert_tensor_parallel",
+        f"expert_parallel that fits: {', '.join(map(str, fits))}" if fits else "lower trainer.expert_tensor_parallel",
     )
 
 
@@ -76,21 +74,21 @@ def _experts_divide_a_stage(config: RunConfig) -> ConfigProblem | None:
 def _recompute_reads_its_settings(config: RunConfig) -> ConfigProblem | None:
     trainer = config.trainer
     if trainer.recompute == "selective" and not trainer.recompute_modules:
-        return ConfigProblem(
-            key="trainer.recompute_modules",
-            value="[]",
-            message="names nothing for trainer.recompute: selective to compute again",
-            suggestion="core_attn, mlp, moe, or trainer.recompute: none",
+        return problem(
+            "trainer.recompute_modules",
+            "[]",
+            "names nothing for trainer.recompute: selective to compute again",
+            "core_attn, mlp, moe, or trainer.recompute: none",
         )
     readers = {"recompute_modules": "selective", "recompute_layers": "full"}
     for name, mode in readers.items():
         value = getattr(trainer, name)
         if trainer.recompute != mode and value != type(trainer).model_fields[name].default:
-            return ConfigProblem(
-                key=f"trainer.{name}",
-                value=str(value) if isinstance(value, int) else f"[{', '.join(value)}]",
-                message=f"counts with trainer.recompute: {mode}, and that is {trainer.recompute}",
-                suggestion=f"set trainer.recompute: {mode}, or leave trainer.{name} out",
+            return problem(
+                f"trainer.{name}",
+                str(value) if isinstance(value, int) else f"[{', '.join(value)}]",
+                f"counts with trainer.recompute: {mode}, and that is {trainer.recompute}",
+                f"set trainer.recompute: {mode}, or leave trainer.{name} out",
             )
     return None
 
@@ -104,11 +102,11 @@ def _copies_to_divide_among(config: RunConfig) -> ConfigProblem | None:
     asked = [name for name in ("distributed_optimizer", "overlap_grad_reduce") if getattr(trainer, name)]
     if not asked or trainer.data_parallel * trainer.context_parallel > 1:
         return None
-    return ConfigProblem(
-        key=f"trainer.{asked[0]}",
-        value="true",
-        message="works among ranks that hold the same parameters, and trainer.data_parallel x context_parallel is 1",
-        suggestion=f"set trainer.data_parallel: 2 or more, or trainer.{asked[0]}: false",
+    return problem(
+        f"trainer.{asked[0]}",
+        "true",
+        "works among ranks that hold the same parameters, and trainer.data_parallel x context_parallel is 1",
+        f"set trainer.data_parallel: 2 or more, or trainer.{asked[0]}: false",
     )
 
 
@@ -122,12 +120,11 @@ def _gathering_needs_parts_and_buckets(config: RunConfig) -> ConfigProblem | Non
         "distributed_optimizer": "parameters are gathered only where an optimizer divides them",
         "overlap_grad_reduce": "without it Megatron makes one bucket of all parameters, which nothing can overlap",
     }
-    return ConfigProblem(
-        key="trainer.overlap_param_gather",
-        value="true",
-        message=f"needs trainer.{needed[0]}: {why[needed[0]]}",
-        suggestion=f"set {' and '.join(f'trainer.{name}: true' for name in needed)}, "
-        "or trainer.overlap_param_gather: false",
+    return problem(
+        "trainer.overlap_param_gather",
+        "true",
+        f"needs trainer.{needed[0]}: {why[needed[0]]}",
+        f"set {' and '.join(f'trainer.{name}: true' for name in needed)}, or trainer.overlap_param_gather: false",
     )
 
 
@@ -136,11 +133,11 @@ def _buckets_are_of_overlaps(config: RunConfig) -> ConfigProblem | None:
     trainer = config.trainer
     if trainer.ddp_bucket_size is None or trainer.overlap_grad_reduce:
         return None
-    return ConfigProblem(
-        key="trainer.ddp_bucket_size",
-        value=str(trainer.ddp_bucket_size),
-        message="counts with trainer.overlap_grad_reduce: true only; without it there is one bucket",
-        suggestion="set trainer.overlap_grad_reduce: true, or leave trainer.ddp_bucket_size out",
+    return problem(
+        "trainer.ddp_bucket_size",
+        trainer.ddp_bucket_size,
+        "counts with trainer.overlap_grad_reduce: true only; without it there is one bucket",
+        "set trainer.overlap_grad_reduce: true, or leave trainer.ddp_bucket_size out",
     )
 
 
@@ -148,9 +145,9 @@ def _buckets_are_of_overlaps(config: RunConfig) -> ConfigProblem | None:
 def _grouped_experts_need_their_layers(config: RunConfig) -> ConfigProblem | None:
     if not config.trainer.moe_grouped_gemm or config.trainer.layer_spec != "torch":
         return None
-    return ConfigProblem(
-        key="trainer.moe_grouped_gemm",
-        value="true",
-        message="is TransformerEngine's, and trainer.layer_spec is torch",
-        suggestion="set trainer.layer_spec: transformer_engine, or leave trainer.moe_grouped_gemm out",
+    return problem(
+        "trainer.moe_grouped_gemm",
+        "true",
+        "is TransformerEngine's, and trainer.layer_spec is torch",
+        "set trainer.layer_spec: transformer_engine, or leave trainer.moe_grouped_gemm out",
     )

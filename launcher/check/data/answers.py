@@ -11,7 +11,7 @@ from coordinator.answers import was_read_otherwise
 from coordinator.workers.pool import RewardWorkers
 from coordinator.workers.task import Answer, Task
 from coordinator.workers.tasks import ANSWERS
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
 from tandem_config.sections.reward import MathVerifyReward
 from tandem_files.rows.reading import Row
@@ -78,7 +78,7 @@ def check_answers(config: RunConfig, sample: AnswerSample, *, key: str) -> list[
     read = asyncio.run(_read(section, answers))
     broken = next((answer.error for answer in read if answer.error), "")
     if broken:
-        return [_problem(key, "", f"the answers could not be read: {broken}", "")]
+        return [problem(key, "", f"the answers could not be read: {broken}")]
     empty, doubtful = _classify(by_answer, answers, read)
     problems = []
     if empty:
@@ -125,10 +125,4 @@ def _named(
     others = ", ".join(str(row) for (_, row), _ in found[1:_NAMED]) + (", ..." if len(found) > _NAMED else "")
     more = f"; {len(found)} rows in all, also {others}" if len(found) > 1 else ""
     message = f"the answer {reason}: {what}{more}"
-    return _problem(key, f"{path}:{number}", message, suggestion, severity)
-
-
-def _problem(
-    key: str, value: str, message: str, suggestion: str, severity: Literal["error", "warning"] = "error"
-) -> ConfigProblem:
-    return ConfigProblem(key=key, value=value, message=message, suggestion=suggestion, severity=severity)
+    return problem(key, f"{path}:{number}", message, suggestion, severity=severity)

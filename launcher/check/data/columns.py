@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from coordinator.data.formatting import PromptFormat, PromptText
 from coordinator.data.scan import Scan
 from coordinator.rewards.base import TakenColumns
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
 from tandem_files.rows.reading import Row, RowKeys
 
@@ -49,12 +49,12 @@ class TemplateColumns:
         for name, places in self._found.items():
             if places:
                 setting = self._columns[name]
-                yield ConfigProblem(
-                    key=key,
-                    value=places[0],
-                    message=f"the column {name!r}, which {len(places)} of {self._num_rows} rows have, is not used: the "
+                yield problem(
+                    key,
+                    places[0],
+                    f"the column {name!r}, which {len(places)} of {self._num_rows} rows have, is not used: the "
                     "policy does not see what is in it",
-                    suggestion=f"set {setting}: {name}, and the chat template writes it",
+                    f"set {setting}: {name}, and the chat template writes it",
                     severity="warning",
                 )
 

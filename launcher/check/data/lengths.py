@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from coordinator.data.scan import Scan
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import EvaluationSet, RunConfig
 from weightsync.model.spec import ModelSpec
 
@@ -22,14 +22,12 @@ def check_lengths(config: RunConfig, scan: Scan, *, key: str) -> Iterator[Config
     count = f"{scan.num_overlong.total()} of {scan.num_rows} prompts exceed data.max_prompt_tokens ({limit})"
     if len(scan.num_overlong) > 1:
         count += f" ({', '.join(f'{name}: {number}' for name, number in scan.num_overlong.items())})"
-    problem = ConfigProblem(
-        key=key, value=f"{row.file}:{row.number}", message=f"{count}; the first has {length} tokens"
-    )
+    place, message = f"{row.file}:{row.number}", f"{count}; the first has {length} tokens"
     if scan.num_used and config.data.overlong_prompts == "drop":
-        yield replace(problem, message=f"{problem.message}; they are left out", severity="warning")
+        yield problem(key, place, f"{message}; they are left out", severity="warning")
         return
     drop = ", or set data.overlong_prompts: drop" if scan.num_used else ": no prompt is left otherwise"
-    yield replace(problem, suggestion=f"raise data.max_prompt_tokens to {scan.longest_overlong}{drop}")
+    yield problem(key, place, message, f"raise data.max_prompt_tokens to {scan.longest_overlong}{drop}")
 
 
 def check_limits(config: RunConfig, spec: ModelSpec | None, longest: int) -> Iterator[ConfigProblem]:
@@ -74,11 +72,11 @@ def check_set(
     }
     for what, limit in limits.items():
         if limit is not None and longest + new > limit:
-            yield ConfigProblem(
-                key="evaluation.sets",
-                value=sampled.name,
-                message=f"its longest prompt ({longest} tokens) and {new} new tokens exceed {what} ({limit} tokens)",
-                suggestion=f"give the set max_new_tokens of at most {limit - longest}"
+            yield problem(
+                "evaluation.sets",
+                sampled.name,
+                f"its longest prompt ({longest} tokens) and {new} new tokens exceed {what} ({limit} tokens)",
+                f"give the set max_new_tokens of at most {limit - longest}"
                 if limit > longest
                 else "lower data.max_prompt_tokens",
             )
@@ -92,9 +90,9 @@ def _longest_sequence(spec: ModelSpec) -> str:
 
 def _too_long(key: str, value: int, what: str, limit: int, longest: int, new: int) -> ConfigProblem:
     room = limit - longest
-    return ConfigProblem(
-        key=key,
-        value=str(value),
-        message=f"the longest prompt ({longest} tokens) and grpo.max_new_tokens ({new}) exceed {what} ({limit} tokens)",
-        suggestion=f"set grpo.max_new_tokens to at most {room}" if room > 0 else "lower data.max_prompt_tokens",
+    return problem(
+        key,
+        value,
+        f"the longest prompt ({longest} tokens) and grpo.max_new_tokens ({new}) exceed {what} ({limit} tokens)",
+        f"set grpo.max_new_tokens to at most {room}" if room > 0 else "lower data.max_prompt_tokens",
     )

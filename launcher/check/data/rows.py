@@ -15,9 +15,9 @@ from launcher.check.data.answers import AnswerSample, check_answers
 from launcher.check.data.columns import TemplateColumns
 from launcher.check.data.lengths import check_lengths, check_limits, check_set
 from launcher.check.data.template import PlainPrompts, check_arguments
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import EvaluationSet, RunConfig
-from tandem_files.rows.problems import DataError, RowProblem
+from tandem_files.rows.problems import DataError
 from tandem_files.rows.reading import Row
 from tandem_files.tokenizer import TextCodec
 from weightsync.model.spec import ModelSpec
@@ -131,9 +131,9 @@ def _check_part(
         sources = find_sources(config.data, part)
         scans = [_scan(config, scanner, source, found.indices) for source in sources]
     except DataError as error:
-        return [], [_problem(key, problem) for problem in error.problems]
+        return [], [problem(key, found.place, found.text) for found in error.problems]
     except OSError as error:
-        return [], [ConfigProblem(key=key, value=str(error.filename), message=f"cannot be read: {error.strerror}")]
+        return [], [problem(key, error.filename, f"cannot be read: {error.strerror}")]
     problems = [problem for scan in scans for problem in _problems(key, scan)]
     if read_answers:
         problems += check_answers(config, answers, key=key)
@@ -174,14 +174,10 @@ def _check_set(
 
 
 def _problems(key: str, scan: Scan) -> Iterator[ConfigProblem]:
-    yield from (_problem(key, problem) for problem in scan.faults.problems)
+    yield from (problem(key, found.place, found.text) for found in scan.faults.problems)
     if scan.faults.num_more:
         file = scan.source.files[0].path
-        yield ConfigProblem(key=key, value=str(file), message=f"{scan.faults.num_more} more rows with problems")
-
-
-def _problem(key: str, problem: RowProblem) -> ConfigProblem:
-    return ConfigProblem(key=key, value=problem.place, message=problem.text)
+        yield problem(key, file, f"{scan.faults.num_more} more rows with problems")
 
 
 def _report(file: Path, share: float) -> None:
@@ -190,7 +186,7 @@ def _report(file: Path, share: float) -> None:
 
 def _unusable_template(config: RunConfig, error: Exception) -> ConfigProblem:
     text = str(error).removeprefix(f"data.chat_template = {config.data.chat_template}: ")
-    return ConfigProblem(key="data.chat_template", value=config.data.chat_template, message=text)
+    return problem("data.chat_template", config.data.chat_template, text)
 
 
 def _check_overlap(config: RunConfig, part: DataKey, sources: Sequence[RowSource]) -> list[ConfigProblem]:
@@ -207,11 +203,11 @@ def _check_overlap(config: RunConfig, part: DataKey, sources: Sequence[RowSource
     if not both or said:
         return []  # the configuration itself shows it: tandem_config/checks/data.py
     return [
-        ConfigProblem(
-            key="data.heldout",
-            value=str(both[0]),
-            message=f"is a training file too (of {len(both)} such), so the held-out accuracy will measure memorization",
-            suggestion="use rows that are not trained on",
+        problem(
+            "data.heldout",
+            both[0],
+            f"is a training file too (of {len(both)} such), so the held-out accuracy will measure memorization",
+            "use rows that are not trained on",
             severity="warning",
         )
     ]
@@ -225,7 +221,7 @@ def _check_copies(config: RunConfig, key: str, scans: Sequence[Scan], train: Seq
     others = [] if is_same or config.rollout.serve_model else train
     file = str(scans[0].source.files[0].path)
     for warning, advice in copy_warnings(scans, scans if scans is train else others):
-        yield ConfigProblem(key=key, value=file, message=warning, suggestion=advice, severity="warning")
+        yield problem(key, file, warning, advice, severity="warning")
 
 
 def _check_enough(config: RunConfig, scans: Sequence[Scan]) -> Iterator[ConfigProblem]:
@@ -233,10 +229,10 @@ def _check_enough(config: RunConfig, scans: Sequence[Scan]) -> Iterator[ConfigPr
     texts = texts_of(scan for scan in scans if not scan.faults.problems)
     rows = Repeats.of(texts).num_different if len(texts) else sum(scan.num_rows for scan in scans)
     if 0 < rows < wanted:
-        yield ConfigProblem(
-            key="grpo.prompts_per_iteration",
-            value=str(wanted),
-            message=f"data.train has only {rows} different prompts, so an iteration sees some prompts more than once",
-            suggestion=f"{rows} or fewer",
+        yield problem(
+            "grpo.prompts_per_iteration",
+            wanted,
+            f"data.train has only {rows} different prompts, so an iteration sees some prompts more than once",
+            f"{rows} or fewer",
             severity="warning",
         )

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from coordinator.data.formatting import PromptFormat, PromptText
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
 from tandem_files.rows.reading import Row
 
@@ -36,13 +36,13 @@ class PlainPrompts:
         if not self._num_plain:
             return
         named = ", ".join(self._marks[:3]) + (", ..." if len(self._marks) > 3 else "")
-        yield ConfigProblem(
-            key=key,
-            value=self._first,
-            message=f"{self._folder} has a chat template, and prompts that are texts are used without it: "
+        yield problem(
+            key,
+            self._first,
+            f"{self._folder} has a chat template, and prompts that are texts are used without it: "
             f"{self._num_plain} of {self._num_rows} hold none of its {named}, so a model that was tuned on it gets "
             "text that it has never seen",
-            suggestion="set data.prompt_as: user_message to render each as a user's message; for a base model, set "
+            "set data.prompt_as: user_message to render each as a user's message; for a base model, set "
             "data.chat_template: none",
             severity="warning",
         )
@@ -52,26 +52,26 @@ def check_arguments(config: RunConfig, formats: PromptFormat) -> Iterator[Config
     """Warn of arguments that no template looks at, and of a template that has looked at the clock."""
     unused = [set(template.unused) for template in formats.templates.values()]
     for name in sorted(set.intersection(*unused)) if unused else []:
-        yield ConfigProblem(
-            key="data.chat_template_kwargs",
-            value=f"{name}: {config.data.chat_template_kwargs[name]}",
-            message="the chat template never looks at it",
-            suggestion="is it spelt as in the template?",
+        yield problem(
+            "data.chat_template_kwargs",
+            f"{name}: {config.data.chat_template_kwargs[name]}",
+            "the chat template never looks at it",
+            "is it spelt as in the template?",
             severity="warning",
         )
     for key in sorted(formats.lost_system):
-        yield ConfigProblem(
-            key=key,
-            value=str(getattr(config.data, key.removeprefix("data."))),
-            message="the chat template does not write system messages as they are: the policy does not see all of it",
-            suggestion="put it into the user's message, or use another data.chat_template",
+        yield problem(
+            key,
+            getattr(config.data, key.removeprefix("data.")),
+            "the chat template does not write system messages as they are: the policy does not see all of it",
+            "put it into the user's message, or use another data.chat_template",
             severity="warning",
         )
     if formats.uses_clock:
-        yield ConfigProblem(
-            key="data.chat_template",
-            value=config.data.chat_template,
-            message="the template writes the current date into prompts, so they change from day to day",
-            suggestion="fix it, e.g. data.chat_template_kwargs: {date_string: 26 Jul 2024}",
+        yield problem(
+            "data.chat_template",
+            config.data.chat_template,
+            "the template writes the current date into prompts, so they change from day to day",
+            "fix it, e.g. data.chat_template_kwargs: {date_string: 26 Jul 2024}",
             severity="warning",
         )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
 from tandem_files.tokenizer import TextCodec, stop_token_ids
 from weightsync.model.spec import ModelSpec
@@ -38,11 +38,11 @@ def _stop_beyond(config: RunConfig, spec: ModelSpec, ids: tuple[int, ...]) -> It
         yield _problem(config, message, "correct eos_token_id in generation_config.json or config.json")
     for number in config.grpo.stop_token_ids:
         if number >= spec.vocab_size:
-            yield ConfigProblem(
-                key="grpo.stop_token_ids",
-                value=str(number),
-                message=f"is not in the model's vocabulary of {spec.vocab_size} tokens",
-                suggestion="ids are in tokenizer.json; or give the token's text in grpo.stop",
+            yield problem(
+                "grpo.stop_token_ids",
+                number,
+                f"is not in the model's vocabulary of {spec.vocab_size} tokens",
+                "ids are in tokenizer.json; or give the token's text in grpo.stop",
             )
 
 
@@ -58,4 +58,4 @@ def _problem(config: RunConfig, message: str, suggestion: str) -> ConfigProblem:
     folder = config.model.tokenizer_path
     key = "model.path" if folder is None else "model.tokenizer_path"
     value = config.model.path if folder is None else folder
-    return ConfigProblem(key=key, value=str(value), message=message, suggestion=suggestion)
+    return problem(key, value, message, suggestion)

@@ -8,7 +8,7 @@ from pathlib import Path
 from launcher.check.model.trainer import check_tensor_size, check_trainer_sizes, indivisible
 from launcher.check.model.weights import check_weights
 from servicekit.errors import ConfigError
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
 from tandem_files.rows.files import is_lfs_pointer
 from weightsync.model.config import UnsupportedModel
@@ -51,7 +51,7 @@ def _missing_folder(folder: Path) -> ConfigProblem | None:
     if folder.is_dir():
         return _cache_entry(folder) or _unfetched(folder)
     if folder.exists():
-        return _problem(folder, "is a file, not a model folder", f"give its folder: {folder.parent}")
+        return problem("model.path", folder, "is a file, not a model folder", f"give its folder: {folder.parent}")
     near = [str(entry) for entry in folder.parent.glob("*/config.json")][:3] if folder.parent.is_dir() else []
     if near:
         hint = f"model folders beside it: {', '.join(Path(entry).parent.name for entry in near)}"
@@ -61,7 +61,7 @@ def _missing_folder(folder: Path) -> ConfigProblem | None:
         hint = (
             f"give a local Hugging Face folder; Tandem does not download: `hf download {name} --local-dir FOLDER` does"
         )
-    return _problem(folder, "no such folder", hint)
+    return problem("model.path", folder, "no such folder", hint)
 
 
 def _cache_entry(folder: Path) -> ConfigProblem | None:
@@ -69,8 +69,11 @@ def _cache_entry(folder: Path) -> ConfigProblem | None:
     snapshots = sorted(folder.glob("snapshots/*/config.json"), key=lambda file: file.stat().st_mtime)
     if not snapshots or (folder / "config.json").exists():
         return None
-    return _problem(
-        folder, "is an entry of the Hugging Face cache, whose snapshots are the model", f"give {snapshots[-1].parent}"
+    return problem(
+        "model.path",
+        folder,
+        "is an entry of the Hugging Face cache, whose snapshots are the model",
+        f"give {snapshots[-1].parent}",
     )
 
 
@@ -81,7 +84,8 @@ def _unfetched(folder: Path) -> ConfigProblem | None:
     if not found:
         return None
     names = ", ".join(path.name for path in found[:_LAYERS_SHOWN])
-    return _problem(
+    return problem(
+        "model.path",
         folder,
         f"{names}: a pointer of Git LFS each, not the file itself",
         f"fetch the files: `git -C {folder} lfs pull`",
@@ -90,8 +94,9 @@ def _unfetched(folder: Path) -> ConfigProblem | None:
 
 def _unusable(folder: Path, error: ConfigError) -> ConfigProblem:
     if isinstance(error, UnsupportedModel):
-        return _problem(folder, error.problem, error.advice)
-    return _problem(
+        return problem("model.path", folder, error.problem, error.advice)
+    return problem(
+        "model.path",
         folder,
         str(error),
         "the folder must be as `save_pretrained` writes it: config.json, *.safetensors, tokenizer.json",
@@ -113,11 +118,11 @@ def _check_reference(config: RunConfig, spec: ModelSpec) -> Iterator[ConfigProbl
         yield replace(_unusable(folder, error), key=_REFERENCE)
         return
     if different:
-        yield ConfigProblem(
-            key=_REFERENCE,
-            value=str(folder),
-            message=f"is a model of another shape than model.path: {'; '.join(different)}",
-            suggestion="the trainer's own modules compute it: give a model with the sizes of model.path, or leave it "
+        yield problem(
+            _REFERENCE,
+            folder,
+            f"is a model of another shape than model.path: {'; '.join(different)}",
+            "the trainer's own modules compute it: give a model with the sizes of model.path, or leave it "
             "out for the policy's start",
         )
         return
@@ -132,7 +137,8 @@ def _check_dense_layers(folder: Path, spec: ModelSpec) -> Iterator[ConfigProblem
     if spec.dense_layers:
         layers = ", ".join(map(str, spec.dense_layers[:_LAYERS_SHOWN]))
         more = ", ..." if len(spec.dense_layers) > _LAYERS_SHOWN else ""
-        yield _problem(
+        yield problem(
+            "model.path",
             folder,
             f"mlp_only_layers or decoder_sparse_step leave layers {layers}{more} without experts; SGLang gives "
             "every layer experts, so rollouts could not hold this model",
@@ -148,17 +154,15 @@ def _check_dynamic(folder: Path, spec: ModelSpec) -> Iterator[ConfigProblem]:
             f"rotary scaling of type dynamic: SGLang and the trainer use the frequencies of {scaling.longest} tokens "
             f"for every sequence, transformers unscaled ones up to {scaling.original} tokens"
         )
-        problem = _problem(folder, message, f"remove the entry if no sequence is longer than {scaling.original} tokens")
-        yield replace(problem, severity="warning")
+        advice = f"remove the entry if no sequence is longer than {scaling.original} tokens"
+        yield problem("model.path", folder, message, advice, severity="warning")
 
 
 def _check_rollout_experts(spec: ModelSpec, tensor: int, expert: int) -> Iterator[ConfigProblem]:
     """Check how a replica's ranks divide the experts, and the FFN of an expert that several ranks share."""
     key = "rollout.expert_parallel"
     if spec.num_experts == 0 and expert > 1:
-        yield ConfigProblem(
-            key=key, value=str(expert), message="the model has no experts to divide", suggestion=f"leave {key} at 1"
-        )
+        yield problem(key, expert, "the model has no experts to divide", f"leave {key} at 1")
     if spec.num_experts == 0 or tensor % expert != 0:
         return
     fits = [
@@ -169,13 +173,9 @@ def _check_rollout_experts(spec: ModelSpec, tensor: int, expert: int) -> Iterato
     yield from indivisible(key, expert, {"number of experts": spec.num_experts}, fits)
     sharers = tensor // expert
     if spec.expert_ffn_size % sharers != 0:
-        yield ConfigProblem(
-            key=key,
-            value=str(expert),
-            message=f"leaves {sharers} ranks to each expert, which do not divide its FFN size ({spec.expert_ffn_size})",
-            suggestion=f"sizes that fit this model: {', '.join(map(str, fits)) or 'none'}",
+        yield problem(
+            key,
+            expert,
+            f"leaves {sharers} ranks to each expert, which do not divide its FFN size ({spec.expert_ffn_size})",
+            f"sizes that fit this model: {', '.join(map(str, fits)) or 'none'}",
         )
-
-
-def _problem(folder: Path, message: str, suggestion: str) -> ConfigProblem:
-    return ConfigProblem(key="model.path", value=str(folder), message=message, suggestion=suggestion)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from servicekit.errors import ConfigError
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import TrainerSection
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.stages import chunks_of
@@ -32,11 +32,11 @@ def check_trainer_sizes(
     ):
         yield from _check_recompute(spec, trainer)
     if usable("trainer.moe_grouped_gemm") and trainer.moe_grouped_gemm and spec.num_experts == 0:
-        yield ConfigProblem(
-            key="trainer.moe_grouped_gemm",
-            value="true",
-            message="the model has no experts to group",
-            suggestion="leave trainer.moe_grouped_gemm out",
+        yield problem(
+            "trainer.moe_grouped_gemm",
+            "true",
+            "the model has no experts to group",
+            "leave trainer.moe_grouped_gemm out",
         )
     if usable("trainer.context_parallel"):
         yield from _check_context(spec, trainer.context_parallel)
@@ -52,11 +52,11 @@ def indivisible(key: str, size: int, totals: dict[str, int], fits: list[int]) ->
     """
     for name, total in totals.items():
         if total % size != 0:
-            yield ConfigProblem(
-                key=key,
-                value=str(size),
-                message=f"does not divide the model's {name} ({total})",
-                suggestion=f"sizes that fit this model: {', '.join(map(str, fits))}",
+            yield problem(
+                key,
+                size,
+                f"does not divide the model's {name} ({total})",
+                f"sizes that fit this model: {', '.join(map(str, fits))}",
             )
 
 
@@ -101,17 +101,17 @@ def _check_stages(spec: ModelSpec, trainer: TrainerSection) -> Iterator[ConfigPr
             "trainer.pipeline_parallel", trainer.pipeline_parallel, {"layers": spec.num_layers}, fits
         )
         return
-    problem = _stage_problem(spec, Parallel(**trainer.parallel_sizes))
-    if problem is not None:
-        yield ConfigProblem(
-            key=f"trainer.{changed[0]}",
-            value=str(getattr(trainer, changed[0])),
-            message=f"does not fit the model's {spec.num_layers} layers: {problem}",
-            suggestion=f"the split is decided by trainer.pipeline_parallel, {', '.join(changed)}",
+    misfit = _misfit(spec, Parallel(**trainer.parallel_sizes))
+    if misfit is not None:
+        yield problem(
+            f"trainer.{changed[0]}",
+            getattr(trainer, changed[0]),
+            f"does not fit the model's {spec.num_layers} layers: {misfit}",
+            f"the split is decided by trainer.pipeline_parallel, {', '.join(changed)}",
         )
 
 
-def _stage_problem(spec: ModelSpec, parallel: Parallel) -> str | None:
+def _misfit(spec: ModelSpec, parallel: Parallel) -> str | None:
     try:
         chunks = chunks_of(spec.num_layers, parallel)
     except ConfigError as error:
@@ -128,21 +128,16 @@ def _check_experts(spec: ModelSpec, trainer: TrainerSection) -> Iterator[ConfigP
         if spec.num_experts > 0:
             yield from indivisible(f"trainer.{key}", size, {names[key]: total}, _divisors(total))
         elif size > 1:
-            yield ConfigProblem(
-                key=f"trainer.{key}",
-                value=str(size),
-                message="the model has no experts to divide",
-                suggestion=f"leave trainer.{key} at 1",
-            )
+            yield problem(f"trainer.{key}", size, "the model has no experts to divide", f"leave trainer.{key} at 1")
 
 
 def _check_sequence(spec: ModelSpec, trainer: TrainerSection) -> Iterator[ConfigProblem]:
     if spec.num_experts > 0 and trainer.tensor_parallel > 1 and not trainer.sequence_parallel:
-        yield ConfigProblem(
-            key="trainer.sequence_parallel",
-            value="false",
-            message="a mixture of experts with trainer.tensor_parallel above 1 trains only with it (Megatron's rule)",
-            suggestion="set trainer.sequence_parallel: true",
+        yield problem(
+            "trainer.sequence_parallel",
+            "false",
+            "a mixture of experts with trainer.tensor_parallel above 1 trains only with it (Megatron's rule)",
+            "set trainer.sequence_parallel: true",
         )
 
 
@@ -151,11 +146,11 @@ def _check_context(spec: ModelSpec, size: int) -> Iterator[ConfigProblem]:
     scaling = spec.rope_scaling
     if size > 1 and scaling is not None and scaling.kind == "yarn" and scaling.original % (2 * size) != 0:
         fits = [n for n in range(1, 2 * size) if scaling.original % (2 * n) == 0]
-        yield ConfigProblem(
-            key="trainer.context_parallel",
-            value=str(size),
-            message=f"two chunks per rank do not divide YaRN's original_max_position_embeddings ({scaling.original})",
-            suggestion=f"sizes that fit this model: {', '.join(map(str, fits)) or '1'}",
+        yield problem(
+            "trainer.context_parallel",
+            size,
+            f"two chunks per rank do not divide YaRN's original_max_position_embeddings ({scaling.original})",
+            f"sizes that fit this model: {', '.join(map(str, fits)) or '1'}",
         )
 
 
@@ -165,19 +160,19 @@ def _check_recompute(spec: ModelSpec, trainer: TrainerSection) -> Iterator[Confi
     held = {"core_attn": True, "mlp": bool(dense), "moe": len(dense) < spec.num_layers}
     lacking = [name for name in trainer.recompute_modules if not held[name]]
     if trainer.recompute == "selective" and lacking:
-        yield ConfigProblem(
-            key="trainer.recompute_modules",
-            value=f"[{', '.join(trainer.recompute_modules)}]",
-            message=f"no layer of the model has {lacking[0]}",
-            suggestion=f"modules of this model: {', '.join(name for name, has in held.items() if has)}",
+        yield problem(
+            "trainer.recompute_modules",
+            f"[{', '.join(trainer.recompute_modules)}]",
+            f"no layer of the model has {lacking[0]}",
+            f"modules of this model: {', '.join(name for name, has in held.items() if has)}",
         )
     most = _most_layers(spec, trainer)
     if trainer.recompute == "full" and trainer.recompute_layers is not None and trainer.recompute_layers > most > 0:
-        yield ConfigProblem(
-            key="trainer.recompute_layers",
-            value=str(trainer.recompute_layers),
-            message=f"is more than the {most} layers of a pipeline stage (or of its virtual chunk)",
-            suggestion=f"1 to {most}, or null for all of them",
+        yield problem(
+            "trainer.recompute_layers",
+            trainer.recompute_layers,
+            f"is more than the {most} layers of a pipeline stage (or of its virtual chunk)",
+            f"1 to {most}, or null for all of them",
         )
 
 

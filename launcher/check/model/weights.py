@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_files.model.safetensors_header import TRAINABLE, DamagedFile, TensorInfo, read_header
 from weightsync.families.decoder import EMBEDDING, LM_HEAD
 from weightsync.layouts.hf import hf_layout
@@ -38,12 +38,12 @@ def _check_files(folder: Path, spec: ModelSpec) -> Iterator[ConfigProblem]:
         try:
             weight_map = _read_index(index)
         except ValueError as error:
-            yield _problem(index, f"is not a valid index: {error}", "download the model again")
+            yield problem("model.path", index, f"is not a valid index: {error}", "download the model again")
             return
         yield from _missing_shards(folder, weight_map)
         files = sorted({folder / name for name in weight_map.values() if (folder / name).is_file()})
     elif not files:
-        yield _problem(folder, "has no *.safetensors file", _conversion_hint(folder))
+        yield problem("model.path", folder, "has no *.safetensors file", _conversion_hint(folder))
         return
     tensors: dict[str, TensorInfo] = {}
     homes: dict[str, Path] = {}
@@ -55,7 +55,7 @@ def _check_files(folder: Path, spec: ModelSpec) -> Iterator[ConfigProblem]:
             homes.update(dict.fromkeys(header, file))
         except (DamagedFile, OSError) as error:
             damaged = True
-            yield _problem(file, str(error), "download or copy the file again")
+            yield problem("model.path", file, str(error), "download or copy the file again")
     unread = {name for name, file in weight_map.items() if not (folder / file).is_file()}
     # The tensors of a damaged or missing file are not reported a second time.
     if not damaged:
@@ -78,7 +78,7 @@ def _missing_shards(folder: Path, weight_map: dict[str, str]) -> Iterator[Config
         if not (folder / name).is_file():
             count = sum(1 for file in weight_map.values() if file == name)
             message = f"is missing; {_INDEX} says that it holds {count} tensors"
-            yield _problem(folder / name, message, "download the missing file")
+            yield problem("model.path", folder / name, message, "download the missing file")
 
 
 def _check_tensors(
@@ -88,19 +88,25 @@ def _check_tensors(
     expected = dict(zip(layout.params, layout.param_shapes, strict=True))
     missing = [name for name in expected if name not in found and name not in unread]
     if missing:
-        yield _problem(
-            folder, f"{_listed('tensor', missing)} not in any file", "config.json and weights do not belong together"
+        yield problem(
+            "model.path",
+            folder,
+            f"{_listed('tensor', missing)} not in any file",
+            "config.json and weights do not belong together",
         )
     wrong = [name for name in expected if name in found and found[name].shape != expected[name]]
     if wrong:
         first = f"{wrong[0]} is {list(found[wrong[0]].shape)}, config.json implies {list(expected[wrong[0]])}"
         more = f" (and {len(wrong) - 1} more tensors)" if len(wrong) > 1 else ""
-        yield _problem(folder, f"{first}{more}", "config.json and weights do not belong together")
+        yield problem("model.path", folder, f"{first}{more}", "config.json and weights do not belong together")
     odd = [name for name in expected if name in found and found[name].dtype not in TRAINABLE]
     if odd:
         kind = found[odd[0]].dtype
-        yield _problem(
-            folder, f"{_listed('tensor', odd)} of type {kind}", f"quantized weights cannot be trained; use {TRAINABLE}"
+        yield problem(
+            "model.path",
+            folder,
+            f"{_listed('tensor', odd)} of type {kind}",
+            f"quantized weights cannot be trained; use {TRAINABLE}",
         )
 
 
@@ -115,7 +121,7 @@ def _check_tied(folder: Path, tensors: list[tuple[Path, TensorInfo]]) -> Iterato
     cuts = range(0, max(len(first), len(second)), _COMPARED_BYTES)
     if not all(np.array_equal(first[cut : cut + _COMPARED_BYTES], second[cut : cut + _COMPARED_BYTES]) for cut in cuts):
         untied = UntiedHead()
-        yield _problem(folder, untied.problem, untied.advice)
+        yield problem("model.path", folder, untied.problem, untied.advice)
 
 
 def _check_values(folder: Path, spec: ModelSpec) -> Iterator[ConfigProblem]:
@@ -163,7 +169,3 @@ def _conversion_hint(folder: Path) -> str:
             "pickled .bin weights are not read; load and save the model once with transformers, safe_serialization=True"
         )
     return "the folder must hold model.safetensors, or the shards that an index names"
-
-
-def _problem(path: Path, message: str, suggestion: str) -> ConfigProblem:
-    return ConfigProblem(key="model.path", value=str(path), message=message, suggestion=suggestion)
