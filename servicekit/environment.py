@@ -227,3 +227,11 @@ def _problem(error: dict[str, object], given: Mapping[str, str]) -> str:
         return f"environment variable {name} is not set; `tandem run` sets it for the services that it starts"
     shown = f"={given[name]!r}" if name in given and name not in ("REDIS_URL", VARIABLE) else ""
     return f"environment variable {name}{shown} is wrong: {error['msg']}"
+
+
+def whole_number(environ: Mapping[str, str], name: str, default: int) -> int:
+    """Read a whole number from the environment. Raises: ConfigError: it is none."""
+    try:
+        return int(environ.get(name, default))
+    except ValueError:
+        raise ConfigError(f"environment variable {name}={environ[name]!r} is not a whole number") from None

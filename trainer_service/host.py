@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from servicekit.environment import whole_number
 from servicekit.errors import ConfigError
 from servicekit.lifecycle.exit_codes import EXIT_OK
 from servicekit.lifecycle.processes import Program, run_together
@@ -36,8 +37,8 @@ def ranks_here(environ: Mapping[str, str], world_size: int) -> list[dict[str, st
     >>> ranks_here({"TANDEM_RANKS_PER_HOST": "2", "TANDEM_HOST_INDEX": "1"}, 4)[0]
     {'RANK': '2', 'LOCAL_RANK': '0', 'WORLD_SIZE': '4'}
     """
-    per_host = _number(environ, PER_HOST, world_size)
-    host = _number(environ, HOST_INDEX, 0)
+    per_host = whole_number(environ, PER_HOST, world_size)
+    host = whole_number(environ, HOST_INDEX, 0)
     if per_host < 1 or world_size % per_host != 0:
         raise ConfigError(f"{PER_HOST}={per_host} does not divide the trainer's {world_size} ranks")
     if not 0 <= host < world_size // per_host:
@@ -49,13 +50,6 @@ def ranks_here(environ: Mapping[str, str], world_size: int) -> list[dict[str, st
         {"RANK": str(host * per_host + local), "LOCAL_RANK": str(local), "WORLD_SIZE": str(world_size)}
         for local in range(per_host)
     ]
-
-
-def _number(environ: Mapping[str, str], name: str, default: int) -> int:
-    try:
-        return int(environ.get(name, default))
-    except ValueError:
-        raise ConfigError(f"environment variable {name}={environ[name]!r} is not a whole number") from None
 
 
 def main(arguments: list[str] | None = None) -> int:

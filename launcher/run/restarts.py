@@ -13,20 +13,19 @@ other death ends the run, e.g. that of Redis, which holds the state that the ser
 """
 
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.run.processes import is_rollout, is_trainer
 from launcher.run.supervisor import ProcessExit, ProcessSpec
+from servicekit.lifecycle.budget import HourlyBudget
 from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_LOST_TRAINER
 from servicekit.redis.records import COORDINATOR
 from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import newest_iteration
 from tandem_files.run_folder import has_begun
 
-HOUR_S = 3600.0
 # Delay of the second restart within an hour; it doubles with every further one, up to the longest.
 _FIRST_BACK_OFF_S, _LONGEST_BACK_OFF_S = 1.0, 60.0
 
@@ -62,7 +61,7 @@ class Restarts:
         self, run_dir: Path, config: RunConfig, names: Sequence[str], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._run_dir, self._config, self._names, self._clock = run_dir, config, names, clock
-        self._spent_s: defaultdict[str, deque[float]] = defaultdict(deque)
+        self._budgets: dict[str, HourlyBudget] = {}
         self._has_begun = False
         self.left_out: set[str] = set()
 
@@ -118,13 +117,7 @@ class Restarts:
 
     def _spend(self, name: str, budget: int) -> int:
         """Take a restart from the budget of `name`. Returns: its number within the last hour; 0: none is left."""
-        spent_s, now_s = self._spent_s[name], self._clock()
-        while spent_s and now_s - spent_s[0] >= HOUR_S:
-            spent_s.popleft()
-        if len(spent_s) >= budget:
-            return 0
-        spent_s.append(now_s)
-        return len(spent_s)
+        return self._budgets.setdefault(name, HourlyBudget(budget)).spend(self._clock())
 
     def _of(self, kind: str, count: int) -> str:
         return f"restart {count} of {getattr(self._config.run, f'{kind}_restarts')} an hour, run.{kind}_restarts"

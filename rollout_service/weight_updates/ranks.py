@@ -1,13 +1,13 @@
 """Clients of a replica's ranks: run a phase, or a load from disk, on all of them concurrently."""
 
-import asyncio
-from collections.abc import Awaitable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Protocol
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from servicekit.errors import rpc_errors
+from servicekit.lifecycle.tasks import all_of
 from servicekit.rpc.channel import open_channel
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
@@ -15,7 +15,6 @@ from weightsync.round import deadlines
 from weightsync.round.client import RoundClient, RunsPhases
 from weightsync.round.phases import Phase
 
-T = TypeVar("T")
 # A ping of a rank that is frozen must end some time.
 _PING_S = 600.0
 
@@ -87,23 +86,14 @@ class RankGroups:
 
     async def run_phase(self, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
         """Run one phase on all ranks. Returns: a report per rank. Raises: TandemError: the first error."""
-        parts = await _all_of([part.run_phase(phase, round_) for part in self._parts])
+        parts = await all_of(*(part.run_phase(phase, round_) for part in self._parts))
         return [report for part in parts for report in part]
 
     async def load_published(self, request: pb.LoadPublishedRequest) -> None:
         """Load published weights from disk on all ranks. Raises: TandemError."""
-        await _all_of([part.load_published(request) for part in self._parts])
+        await all_of(*(part.load_published(request) for part in self._parts))
 
     async def checksums(self) -> list[dict[str, str]]:
         """Return the digests of each rank's parameters, by name."""
-        parts = await _all_of([part.checksums() for part in self._parts])
+        parts = await all_of(*(part.checksums() for part in self._parts))
         return [rank for part in parts for rank in part]
-
-
-async def _all_of(calls: Sequence[Awaitable[T]]) -> list[T]:
-    """Wait for all calls. Returns: their results in order. Raises: the first error, after all have ended."""
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return [result for result in results if not isinstance(result, BaseException)]

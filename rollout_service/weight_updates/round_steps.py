@@ -1,14 +1,13 @@
 """What each phase of a round does to a replica's engine and ranks; updates.py holds the states of the replica."""
 
 import asyncio
-from collections.abc import Awaitable
 from dataclasses import dataclass
 
 from rollout_service.engine import RolloutEngine
 from rollout_service.weight_updates.pauses import Pauses
 from rollout_service.weight_updates.ranks import Ranks
 from servicekit.errors import TandemError
-from servicekit.lifecycle.tasks import end_of
+from servicekit.lifecycle.tasks import all_of, end_of
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.round import deadlines
@@ -62,7 +61,7 @@ class RoundSteps:
         if current.staged:  # end_update() derives data from the parameters: they must be installed before it
             await installing
         # Nothing generates before the thaw, so the order is free: one trip to the scheduler instead of three.
-        await _all(
+        await all_of(
             installing,
             self._end_session(current),
             self._engine.set_version(current.message.policy_version),
@@ -77,7 +76,7 @@ class RoundSteps:
             await self._ranks.load_published(published)
         finally:
             await self._engine.end_update()
-        await _all(self._engine.set_version(published.policy_version), self._pauses.flush())
+        await all_of(self._engine.set_version(published.policy_version), self._pauses.flush())
 
     async def give_up(self, current: ReplicaRound) -> list[pb.PhaseReport]:
         """Run ABORT: end the phase under way and close SGLang's session."""
@@ -116,10 +115,3 @@ class RoundSteps:
     async def _end_session(self, current: ReplicaRound) -> None:
         await self._engine.end_update()
         current.opening = None
-
-
-async def _all(*calls: Awaitable[object]) -> None:
-    """Wait for all calls. Raises: the first error, after all have ended."""
-    for result in await asyncio.gather(*calls, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result

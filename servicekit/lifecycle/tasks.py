@@ -64,6 +64,15 @@ def _task_of(name: str, wait: Wait) -> "asyncio.Future[Any]":
     return asyncio.ensure_future(wait)
 
 
+async def all_of(*calls: Awaitable[T]) -> list[T]:
+    """Wait for all calls. Returns: their results in order. Raises: the first error in order, after all have ended."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
+
+
 async def end_of(task: "asyncio.Future[Any]") -> None:
     """Wait until a task of the caller is done, whatever its result."""
     await asyncio.wait([task])

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from servicekit.addresses import join_address
-from servicekit.environment import ServiceEnvironment
+from servicekit.environment import ServiceEnvironment, whole_number
 from servicekit.errors import ConfigError, DeadlineExceeded, Unavailable
 from servicekit.logs import get_logger
 from servicekit.redis.registry import Registry
@@ -42,22 +42,16 @@ class Place:
 
         Raises: ConfigError: a value is not a number, or out of range.
         """
-        rank, world_size = _number(environ, "RANK", 0), _number(environ, "WORLD_SIZE", 1)
+        rank, world_size = whole_number(environ, "RANK", 0), whole_number(environ, "WORLD_SIZE", 1)
         if not 0 <= rank < world_size:
             raise ConfigError(f"RANK {rank} is not below WORLD_SIZE {world_size}")
         master = None
         if "MASTER_ADDR" in environ:
-            master = (environ["MASTER_ADDR"].strip("[]"), _number(environ, "MASTER_PORT", 0))
+            master = (environ["MASTER_ADDR"].strip("[]"), whole_number(environ, "MASTER_PORT", 0))
             if master[1] == 0:
                 raise ConfigError("MASTER_ADDR is set and MASTER_PORT is not; set both or neither")
-        return cls(rank=rank, world_size=world_size, local_rank=_number(environ, "LOCAL_RANK", rank), master=master)
-
-
-def _number(environ: Mapping[str, str], name: str, default: int) -> int:
-    try:
-        return int(environ.get(name, default))
-    except ValueError:
-        raise ConfigError(f"environment variable {name}={environ[name]!r} is not a whole number") from None
+        local_rank = whole_number(environ, "LOCAL_RANK", rank)
+        return cls(rank=rank, world_size=world_size, local_rank=local_rank, master=master)
 
 
 def device_of(place: Place) -> torch.device:

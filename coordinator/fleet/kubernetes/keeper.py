@@ -6,7 +6,6 @@ work is not stuck, nor is a process that has ended: its record expires with its 
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable
 
 from coordinator.clients.replica import Replica
@@ -16,11 +15,11 @@ from coordinator.fleet.kubernetes.cluster import Cluster
 from coordinator.fleet.kubernetes.fleet import KubernetesFleet
 from coordinator.watch import metrics
 from servicekit.errors import TandemError, Unavailable
+from servicekit.lifecycle.budget import HourlyBudget
 from servicekit.logs import get_logger
 
 # Between two checks; a quarter of a setting that is shorter than four times this.
 LONGEST_INTERVAL_S = 10.0
-HOUR_S = 3600.0
 
 log = get_logger(__name__)
 
@@ -44,27 +43,6 @@ class StuckDetector:
     def keep(self, keys: set[object]) -> None:
         """Forget all replicas but these."""
         self._silent_since_s = {key: since_s for key, since_s in self._silent_since_s.items() if key in keys}
-
-
-class HourlyBudget:
-    """A budget of `per_hour` uses within any hour."""
-
-    def __init__(self, per_hour: int) -> None:
-        self.per_hour = per_hour
-        self._spent_s: deque[float] = deque()
-
-    def spend(self, now_s: float) -> bool:
-        """Take one use. Returns: whether there was one."""
-        while self._spent_s and now_s - self._spent_s[0] >= HOUR_S:
-            self._spent_s.popleft()
-        if len(self._spent_s) >= self.per_hour:
-            return False
-        self._spent_s.append(now_s)
-        return True
-
-    def give_back(self) -> None:
-        """Return the last use, which was not needed."""
-        self._spent_s.pop()
 
 
 class Keeper:

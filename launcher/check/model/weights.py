@@ -137,7 +137,7 @@ def _check_values(folder: Path, spec: ModelSpec) -> Iterator[ConfigProblem]:
             bad += [name for name, info in tensors.items() if not _is_finite(file, info)]
     if bad:
         advice = "use an earlier checkpoint of the model, or download it again: no log-prob of it is a number"
-        yield _problem(folder, f"holds NaN or infinity, in {_shown(bad)}", advice)
+        yield problem("model.path", folder, f"holds NaN or infinity, in {_shown(bad)}", advice)
 
 
 def _is_finite(file: BinaryIO, info: TensorInfo) -> bool:

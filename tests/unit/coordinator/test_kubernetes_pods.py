@@ -16,12 +16,13 @@ from coordinator.fleet.kubernetes.api.pods import Pod, PodOutlook, read_pod, see
 from coordinator.fleet.kubernetes.api.watch import Crashes
 from coordinator.fleet.kubernetes.cluster import Cluster
 from coordinator.fleet.kubernetes.engines import engines
-from coordinator.fleet.kubernetes.keeper import HourlyBudget, StuckDetector
+from coordinator.fleet.kubernetes.keeper import StuckDetector
 from coordinator.fleet.kubernetes.outlook import trainer_outlook
 from coordinator.fleet.kubernetes.troubles import Troubles
 from coordinator.fleet.view import FleetView
 from coordinator.watch.events import EventLog
 from servicekit.errors import Aborted, ConfigError, InvalidRequest, NotReady, PermissionDenied, Unavailable
+from servicekit.lifecycle.budget import HourlyBudget
 from tandem_config.schema import RunConfig
 
 
@@ -402,13 +403,13 @@ def test_another_incarnation_is_not_blamed_for_the_last_one() -> None:
 def test_the_budget_is_of_any_hour() -> None:
     budget = HourlyBudget(2)
     assert [budget.spend(at_s) for at_s in (0.0, 10.0, 20.0, 3599.0, 3600.0, 3605.0, 3610.0)] == [
-        True,
-        True,
-        False,
-        False,
-        True,
-        False,
-        True,
+        1,
+        2,
+        0,
+        0,
+        2,
+        0,
+        2,
     ]
     budget.give_back()
     assert budget.spend(3611.0)

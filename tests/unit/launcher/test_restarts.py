@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from launcher.run.restarts import HOUR_S, Restarts
+from launcher.run.restarts import Restarts
 from launcher.run.supervisor import ProcessExit, ProcessSpec
+from servicekit.lifecycle.budget import HOUR_S
 from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import mark_complete, step_folder
 from tandem_files.run_config import NEXT_CONFIG, adopt_next

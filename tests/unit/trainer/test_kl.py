@@ -44,8 +44,9 @@ def test_estimates_are_those_of_the_note(estimator: str) -> None:
 def test_by_hand(ratio: float, k1: float, k2: float, k3: float) -> None:
     """ratio: reference / policy."""
     new = torch.tensor([-1.0], dtype=torch.float64)
-    found = [kl_estimate(new, new + np.log(ratio), name).item() for name in ("k1", "k2", "k3")]
-    assert found == pytest.approx([k1, k2, k3])
+    names, of_ratio = ("k1", "k2", "k3"), np.array([np.log(ratio)])
+    assert [kl_estimate(new, new + np.log(ratio), name).item() for name in names] == pytest.approx([k1, k2, k3])
+    assert [OF_COORDINATOR[name](of_ratio).item() for name in names] == pytest.approx([k1, k2, k3])
 
 
 def test_k1_and_k3_have_the_divergence_as_their_mean() -> None:
