@@ -289,8 +289,7 @@ class Run:
         """Record evaluations of the policy after `iteration`. Returns: whether it is the best so far."""
         for result in evaluated:
             self.progress.note_scores("heldout", result.scored, f"evaluation set {result.name}")
-        has_checkpoint = self.checkpoints.has(iteration, last=self._is_over(iteration))
-        return self.evaluations.note(evaluated, iteration, has_checkpoint=has_checkpoint)
+        return self.evaluations.note(evaluated, iteration)
 
     async def _finish(self) -> None:
         """Write the run's results: a last checkpoint and the policy as a Hugging Face folder."""

@@ -50,6 +50,12 @@ _NOT_SUPPORTED: dict[str, str] = {
         "(grpo.epochs: passes over an iteration's samples)",
     ),
 }
+# Settings of the release before -> what happens now. Files may still have them, so that old runs resume.
+REMOVED: dict[str, str] = {
+    "evaluation.save_best": "every policy that improves evaluation.best gets a checkpoint: leave it out",
+    "fleet.request_timeout_s": "a request to the Kubernetes API takes 10 s at most: leave it out",
+    "profile.stacks": "Python lines are in no profile: leave it out",
+}
 # Other trainers' names of a setting -> its key.
 _OTHER_NAMES: dict[str, str] = {
     **dict.fromkeys(("num_generations", "num_completions", "rollout_n", "n", "samples_per_prompt"), "grpo.group_size"),
@@ -231,6 +237,8 @@ def did_you_mean(section: str, field: str) -> str:
     >>> did_you_mean("grpo", "num_generations")
     'did you mean grpo.group_size?'
     """
+    if f"{section}.{field}" in REMOVED:
+        return REMOVED[f"{section}.{field}"]
     if field in _NOT_SUPPORTED:
         return _NOT_SUPPORTED[field]
     if field in _OTHER_NAMES:

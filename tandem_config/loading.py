@@ -89,6 +89,7 @@ def draft_config(path: Path | None, overrides: Sequence[str] = ()) -> Draft:
         return Draft(config=None, problems=[*unreadable.problems, *problems], bad_keys=frozenset(keys.all_keys()))
     values, origins = _merge(source, path)
     problems += _override(values, origins, parsed)
+    problems += _drop_removed(values, origins)
     _note_preset(values, origins)
     config, invalid = _validate(values, origins, source.root)
     # A rejected option invalidates its key, not the rest of its section.
@@ -196,6 +197,16 @@ def _forget(given: dict[str, Any], names: Iterable[str], entry: str, origins: Ma
     for name in names:
         if not origins.get(f"{entry}.{name}", "").startswith("--set"):
             given.pop(name, None)
+
+
+def _drop_removed(values: dict[str, Any], origins: Mapping[str, str]) -> Iterator[ConfigProblem]:
+    """Remove settings of the release before, with a warning for each."""
+    for key, advice in keys.REMOVED.items():
+        section, name = keys.split(key)
+        given = values.get(section)
+        if isinstance(given, dict) and name in given:
+            why, where = "is no setting any more and does nothing", origins.get(key, "")
+            yield problem(key, given.pop(name), why, advice, where=where, severity="warning")
 
 
 def _note_preset(values: dict[str, Any], origins: dict[str, str]) -> None:

@@ -72,13 +72,8 @@ class Evaluations:
         due = self.evaluator.sets if last else self.evaluator.due(number)
         return await self.leaving.unless_asked(self.evaluator.evaluate(due, policy_version)) or []
 
-    def note(self, evaluated: Sequence[EvaluationResult], iteration: int, *, has_checkpoint: bool) -> bool:
-        """Record evaluations of the policy after `iteration`.
-
-        Args:
-            has_checkpoint: whether there is or will be a checkpoint of that policy anyway.
-        Returns: whether it is the best policy so far.
-        """
+    def note(self, evaluated: Sequence[EvaluationResult], iteration: int) -> bool:
+        """Record evaluations of the policy after `iteration`. Returns: whether it is the best policy so far."""
         for result in evaluated:
             values = {"policy_version": float(result.policy_version), "iteration": float(iteration)}
             if result.name == HELDOUT and not math.isnan(result.scored.accuracy):
@@ -92,8 +87,6 @@ class Evaluations:
                 numeric(evaluation_row([result])) | values,
             )
         self.state.evaluations.update(evaluation_row(evaluated))
-        if not (self.settings.save_best or has_checkpoint):
-            return False
         return note_best(self.state, self.settings.best, evaluated, iteration)
 
     def note_baseline(self, evaluated: Sequence[EvaluationResult]) -> Row:
@@ -105,7 +98,7 @@ class Evaluations:
 
     def wants_checkpoint(self, number: int, *, improved: bool) -> bool:
         """Whether iteration `number` is to be saved as the best; improved: it has made the best policy so far."""
-        if self.settings.best is None or not self.settings.save_best:
+        if self.settings.best is None:
             return False
         # Evaluated beside the next iteration, a policy cannot be saved any more when it is found to be the best.
         name = self.settings.best.rpartition("/")[0]

@@ -5,13 +5,7 @@ import re
 from tandem_config.checks.registry import check
 from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
-from tandem_config.sections.reward import (
-    ExactMatchReward,
-    FormatReward,
-    LengthReward,
-    MathVerifyReward,
-    RegexReward,
-)
+from tandem_config.sections.reward import ExactMatchReward, FormatReward, LengthReward, MathVerifyReward, RegexReward
 from tandem_config.sections.rewards.base import RewardSection
 from tandem_config.sections.run import HELDOUT
 

@@ -40,10 +40,10 @@ OF_THE_COORDINATOR = frozenset(
         *("rollout.seeded", "rollout.skip_special_tokens"),
         *(f"fleet.{name}" for name in ("kind", "kubeconfig", "rollout_set", "rollout_set_kind", "scale")),
         *(f"fleet.{name}" for name in ("stuck_after_s", "max_evictions_per_hour", "unready_after_s")),
-        *(f"fleet.{name}" for name in ("reschedule_timeout_s", "request_timeout_s")),
+        "fleet.reschedule_timeout_s",
         *(f"fleet.{name}" for name in ("trainer_set", "trainer_set_kind", "release_after_s")),
         "data.heldout",
-        *(f"evaluation.{name}" for name in ("sets", "right_from", "best", "save_best", "concurrent")),
+        *(f"evaluation.{name}" for name in ("sets", "right_from", "best", "concurrent")),
         *(f"samples.{name}" for name in ("enabled", "every", "max_mib", "token_ids")),
         *(f"trackers.{name}" for name in ("kind", "uri", "experiment", "project", "entity", "group")),
         *(f"trackers.{name}" for name in ("tags", "mode", "dir", "completions")),
@@ -79,7 +79,7 @@ OF_THE_TRAINER = frozenset(
         *(f"trainer.{name}" for name in ("distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")),
         *(f"trainer.{name}" for name in ("ddp_bucket_size", "peak_tflops", "collective_timeout_s")),
         *(f"trainer.{name}" for name in ("checkpoint_optimizer", "checkpoint_extra")),
-        *(f"profile.{name}" for name in ("steps", "first", "every", "ranks", "shapes", "stacks", "memory")),
+        *(f"profile.{name}" for name in ("steps", "first", "every", "ranks", "shapes", "memory")),
     }
 )
 # The sizes of an engine, which each replica has for itself, and says in its status where others act on them; and when

@@ -49,5 +49,3 @@ class FleetSection(Section):
     three readiness probes, during which it is not ready either."""
     reschedule_timeout_s: PositiveFloat = setting(1800.0, "a new node of a cluster autoscaler takes minutes", "s")
     """Seconds to wait, at the start, for a trainer, or min_replicas, whose pods are being rescheduled."""
-    request_timeout_s: PositiveFloat = setting(10.0, "an API server that is up answers within one", "s")
-    """Seconds for one request to the Kubernetes API."""

@@ -6,15 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from tandem_config.sections.base import (
-    ListOf,
-    NewTokens,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-    Temperature,
-    setting,
-)
+from tandem_config.sections.base import ListOf, NewTokens, PositiveFloat, PositiveInt, Section, Temperature, setting
 
 # Bounded as in servicekit/rpc/request_bounds.py.
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]

@@ -24,8 +24,6 @@ class ProfileSection(Section):
     """Trainer ranks to profile; []: all."""
     shapes: bool = setting(False, "makes traces larger and steps slower")
     """Record the shapes of operators' inputs."""
-    stacks: bool = setting(False, "makes traces many times larger and steps slower")
-    """Record the Python lines that call operators."""
     memory: bool = setting(False, "makes traces larger; the peak is measured in every step anyway")
     """Record each allocation."""
 

@@ -145,9 +145,6 @@ class EvaluationSection(Section):
     best: str | None = setting(None, "it doubles the checkpoints, and not every run has an evaluation that decides")
     """Metric of the best checkpoint, `<set>/<metric>`, e.g. heldout/mean@1; the higher the better. Its checkpoint is
     kept beside run.keep_checkpoints. null: none."""
-    save_best: bool = setting(True, "the best policy is seldom that of a checkpoint by chance")
-    """Write a checkpoint whenever evaluation.best improves; false: only checkpoints of run.checkpoint_every can be the
-    best."""
     concurrent: bool = setting(False, "a row then has the figures of the policy that it made")
     """Evaluate a policy while the trainer takes its next step, on the replicas that still serve it, instead of before
     it; the figures then stand in the next iteration's row, with their policy version."""

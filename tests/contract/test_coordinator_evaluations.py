@@ -133,18 +133,6 @@ async def test_the_best_policy_is_saved_and_kept(
     assert json.loads((environment.run_dir / "summary.json").read_text())["evaluation"]["best"]["iteration"] == 3
 
 
-async def test_without_save_best_a_checkpoint_that_is_due_is_the_best(
-    config: RunConfig, environment: ServiceEnvironment
-) -> None:
-    evaluation = {"best": "heldout/mean@1", "save_best": False}
-    config = with_settings(config, run={"evaluate_every": 1, "checkpoint_every": 3}, evaluation=evaluation)
-    await run(config, environment)
-    best = read_best(environment.run_dir)
-    assert best is not None
-    assert best.iteration in (3, 6)
-    assert checkpoints(environment) == ["best.json", "latest", "step-00000003", "step-00000006"]
-
-
 def test_data_of_sets_is_loaded_before_anything_starts(config: RunConfig, tmp_path: Path) -> None:
     from coordinator.inputs import read_inputs
     from servicekit.errors import ConfigError

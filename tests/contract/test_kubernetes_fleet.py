@@ -77,7 +77,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def kube_config(config: RunConfig, api: FakeCluster, tmp_path: Path) -> RunConfig:
     kubeconfig = api.write_kubeconfig(tmp_path / "kubeconfig", NAMESPACE, user=COORDINATOR)
-    fleet = {"kind": "kubernetes", "kubeconfig": kubeconfig, "request_timeout_s": 5.0, "unready_after_s": 0.2}
+    fleet = {"kind": "kubernetes", "kubeconfig": kubeconfig, "unready_after_s": 0.2}
     sync = {"probe_timeout_s": 0.3}
     return with_settings(config, fleet={**fleet, "stuck_after_s": 0.8}, sync=sync, run={"startup_timeout_s": 0.3})
 

@@ -34,7 +34,7 @@ async def test_the_set_of_the_environment_is_scaled_and_no_other_runs(
     kubeconfig = api.write_kubeconfig(tmp_path / "kubeconfig", NAMESPACE, user=COORDINATOR)
     settings = with_settings(
         config,
-        fleet={"kind": "kubernetes", "kubeconfig": kubeconfig, "request_timeout_s": 5.0, "scale": True},
+        fleet={"kind": "kubernetes", "kubeconfig": kubeconfig, "scale": True},
         rollout={"replicas": 3},
     )
     own = environment.model_copy(update={"rollout_set": "my-run-rollout"})

@@ -70,7 +70,6 @@ class StepProfiler:
         with profile(
             activities=self._activities,
             record_shapes=settings.shapes,
-            with_stack=settings.stacks,
             profile_memory=settings.memory,
         ) as self._recorder:
             recorder = self._recorder

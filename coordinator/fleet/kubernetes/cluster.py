@@ -33,6 +33,8 @@ from tandem_config.schema import FleetSection, RunConfig
 
 _SERVICE_ACCOUNT_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _IN_A_POD = "KUBERNETES_SERVICE_HOST"
+# Longest time of a request to the API: a server that is up answers within one second.
+REQUEST_TIMEOUT_S = 10.0
 # Between two looks at a set without pods.
 SET_INTERVAL_S = 5.0
 
@@ -69,7 +71,7 @@ class Cluster:
     async def start(self) -> None:
         """Check the permissions, start watching pods, scale the rollout set; from then on make room for the trainer."""
         await asyncio.to_thread(self._check_permissions)
-        await asyncio.to_thread(self.pods.start, self.settings.request_timeout_s)
+        await asyncio.to_thread(self.pods.start, REQUEST_TIMEOUT_S)
         if self.settings.scale:
             await asyncio.to_thread(self._scale)
         self._making_room = asyncio.create_task(self._placement.run(), name="placement")
@@ -215,7 +217,7 @@ def reach_cluster(config: RunConfig, environment: ServiceEnvironment, events: Ev
     Raises: ConfigError: no service account and no usable kubeconfig.
     """
     api_client, namespace = connect(config.fleet, environment.kube_namespace)
-    api = KubeApi(api_client, namespace, timeout_s=config.fleet.request_timeout_s)
+    api = KubeApi(api_client, namespace, timeout_s=REQUEST_TIMEOUT_S)
     if environment.rollout_set:
         fleet = config.fleet.model_copy(update={"rollout_set": environment.rollout_set})
         config = config.model_copy(update={"fleet": fleet})

@@ -456,3 +456,26 @@ def test_a_section_of_another_trainer_is_translated(tmp_path: Path) -> None:
         == "rollout.n: did you mean grpo.group_size?; actor.optim.lr: did you mean trainer.learning_rate?"
     )
     assert other.suggestion.startswith("there is no critic")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "now"),
+    [
+        ("evaluation.save_best", "false", "every policy that improves"),
+        ("fleet.request_timeout_s", "10.0", "10 s at most"),
+        ("profile.stacks", "true", "Python lines are in no profile"),
+    ],
+)
+def test_a_removed_setting_of_a_file_is_a_warning_and_an_option_an_error(
+    tmp_path: Path, key: str, value: str, now: str
+) -> None:
+    section, name = key.split(".")
+    draft = draft_config(write(tmp_path, f"{MINIMAL}{section}: {{{name}: {value}}}\n"))
+    assert draft.config == load_config(write(tmp_path, MINIMAL))
+    (warning,) = draft.problems
+    assert (warning.severity, warning.key, warning.value) == ("warning", key, value)
+    assert warning.where.endswith("run.yaml:5")
+    assert now in warning.suggestion
+    (error,) = problems_of(write(tmp_path, MINIMAL), [f"{key}={value}"])
+    assert (error.key, error.message) == (key, "unknown key")
+    assert now in error.suggestion

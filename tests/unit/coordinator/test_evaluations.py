@@ -67,10 +67,10 @@ def test_a_held_out_set_without_a_score_has_no_accuracy() -> None:
     run, events = state(), EventLog()
     nothing: Any = None
     notes = Evaluations(settings=EvaluationSection(), evaluator=nothing, state=run, events=events, leaving=nothing)
-    notes.note([evaluated(float("nan"), "heldout")], 1, has_checkpoint=True)
+    notes.note([evaluated(float("nan"), "heldout")], 1)
     assert (run.initial_accuracy, run.last_accuracy) == (None, None)
     assert baseline_row(3, evaluated(float("nan"), "heldout").scored)["heldout_accuracy"] is None
-    notes.note([evaluated(-5.25, "heldout")], 2, has_checkpoint=True)
+    notes.note([evaluated(-5.25, "heldout")], 2)
     assert (run.initial_accuracy, run.last_accuracy, run.best_accuracy) == (-5.25, -5.25, -5.25)
     assert message_of(evaluated(-5.25, "heldout"), "held-out reward") == "held-out reward -5.250 at version 3"
 
