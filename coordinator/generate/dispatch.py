@@ -26,6 +26,7 @@ from coordinator.generate.joiners import Joiners, Patience, Seed
 from coordinator.generate.sampling import Order
 from coordinator.watch import metrics
 from servicekit.errors import DeadlineExceeded, InvalidRequest, TandemError, TooLarge, Unavailable
+from servicekit.lifecycle.tasks import cancel
 from servicekit.logs import get_logger
 from servicekit.rpc.limits import MAX_COMPLETIONS_PER_CALL
 from tandem_api.rollout.v1 import rollout_pb2
@@ -108,7 +109,7 @@ class _Dispatch:
             await self._joiners.end()
         finally:
             await self._joiners.drop()
-            await self._cancel_calls()
+            await cancel(*self._running)
         return Generation(
             groups=tuple(self._groups[group_id] for group_id in self._prompts),
             engine_s=max(self._engine_s.values(), default=0.0),
@@ -259,8 +260,3 @@ class _Dispatch:
             f"every replica failed: {'; '.join(map(str, errors))}" if errors else "no replica serves the current policy"
         )
         return f"{missing} of {len(self._prompts)} groups could not be generated, {why}"
-
-    async def _cancel_calls(self) -> None:
-        for task in self._running:
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)

@@ -18,6 +18,7 @@ from coordinator.sync.blame import CONTAGIOUS
 from coordinator.sync.slot_watch import SlotWatch
 from coordinator.sync.sync_report import RoundReports
 from servicekit.errors import DeadlineExceeded, Fenced, PeerLost, TandemError, Unavailable
+from servicekit.lifecycle.tasks import cancel
 from servicekit.logs import get_logger
 from servicekit.tracing import span
 from tandem_api.rollout.v1 import rollout_pb2
@@ -209,9 +210,7 @@ class SyncRound:
             raise_first({name: task for name, task in tasks.items() if name != lost})
             return {name: task.result() for name, task in tasks.items() if name != lost}
         finally:
-            for task in tasks.values():
-                task.cancel()
-            await asyncio.gather(*tasks.values(), return_exceptions=True)
+            await cancel(*tasks.values())
 
     async def _lost_after_its_part(self, tasks: "Mapping[str, asyncio.Task[Reports]]") -> str | None:
         """Return the trainer's name if only its reply was lost: every replica has received and verified all bytes."""

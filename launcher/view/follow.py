@@ -11,6 +11,7 @@ import grpc
 
 from launcher.view.run_view import RunView
 from servicekit.errors import TandemError
+from servicekit.lifecycle.tasks import cancel
 from servicekit.redis.records import COORDINATOR, PAGE_URL
 from servicekit.redis.registry import Registry
 from servicekit.rpc.channel import open_channel
@@ -52,8 +53,7 @@ class Follower:
         try:
             await self._show_events(await address)
         finally:
-            arrivals.cancel()
-            await asyncio.gather(arrivals, return_exceptions=True)
+            await cancel(arrivals)
             await asyncio.to_thread(self.registry.close)
 
     async def _watch_arrivals(self, address: asyncio.Future[str]) -> None:
@@ -183,8 +183,7 @@ class ViewTask:
         """Stop showing the run."""
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancel(task)
 
     async def _watch(self) -> None:
         """Follow the run; a failure of the view becomes a warning."""
