@@ -27,112 +27,86 @@ UNRECORDED = (
 RUN_ID, CONFIGURATION = "run_id", "configuration"
 UNSET = "not set"
 
+
+def _keys(section: str, names: str) -> frozenset[str]:
+    return frozenset(f"{section}.{name}" for name in names.split())
+
+
 # Only the coordinator and `tandem run` act on these: what a run keeps, shows and tolerates, and how many replicas it
 # asks for. The services of a run need not agree on them (agreeing.py).
-OF_THE_COORDINATOR = frozenset(
-    {
-        *(f"run.{name}" for name in ("output_dir", "checkpoint_every", "keep_checkpoints")),
-        *(f"run.{name}" for name in ("checkpoint_async", "missed_checkpoint_budget", "export_every", "keep_exports")),
-        *(f"run.{name}" for name in ("evaluate_every", "target_accuracy")),
-        *(f"run.{name}" for name in ("trainer_restarts", "replica_restarts", "coordinator_restarts")),
-        *(f"rollout.{name}" for name in ("replicas", "min_replicas", "rejoin_timeout_s", "generate_timeout_s")),
-        # A resume with another value is warned of: the scores do not compare.
-        *("rollout.seeded", "rollout.skip_special_tokens"),
-        *(f"fleet.{name}" for name in ("kind", "kubeconfig", "rollout_set", "rollout_set_kind", "scale")),
-        *(f"fleet.{name}" for name in ("stuck_after_s", "max_evictions_per_hour", "unready_after_s")),
-        "fleet.reschedule_timeout_s",
-        *(f"fleet.{name}" for name in ("trainer_set", "trainer_set_kind", "release_after_s")),
-        "data.heldout",
-        *(f"evaluation.{name}" for name in ("sets", "right_from", "best", "concurrent")),
-        *(f"samples.{name}" for name in ("enabled", "every", "max_mib", "token_ids")),
-        *(f"trackers.{name}" for name in ("kind", "uri", "experiment", "project", "entity", "group")),
-        *(f"trackers.{name}" for name in ("tags", "mode", "dir", "completions")),
-    }
+OF_THE_COORDINATOR = (
+    _keys("run", "output_dir checkpoint_every keep_checkpoints checkpoint_async missed_checkpoint_budget export_every")
+    | _keys("run", "keep_exports evaluate_every target_accuracy trainer_restarts replica_restarts coordinator_restarts")
+    | _keys("rollout", "replicas min_replicas rejoin_timeout_s generate_timeout_s")
+    # A resume with another value is warned of: the scores do not compare.
+    | _keys("rollout", "seeded skip_special_tokens")
+    | _keys("fleet", "kind kubeconfig rollout_set rollout_set_kind scale stuck_after_s max_evictions_per_hour")
+    | _keys("fleet", "unready_after_s reschedule_timeout_s trainer_set trainer_set_kind release_after_s")
+    | _keys("data", "heldout")
+    | _keys("evaluation", "sets right_from best concurrent")
+    | _keys("samples", "enabled every max_mib token_ids")
+    | _keys("trackers", "kind uri experiment project entity group tags mode dir completions")
 )
 # How far, how fast and how carefully it learns: amounts that are tuned during a run.
-_AMOUNTS = frozenset(
-    {
-        # The trainer's learning rate may fall until then.
-        "run.iterations",
-        *(f"grpo.{name}" for name in ("prompts_per_iteration", "group_size", "updates_per_iteration", "epochs")),
-        *(f"grpo.{name}" for name in ("max_new_tokens", "temperature", "clip_low", "clip_high", "dual_clip")),
-        *(f"grpo.{name}" for name in ("entropy_coefficient", "kl_coefficient", "reference_refresh_every")),
-        *(f"grpo.{name}" for name in ("correction", "correction_level", "correction_low", "correction_high")),
-        *(f"grpo.{name}" for name in ("on_non_finite", "non_finite_budget")),
-        *(f"grpo.{name}" for name in ("logprob_diff_limit", "logprob_diff_stop")),
-        # A name for other settings of the section, which are compared.
-        "grpo.preset",
-        *(f"trainer.{name}" for name in ("learning_rate", "learning_rate_decay", "warmup_iterations")),
-        *(f"trainer.{name}" for name in ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")),
-    }
+_AMOUNTS = (
+    # The trainer's learning rate may fall until then.
+    _keys("run", "iterations")
+    | _keys("grpo", "prompts_per_iteration group_size updates_per_iteration epochs max_new_tokens temperature")
+    | _keys("grpo", "clip_low clip_high dual_clip entropy_coefficient kl_coefficient reference_refresh_every")
+    | _keys("grpo", "correction correction_level correction_low correction_high on_non_finite non_finite_budget")
+    | _keys("grpo", "logprob_diff_limit logprob_diff_stop")
+    # A name for other settings of the section, which are compared.
+    | _keys("grpo", "preset")
+    | _keys("trainer", "learning_rate learning_rate_decay warmup_iterations weight_decay adam_beta1 adam_beta2")
+    | _keys("trainer", "adam_eps clip_grad")
 )
 # Where and how the trainer computes: a checkpoint moves between layouts. All of its ranks must agree on these, and no
 # other service need.
-OF_THE_TRAINER = frozenset(
-    {
-        *(f"trainer.{name}" for name in ("tensor_parallel", "pipeline_parallel", "data_parallel")),
-        *(f"trainer.{name}" for name in ("sequence_parallel", "context_parallel", "expert_parallel")),
-        *(f"trainer.{name}" for name in ("expert_tensor_parallel", "virtual_pipeline", "first_stage_layers")),
-        *(f"trainer.{name}" for name in ("last_stage_layers", "embedding_counts", "loss_counts", "layer_spec")),
-        *(f"trainer.{name}" for name in ("max_tokens_per_micro_batch", "moe_grouped_gemm", "share_prompts")),
-        *(f"trainer.{name}" for name in ("recompute", "recompute_modules", "recompute_layers", "offload")),
-        *(f"trainer.{name}" for name in ("distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")),
-        *(f"trainer.{name}" for name in ("ddp_bucket_size", "peak_tflops", "collective_timeout_s")),
-        *(f"trainer.{name}" for name in ("checkpoint_optimizer", "checkpoint_extra")),
-        *(f"profile.{name}" for name in ("steps", "first", "every", "ranks", "shapes", "memory")),
-    }
+OF_THE_TRAINER = (
+    _keys("trainer", "tensor_parallel pipeline_parallel data_parallel sequence_parallel context_parallel")
+    | _keys("trainer", "expert_parallel expert_tensor_parallel virtual_pipeline first_stage_layers last_stage_layers")
+    | _keys("trainer", "embedding_counts loss_counts layer_spec max_tokens_per_micro_batch moe_grouped_gemm")
+    | _keys("trainer", "share_prompts recompute recompute_modules recompute_layers offload distributed_optimizer")
+    | _keys("trainer", "overlap_grad_reduce overlap_param_gather ddp_bucket_size peak_tflops collective_timeout_s")
+    | _keys("trainer", "checkpoint_optimizer checkpoint_extra")
+    | _keys("profile", "steps first every ranks shapes memory")
 )
 # The sizes of an engine, which each replica has for itself, and says in its status where others act on them; and when
 # it gives its own engine up.
-OF_A_REPLICA = frozenset(
-    {
-        *(f"rollout.{name}" for name in ("tensor_parallel", "expert_parallel", "max_total_tokens")),
-        *(f"rollout.{name}" for name in ("context_length", "max_running_requests", "mem_fraction_static")),
-        "rollout.stall_timeout_s",
-    }
-)
+OF_A_REPLICA = _keys(
+    "rollout", "tensor_parallel expert_parallel max_total_tokens context_length max_running_requests"
+) | _keys("rollout", "mem_fraction_static stall_timeout_s")
 # How the services work together, and what happens when one of them, or a reward, does not.
-_TOGETHER = frozenset(
-    {
-        *(f"run.{name}" for name in ("startup_timeout_s", "stop_timeout_s")),
-        *(f"rollout.{name}" for name in ("nodes", "max_groups_per_call", "serve_model")),
-        *(f"sync.{name}" for name in ("install", "allow_staged_nccl", "pause", "transport", "dtype")),
-        *(f"sync.{name}" for name in ("disk_folder", "bucket_mib", "link_gbit", "formation_timeout_s")),
-        *(f"sync.{name}" for name in ("transfer_timeout_s", "probe_timeout_s", "lease_ttl_s")),
-        *(f"reward.{name}" for name in ("on_error", "max_error_share", "timeout_s", "start_timeout_s", "retries")),
-        *(f"reward.{name}" for name in ("open_after", "open_s", "concurrency", "batch_size", "workers")),
-        *(f"reward.{name}" for name in ("memory_mib", "trial", "url", "address", "security", "api_key_env")),
-    }
+_TOGETHER = (
+    _keys("run", "startup_timeout_s stop_timeout_s")
+    | _keys("rollout", "nodes max_groups_per_call serve_model")
+    | _keys("sync", "install allow_staged_nccl pause transport dtype disk_folder bucket_mib link_gbit")
+    | _keys("sync", "formation_timeout_s transfer_timeout_s probe_timeout_s lease_ttl_s")
+    | _keys("reward", "on_error max_error_share timeout_s start_timeout_s retries open_after open_s concurrency")
+    | _keys("reward", "batch_size workers memory_mib trial url address security api_key_env")
 )
 MAY_CHANGE = OF_THE_COORDINATOR | OF_THE_TRAINER | OF_A_REPLICA | _AMOUNTS | _TOGETHER
 
 # Compared by what they lead to, not by how they are written: the model's fingerprint, and the order of the prompts
 # (coordinator/record/resuming.py), with the bytes of the files, the columns, the tokenizer and the chat template.
-BY_CONTENT = frozenset(
-    {
-        *(f"model.{name}" for name in ("path", "tokenizer_path")),
-        *(f"data.{name}" for name in ("train", "prompt_key", "answer_key", "prompt_as", "tools_key", "shuffle")),
-        *(f"data.{name}" for name in ("chat_template", "chat_template_kwargs", "system_prompt", "system_key")),
-        # By the prompts that are left.
-        *(f"data.{name}" for name in ("max_prompt_tokens", "overlong_prompts")),
-    }
+BY_CONTENT = (
+    _keys("model", "path tokenizer_path")
+    | _keys("data", "train prompt_key answer_key prompt_as tools_key shuffle")
+    | _keys("data", "chat_template chat_template_kwargs system_prompt system_key")
+    # By the prompts that are left.
+    | _keys("data", "max_prompt_tokens overlong_prompts")
 )
 
-MUST_STAY = frozenset(
-    {
-        *(f"run.{name}" for name in ("name", "seed")),
-        "model.dtype",
-        *(f"reward.{name}" for name in ("kind", "name", "weight", "accuracy", "require_stop")),
-        *(f"reward.{name}" for name in ("function", "args", "per", "completions", "pattern", "find_answer")),
-        *(f"reward.{name}" for name in ("full_tokens", "zero_tokens", "cache_tokens")),
-        *(f"reward.{name}" for name in ("model", "prompt", "system", "scores", "full_score", "temperature")),
-        *(f"reward.{name}" for name in ("max_answer_tokens", "body")),
-        *(f"grpo.{name}" for name in ("objective", "aggregation", "baseline", "advantage_std", "zero_variance")),
-        *(f"grpo.{name}" for name in ("truncated", "updates_divide", "old_logprobs", "stop", "stop_token_ids")),
-        *(f"grpo.{name}" for name in ("kl_estimator", "kl_in", "reference_path")),
-        # Read at the beginning of a run only: another one would have no effect.
-        "trainer.initial_checkpoint",
-    }
+MUST_STAY = (
+    _keys("run", "name seed")
+    | _keys("model", "dtype")
+    | _keys("reward", "kind name weight accuracy require_stop function args per completions pattern find_answer")
+    | _keys("reward", "full_tokens zero_tokens cache_tokens model prompt system scores full_score temperature")
+    | _keys("reward", "max_answer_tokens body")
+    | _keys("grpo", "objective aggregation baseline advantage_std zero_variance truncated updates_divide old_logprobs")
+    | _keys("grpo", "stop stop_token_ids kl_estimator kl_in reference_path")
+    # Read at the beginning of a run only: another one would have no effect.
+    | _keys("trainer", "initial_checkpoint")
 )
 
 
