@@ -5,18 +5,17 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import indent
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
 import torch
-from pydantic import Field
 
 from coordinator.flow import Completion
 from coordinator.rewards.base import Reward, ScoredText, Scores
 from tandem_config.checks.registry import CHECKS, check
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import GrpoSection, RunConfig
-from tandem_config.sections.base import Section, about
+from tandem_config.sections.base import Section, setting
 from trainer_service.objectives.clipping import ratio_of
 from trainer_service.objectives.tokens import Sequences, TokenLoss, Tokens
 
@@ -79,7 +78,7 @@ def test_the_metric_is_a_figure_of_the_row() -> None:
 
 def test_the_setting_has_a_default_and_bounds() -> None:
     block = BLOCKS["tandem_config/sections/run.py, in RunSection"]
-    names: dict[str, Any] = {"Section": Section, "Annotated": Annotated, "Field": Field, "about": about}
+    names: dict[str, Any] = {"Section": Section, "setting": setting, "__name__": __name__}
     exec("class Settings(Section):\n" + indent(block, "    "), names)
     assert names["Settings"]().pause_s == 0.0
     with pytest.raises(ValueError, match="greater than or equal to 0"):
@@ -89,7 +88,9 @@ def test_the_setting_has_a_default_and_bounds() -> None:
 @pytest.mark.parametrize(("iterations", "found"), [(1, 1), (2, 0)])
 def test_the_check_finds_its_problem(monkeypatch: pytest.MonkeyPatch, iterations: int, found: int) -> None:
     monkeypatch.setattr("tandem_config.checks.registry.CHECKS", checks := list(CHECKS))
-    carry_out("tandem_config/checks/grpo.py", check=check, RunConfig=RunConfig, ConfigProblem=ConfigProblem)
+    carry_out(
+        "tandem_config/checks/grpo.py", check=check, RunConfig=RunConfig, ConfigProblem=ConfigProblem, problem=problem
+    )
     sections = {"run": {"name": "r", "iterations": iterations}, "grpo": {"max_new_tokens": 2**16}}
-    problem = checks[-1].find(RunConfig.model_validate(MINIMAL | sections))
-    assert (problem is not None) == bool(found)
+    told = checks[-1].find(RunConfig.model_validate(MINIMAL | sections))
+    assert (told is not None) == bool(found)
