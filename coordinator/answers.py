@@ -131,7 +131,7 @@ def find_answer(text: str) -> FoundAnswer | None:
     r"""Find the answer that a text marks as such; None: it marks none, or its thought is not closed.
 
     >>> find_answer("<think>72</think><answer> **73** </answer> or 74")
-    Found(text='73', kind='tag', others=())
+    FoundAnswer(text='73', kind='tag', others=())
     """
     ending = conclusion(text)
     return None if ending is None else _find(ending)
