@@ -32,6 +32,7 @@ _EXTENSION_POINTS = (
     "tandem_config/checks/*.py",
     "tandem_config/sections/*.py",
     "trainer_service/objectives/policy/*.py",
+    "weightsync/families/*.py",
 )
 # The documents that may list the files of the two paths: the first one with the heading counts.
 _DOCUMENTS = ("docs/code-paths.md", "ARCHITECTURE.md")
