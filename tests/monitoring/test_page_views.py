@@ -78,10 +78,7 @@ def test_no_view_is_wider_than_its_screen(page: Browser, url: str, width: int) -
 OVERVIEW = {
     **EMPTY,
     "state": "running",
-    "heldout_title": "held-out reward",
-    "initial_accuracy": -0.75,
-    "current": dict.fromkeys(("tokens_per_s", "sync_s", "iteration_s"), 1.0)
-    | {"reward_mean": -0.5, "heldout_accuracy": -0.25},
+    "tiles": [{"title": "held-out reward", "value": -0.25, "start": -0.75, "help": "of the last evaluation"}],
     "curves": [
         {"field": f"f{i}", "title": "Memory", "unit": "MiB", "points": [[1, -6.0], [2, -5.2]], "start": None}
         for i in range(24)
