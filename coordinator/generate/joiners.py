@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from coordinator.sync.publication import is_retriable
+from coordinator.sync.publish_attempt import is_retriable
 from servicekit.errors import DeadlineExceeded, TandemError
 from servicekit.lifecycle.tasks import cancel
 from servicekit.logs import get_logger

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from coordinator.answers import accepted
 from coordinator.rewards.base import Reward, ScoredText, Scores
+from coordinator.workers.answer_extraction import accepted
 
 
 class ExactMatch(Reward):

@@ -1,1 +1,1 @@
-"""Schedules: which step of an iteration runs when (sync.py); and the steps themselves (steps.py)."""
+"""Schedules: which step of an iteration (steps.py) runs when."""

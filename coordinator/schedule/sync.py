@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from coordinator import steps
 from coordinator.clients.trainer import Trainer
 from coordinator.data.cursor import DataCursor
 from coordinator.flow import IterationRecord, SyncResult, TrainBatch, TrainResult
@@ -18,8 +19,7 @@ from coordinator.generate.dispatch import Rollouts
 from coordinator.generate.sampling import Order, Sampling
 from coordinator.learn.scoring import Scorer
 from coordinator.learn.updates import oldest_versions, staleness_histogram
-from coordinator.schedule import steps
-from coordinator.sync.publication import is_retriable
+from coordinator.sync.publish_attempt import is_retriable
 from coordinator.sync.weight_sync import WeightSync
 from servicekit.errors import TandemError
 from servicekit.lifecycle.background import BackgroundTask

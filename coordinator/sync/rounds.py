@@ -11,7 +11,7 @@ from coordinator.leader_lease import LeaderLease
 from coordinator.sync.blame import blame
 from coordinator.sync.forecast import Forecast
 from coordinator.sync.participants import PresentServices, WeightGroup, parallel_sizes, replica_slots, trainer_slots
-from coordinator.sync.publication import FailedRound, Publication
+from coordinator.sync.publish_attempt import FailedRound, Publication
 from coordinator.sync.slot_watch import SlotWatch
 from coordinator.sync.sync_round import SyncRound
 from coordinator.watch import metrics

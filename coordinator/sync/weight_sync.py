@@ -29,7 +29,7 @@ from coordinator.sync.participants import (
     WeightGroup,
     seeded_version,
 )
-from coordinator.sync.publication import MOST_FAILURES, FailedRound, Publication, is_retriable
+from coordinator.sync.publish_attempt import MOST_FAILURES, FailedRound, Publication, is_retriable
 from coordinator.sync.rounds import Rounds
 from coordinator.watch import metrics
 from coordinator.watch.fleet_recorder import FleetRecorder
@@ -40,7 +40,7 @@ from tandem_config.schema import SyncSection
 
 # Failed rounds after which no replica can be left out, and a publication ends: three failures are not an accident.
 MAX_ROUNDS = 3
-# Before the second of them; then longer (publication.py).
+# Before the second of them; then longer (publish_attempt.py).
 PAUSE_S = 1.0
 SLOT_INTERVAL_S = 1.0
 # For a replica to end the work of an earlier coordinator; from our first round with it on it refuses that one anyway.

@@ -1,6 +1,6 @@
 r"""Runs in a reward worker: reads reference answers and completions as mathematics. `scorer` and `reader` import sympy.
 
-What a text marks as its answer (coordinator/answers.py) is read as `\boxed{..}`; of a text that marks none:
+What a text marks as its answer (answer_extraction.py) is read as `\boxed{..}`; of a text that marks none:
 
 | a text that marks no answer                     | what is read                                              |
 |-------------------------------------------------|-----------------------------------------------------------|
@@ -16,7 +16,7 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
-from coordinator.answers import (
+from coordinator.workers.answer_extraction import (
     TRUTHS,
     FoundAnswer,
     accepted,

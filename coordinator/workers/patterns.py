@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from coordinator.answers import accepted
+from coordinator.workers.answer_extraction import accepted
 
 # Of a wrong answer, for messages.
 _SHOWN_CHARS = 200

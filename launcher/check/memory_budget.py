@@ -179,7 +179,7 @@ def trainer_memory(config: RunConfig, spec: ModelSpec, *, completion_share: floa
 
 
 def _indices(config: RunConfig, parallel: Parallel) -> int:
-    """Return the bytes of what a step keeps of its samples, which are all the longest (packed.py, token_state.py).
+    """Return the bytes of what a step keeps of its samples, which are all the longest (packed.py, token_loss.py).
 
     int64: ids and places of tokens, keys where a row has others than its own, three indices of completions' tokens; of
     the updates, and of what is measured before. Of all completions' tokens: five float32, three bool, an int64.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from coordinator.answers import accepted, find_answer, letter_of
+from coordinator.workers.answer_extraction import accepted, find_answer, letter_of
 from launcher.check.data.columns import SYSTEMS
 from tandem_config.problems import ConfigErrors, problem
 from tandem_config.sections.reward import ExactMatchReward, MathVerifyReward

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.answers import after_prompt, conclusion, find_answer
 from coordinator.learn.scoring import Scorer, added, failures_of, over_budget, remarks_of
 from coordinator.rewards.base import ScoredText, Scores
 from coordinator.rewards.registry import Part, build_rewards, close_rewards, start_with_columns
+from coordinator.workers.answer_extraction import after_prompt, conclusion, find_answer
 from launcher.score.rows import COMPLETION, CompletionReader, Item
 from servicekit.errors import ConfigError
 from tandem_config.loading import load_config

@@ -154,7 +154,7 @@ def test_a_tensor_on_another_device_is_caught_where_the_loss_takes_it(device: st
     """The same step, its advantages left on another device."""
     answer = answers()[device]
     found = [(where, sorted(devices)) for _, devices, where, _ in answer["mixes"]]
-    assert any("token_state.py" in where and device in devices for where, devices in found)
+    assert any("token_loss.py" in where and device in devices for where, devices in found)
 
 
 def test_a_gradient_on_another_device_is_caught() -> None:

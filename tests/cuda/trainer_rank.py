@@ -218,7 +218,7 @@ def note_micro_batches(monkeypatch: pytest.MonkeyPatch, recorded: Recorded) -> l
 
 def wait_for_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted mistake: the number of a micro-batch's tokens is copied to the device."""
-    from trainer_service.megatron_engine.token_state import TokenState
+    from trainer_service.megatron_engine.token_loss import TokenState
 
     def wrong(self: TokenState, name: str, amount: int) -> None:
         self._add(name, torch.tensor(amount, device=self.weights.device))
@@ -228,7 +228,7 @@ def wait_for_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_a_move(monkeypatch: pytest.MonkeyPatch, to: str) -> None:
     """A planted mistake: a step's advantages are on another device than the rest."""
-    from trainer_service.megatron_engine.token_state import TokenState
+    from trainer_service.megatron_engine.token_loss import TokenState
 
     right = TokenState.of
 

@@ -33,7 +33,7 @@ OF_DEVICES = {
     "trainer_service/megatron_engine/head/logprobs.py": 2,
     "trainer_service/megatron_engine/options/zero.py": 2,
     "trainer_service/megatron_engine/step.py": 4,
-    "trainer_service/megatron_engine/token_state.py": 2,
+    "trainer_service/megatron_engine/token_loss.py": 2,
 }
 
 

@@ -27,7 +27,7 @@ from trainer_service.megatron_engine.adam_state import AdamState
 from trainer_service.megatron_engine.agreement import RankAgreement
 from trainer_service.megatron_engine.reference import ReferencePolicy
 from trainer_service.megatron_engine.schedule import MicroBatchTensors, Schedule, to_device
-from trainer_service.megatron_engine.token_state import MEASURED_SUMS, SUMS, TokenState
+from trainer_service.megatron_engine.token_loss import MEASURED_SUMS, SUMS, TokenState
 from trainer_service.micro_batches.packed import PackedRow
 from trainer_service.micro_batches.plan import RankShare, plan_step, plan_updates
 from trainer_service.micro_batches.samples import Samples, reordered

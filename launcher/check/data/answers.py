@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from coordinator.answers import was_read_otherwise
+from coordinator.workers.answer_extraction import was_read_otherwise
 from coordinator.workers.pool import RewardWorkers
 from coordinator.workers.task import Answer, Task
 from coordinator.workers.tasks import ANSWERS

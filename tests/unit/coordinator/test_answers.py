@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from coordinator.answers import accepted, after_prompt, answer_in, find_answer
+from coordinator.workers.answer_extraction import accepted, after_prompt, answer_in, find_answer
 from coordinator.workers.math_answers import scorer
 from tests.house.repository import REPO
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.answers import answer_in
 from coordinator.learn.estimates import estimates, majority_score, mean_with_interval, pass_at_k
+from coordinator.workers.answer_extraction import answer_in
 
 SCORES = st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=7)
 

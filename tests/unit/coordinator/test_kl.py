@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.flow import AdvantageResult, Completion, Divergence, Generation, Group, GroupScores, Prompt
 from coordinator.learn.advantages import group_advantages
-from coordinator.schedule.steps import compute_advantages, measure_divergence
+from coordinator.steps import compute_advantages, measure_divergence
 from servicekit.errors import NotFinite
 from tandem_api.trainer.v1 import trainer_pb2
 from tandem_config.schema import GrpoSection

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from coordinator.flow import GroupScores
-from coordinator.schedule.steps import compute_advantages
+from coordinator.steps import compute_advantages
 from tandem_config.schema import GrpoSection
 
 REWARDS = np.array([[3.0, 0.0, 0.0], [1.0, 1.0, 1.0]])

@@ -15,7 +15,7 @@ from tests.unit.trainer.objective_references import divergence
 from tests.unit.trainer.test_kl import VOCABULARY, Batch
 from tests.unit.trainer.test_packing import ranks
 from trainer_service.measure.flops import FlopCosts
-from trainer_service.megatron_engine.token_state import SUMS
+from trainer_service.megatron_engine.token_loss import SUMS
 from trainer_service.micro_batches.packed import context_share, pack
 from trainer_service.micro_batches.plan import plan_step
 from trainer_service.objectives.quantile import quantile_of
