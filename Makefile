@@ -37,7 +37,7 @@ $(STAMP): requirements/lock.txt requirements/torch.txt requirements/torch-cuda.t
 demo: venv ## post-train the example model with GRPO on this machine and show it (minutes)
 	@.venv/bin/tandem demo
 
-test: check ## checks and all tests but the slow ones (20 to 30 minutes on 2 cores)
+test: check ## checks and all tests but the slow ones (about 40 minutes on 2 cores)
 	$(call pytest,test,$(WORKERS) -m "($(SELECT)) and not alone")
 	$(call pytest,test-alone,-m "($(SELECT)) and alone")
 	@$(PY) -m tools.test_summary $(REPORTS)/test.xml $(REPORTS)/test-alone.xml
