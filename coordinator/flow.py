@@ -307,7 +307,7 @@ class IterationRecord:
     policy_version: int
     generation: Generation
     scored: GroupScores
-    # Of each completion, [P, G].
+    # [P, G] advantage of each completion.
     advantages_PG: NDArray[np.float64]
     # [P] groups whose rewards are all equal, and those left out of training.
     zero_variance_P: NDArray[np.bool_]

@@ -18,7 +18,7 @@ from tandem_files.atomic import write_json_atomic
 from tandem_files.model.safetensors_header import TensorInfo, read_header, read_metadata
 
 MANIFEST = "digests.json"
-# Of a file: its size in "bytes", and "xxh3_128" in hex.
+# Digest of a file: its size in "bytes", and "xxh3_128" in hex.
 Digest = Mapping[str, Any]
 _CHUNK_BYTES = 8 << 20
 _MAX_THREADS = 8

@@ -23,7 +23,7 @@ FINAL = "hf"
 FOLDER = "exports"
 # Says that a folder is ours, and may be replaced by the next export.
 MARK = "tandem_export.json"
-# Of a tokenizer; and in the run's folder the one that the run is trained with in its place.
+# Template of a tokenizer; and in the run's folder the one that the run is trained with in its place.
 CHAT_TEMPLATE = "chat_template.jinja"
 _TEMPLATES = "additional_chat_templates"
 EXPORT = FolderKind(name="an exported model", mark=MARK, entry=re.compile(r"[\w.-]+"), folders=frozenset({_TEMPLATES}))

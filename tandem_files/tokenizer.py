@@ -12,7 +12,7 @@ from tandem_files.digests import text_digest
 
 # Texts decoded together by decode_all.
 _DECODE_BATCH = 64
-# Of a model's folder: each may have ids that end or pad a text.
+# Files of a model's folder: each may have ids that end or pad a text.
 _MODEL_FILES = ("generation_config.json", "config.json")
 
 

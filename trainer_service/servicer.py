@@ -41,8 +41,8 @@ SILENT_S = 5.0
 _LOOK_S = 0.1
 # A client repeats a step right after its reply was lost, so few replies need to be kept.
 KEPT_REPLIES = 4
-# Of train steps, received or trained: one is right; another may be of a coordinator that was replaced, or whose reply
-# was lost.
+# Most train steps, received or trained: one is right; another may be of a coordinator that was replaced, or whose
+# reply was lost.
 MAX_BATCHES = 4
 PACKAGES = ("torch", "megatron_core", "numpy", "grpcio", "protobuf", "safetensors")
 

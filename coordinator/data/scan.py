@@ -61,7 +61,7 @@ class Scan:
     texts: "array[int]" = field(default_factory=lambda: array("Q"))
     # A template has written prompts.
     rendered: bool = False
-    # Of all files' bytes, in order.
+    # Digest of all files' bytes, in order.
     digest: str = ""
 
 

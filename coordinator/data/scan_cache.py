@@ -33,11 +33,11 @@ from tandem_files.rows.reading import Row
 log = get_logger(__name__)
 
 FOLDER = "data-index"
-# Of what is written here; another one is another key.
+# Version of the format; part of the key.
 _FORMAT = 3
 # File systems keep times in ticks of up to 2 s.
 _TICK_S = 2.0
-# Of a Scan; `overlong` quotes rows, and `faults` are none.
+# Fields of a Scan that are kept; `overlong` quotes rows, and `faults` are none.
 _COUNTS = ("num_rows", "num_used", "longest_overlong", "longest", "rendered", "columns", "digest")
 
 

@@ -11,7 +11,7 @@ from tandem_files.rows.files import find_files
 from tandem_files.rows.problems import DataError
 from tandem_files.rows.reading import RowKeys
 
-# Of a file's name in group ids, which lie in every message to a rollout.
+# Longest file label in a group id; ids are sent with every request.
 _LABEL_LENGTH = 40
 
 

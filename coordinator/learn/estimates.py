@@ -20,7 +20,7 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-# Of the normal distribution, for 95 %.
+# Quantile of the normal distribution for 95 %.
 _Z = 1.959963984540054
 RESAMPLES = 1000
 # Numbers drawn together: 8 MiB.

@@ -16,8 +16,8 @@ from functools import cached_property
 from tandem_files import metrics_table as table
 from tandem_files.metrics_file import Heldout
 
-# Of |log pi_trainer - log pi_engine|, in nats. In bfloat16 healthy means are 0.01 to 0.04 with long tails, so that the
-# largest of millions of tokens says nothing; in float32 the largest is 1e-5.
+# Limits of |log pi_trainer - log pi_engine|, in nats. In bfloat16 healthy means are 0.01 to 0.04 with long tails, so
+# that the largest of millions of tokens says nothing; in float32 the largest is 1e-5.
 _LIMIT_FLOAT32 = 1e-4
 _LIMITS_BFLOAT16 = {"logprob_abs_diff_mean": 0.05, "logprob_abs_diff_p999": 0.5}
 _IN_WORDS = {

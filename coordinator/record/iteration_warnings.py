@@ -8,7 +8,7 @@ from servicekit.errors import Internal
 
 # Rows whose answers cannot be read that one warning names.
 _NAMED_ROWS = 5
-# Of the reasons why calls failed; the log has all of them.
+# Most characters of the reasons why calls failed; the log has all of them.
 _CHARACTERS = 300
 
 

@@ -29,7 +29,7 @@ class Timing:
 
     # Seconds by part.
     parts: Mapping[str, float]
-    # Of the whole iteration, evaluation, checkpoint and export included.
+    # Seconds of the whole iteration, evaluation, checkpoint and export included.
     total_s: float
 
     @property

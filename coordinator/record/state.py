@@ -78,7 +78,7 @@ class SourceOrder(BaseModel):
     weight: float
     # Usable ones.
     num_prompts: int
-    # Of all bytes of its files.
+    # Digest of all bytes of its files.
     digest: str
 
 

@@ -35,7 +35,7 @@ class ScoredText:
     sample_id: str = ""
     # The same for all completions of a prompt; they are neighbours.
     group: int = 0
-    # Of the policy's tokenizer, special tokens included.
+    # Ids of the policy's tokenizer, special tokens included.
     prompt_ids: Sequence[int] = ()
     completion_ids: Sequence[int] = ()
 

@@ -30,7 +30,7 @@ class WorkedReward(Reward):
 
     async def score(self, items: Sequence[ScoredText]) -> Scores:
         """Return [S] scores of 0.0 or 1.0."""
-        # Of the prompt its end, which may begin a thought.
+        # The prompt's end is sent, because it may begin a thought.
         jobs = [{"completion": item.completion, "answer": item.answer, "prompt": item.prompt[-_END:]} for item in items]
         answers = await self._workers.map(jobs, give_up_after=late_budget(len(jobs)))
         said = {place: answer.value for place, answer in enumerate(answers) if isinstance(answer.value, dict)}

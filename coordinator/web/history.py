@@ -24,7 +24,7 @@ class History:
 
     def __init__(self, rows: Sequence[Row] = ()) -> None:
         self.rows: deque[Row] = deque(rows, maxlen=_ROWS_KEPT)
-        # Of the fields that any row has had, in their order.
+        # Names of the fields that any row has had, in their order.
         self.names = {name: None for row in rows for name in row}
         # Changes of the state, warnings, evaluations.
         self.messages: deque[Event] = deque(maxlen=_MESSAGES_KEPT)

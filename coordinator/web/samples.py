@@ -23,7 +23,7 @@ _MOST_GROUPS, _MOST_SAMPLES = 20, 64
 _GROUPS = 6
 # Characters of all texts of an answer; each text gets an equal share within these bounds.
 _ALL_TEXT, _LEAST_TEXT, _MOST_TEXT = 2**20, 400, 20_000
-# Of a column that a reward takes.
+# Most characters of a column that a reward takes.
 _MOST_COLUMN = 200
 # Share of a shortened text that is its beginning; the rest is its end, where answers are.
 _BEGINNING = 0.7

@@ -80,7 +80,7 @@ _LETTER_APART = re.compile(
     re.M,
 )
 _IN_JSON = re.compile(r"\"((?:[^\"\\]|\\.)*)\"|[^,}\n]*")
-# Of Japanese and Korean, whose sentences end with the verb.
+# Last verbs of Japanese and Korean sentences.
 _COPULA = re.compile(r"\s*(?:です|である|だ|입니다|이다)$")
 # Characters behind a mark that are looked at.
 _LONGEST = 4096

@@ -6,7 +6,7 @@ from typing import Any
 
 from coordinator.workers.answer_extraction import accepted
 
-# Of a wrong answer, for messages.
+# Most characters of a wrong answer in messages.
 _SHOWN_CHARS = 200
 
 

@@ -13,7 +13,7 @@ from tandem_config.schema import RunConfig
 from tandem_config.sections.trackers import MlflowTracker, Tracker, WandbTracker
 
 _INSTALL = "pip install 'tandem[trackers]', or remove the entry"
-# Of a message of MLflow's, which has the cause first and advice behind it.
+# Most characters of a message of MLflow's, which has the cause first and advice behind it.
 _CHARACTERS = 400
 
 

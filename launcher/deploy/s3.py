@@ -22,7 +22,7 @@ from servicekit.errors import ConfigError, TandemError, Unavailable
 from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
 
 CONNECT_S, TRIES = 10.0, 5
-# Of one request, which carries a part at most: 140 kB/s. Tries together end after RETRY_S.
+# Time-out of one request. A 16 MiB part needs 140 kB/s to fit. Tries together end after RETRY_S.
 REQUEST_S, RETRY_S = 120.0, 300.0
 PART_BYTES = 16 << 20
 # Parts at a time: with what is being read they are all that is in memory.

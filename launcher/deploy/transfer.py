@@ -11,7 +11,7 @@ from servicekit.errors import ConfigError
 from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG
 
 S3 = "s3://"
-# Of the Secret for S3: key -> variable.
+# Keys of the Secret for S3, and the variable of each.
 SECRET_KEYS = {"access-key": "AWS_ACCESS_KEY_ID", "secret-key": "AWS_SECRET_ACCESS_KEY"}
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^/\s]+)*")
 _LONGEST_NAME = 50

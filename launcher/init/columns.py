@@ -26,7 +26,7 @@ ANSWERS = (
 )
 _NUMBER = re.compile(r"\s*\$?[-+]?\$?[\d.][\d.,/^%:\s]*(?:[eE][-+]?\d+)?\$?\s*")
 _LATEX = re.compile(r"\\(?:d?frac|sqrt|pi|cdot|left|text)\b|^\s*\$.*\$\s*$")
-# Of the answers that must have a form; a few odd rows are left to `tandem check`.
+# Share of the answers that must have a form; a few odd rows are left to `tandem check`.
 _MOST = 0.9
 # Longer texts are seldom reproduced letter by letter.
 _SHORT_CHARS = 64

@@ -12,7 +12,7 @@ from tandem_files.rows.problems import DataError, RowProblem
 from tandem_files.rows.reading import Row, first_record, read_rows
 from tandem_files.rows.values import BadRow
 
-# Of all files of a part together: a few seconds; `tandem check` reads all.
+# Most rows of all files of a part together: a few seconds; `tandem check` reads all.
 MAX_ROWS = 20_000
 _BATCH_ROWS = 512
 

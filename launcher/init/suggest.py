@@ -24,7 +24,7 @@ from weightsync.model.spec import ModelSpec
 
 # With a step, so that a longer row that is added later fits.
 _STEP = 16
-# Of the longest completion; on CPUs a token takes a thousand times as long as on GPUs.
+# Tokens of the longest completion; on CPUs a token takes a thousand times as long as on GPUs.
 _GPU_TOKENS, _CPU_TOKENS = 1024, 256
 _FEWEST_ITERATIONS, _MOST_ITERATIONS = 20, 200
 

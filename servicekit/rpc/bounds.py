@@ -17,8 +17,8 @@ from google.protobuf.message import Message
 
 from servicekit.errors import InvalidRequest
 
-# Of a request, those of its parts included: what the longest lists of the table need. An empty part takes two bytes on
-# the wire and a hundred in memory, so that 64 MiB of them would take 4 GiB before any check of their number.
+# Most fields of a request, those of its parts included: what the longest lists of the table need. An empty part takes
+# two bytes on the wire and a hundred in memory: 64 MiB of them would take 4 GiB before any check of their number.
 MOST_FIELDS = 2**18 + 2**10
 # Bytes of a request that no field of ours needs (of a newer release, or twice the same) are kept with it: at most as
 # many again, and these.

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 # gRPC's default of 4 MiB is less than a group of long completions. What can exceed this is streamed.
 MAX_MESSAGE_BYTES = 64 * 2**20
-# Of a message in a stream of samples: far from the limit, and enough that a message's own cost does not count. A
+# Bytes of a message in a stream of samples: far from the limit, and enough that a message's own cost does not count. A
 # sample that is larger goes alone.
 SAMPLE_CHUNK_BYTES = MAX_MESSAGE_BYTES // 16
 
-# Of a GenerateGroups call: all of them are held in memory together.
+# Completions of a GenerateGroups call: all of them are held in memory together.
 MAX_COMPLETIONS_PER_CALL = 1 << 17
 
 _MESSAGE_OPTIONS: tuple[tuple[str, int], ...] = (

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from servicekit.addresses import split_address
 from servicekit.rpc.bounds import Bound, Choice, Flag, Items, Number, Rules, SubMessage, Table, Text, check_message
 
-# Of all ranks of a round: the largest runs that are known have a tenth.
+# Ranks of a round: the largest runs that are known have a tenth.
 MAX_RANKS = 2**16
 # As sync.formation_timeout_s, transfer_timeout_s, bucket_mib (tandem_config/sections/base.py).
 # Not nearer to what this service's own configuration says: a coordinator that resumes with longer ones commands

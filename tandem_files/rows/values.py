@@ -8,7 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 _NAMED_COLUMNS = 20
-# Of a number without an exponent.
+# Most digits of a number without an exponent.
 _MOST_DIGITS = 40
 
 

@@ -73,7 +73,7 @@ class SampleHead:
     reward: float | None
     # None: of an evaluation.
     advantage: float | None
-    # Of the completion, the stop token included.
+    # Tokens of the completion, the stop token included.
     num_tokens: int
     # stop, or length: cut off by the length limit.
     finish_reason: str

@@ -74,7 +74,8 @@ def wrapped_lines(path: Path) -> list[tuple[int, str]]:
 def dialect(text: str) -> list[str]:
     """The house's own words in a text; what stands in backticks is code."""
     prose = " ".join(re.sub(r"`[^`]*`", "", text).split())
-    return [
+    genitive = ["'# Of', say: what it is, e.g. '# Seconds of ...'"] if text.startswith("# Of ") else []
+    return genitive + [
         f"{match[0]!r}, say: {instead}"
         for words, instead in DIALECT.items()
         for match in re.finditer(rf"\b(?:{words})\b", prose, re.IGNORECASE)
@@ -208,13 +209,21 @@ def test_variables_are_named_for_what_they_hold() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["Told of every sync.", "Nobody can be looked for.", "if too few are there any more", "what is wrong, in words"],
+    [
+        "Told of every sync.",
+        "Nobody can be looked for.",
+        "if too few are there any more",
+        "what is wrong, in words",
+        "# Of a request, in seconds.",
+    ],
 )
 def test_dialect_is_recognised(text: str) -> None:
     assert len(dialect(text)) == 1
 
 
-@pytest.mark.parametrize("text", ["`nobody`", "an untold number", "in other words", "Show hopping counts."])
+@pytest.mark.parametrize(
+    "text", ["`nobody`", "# Seconds of a request.", "an untold number", "in other words", "Show hopping counts."]
+)
 def test_other_words_are_not(text: str) -> None:
     assert dialect(text) == []
 

@@ -24,7 +24,7 @@ LAYOUTS = {
     "pp2": Parallel(pipeline=2),
 }
 LENGTHS = ("equal", "uniform", "long_tail")
-# Of the logarithm of long-tailed lengths, of which the longest is cut off at this many times the mean.
+# Deviation of the logarithm of long-tailed lengths, of which the longest is cut off at this many times the mean.
 _SIGMA, _LONGEST = 1.2, 8
 
 

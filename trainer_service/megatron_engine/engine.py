@@ -255,7 +255,7 @@ class MegatronEngine:
         about |= {OPTIMIZER: settings.checkpoint_optimizer, EXTRA: settings.checkpoint_extra}
         if has_extra(about):
             about |= {"steps_done": self._steps_done, "skipped_updates": self._skipped_updates}
-        # Of one rank: all must write the same.
+        # The id of one rank: all must write the same.
         about[RUN_ID] = self._agreement.first_text(run_id_of(self._run_dir))
         return {**self._reader.meta, "parallel": asdict(self._parallel), **about}
 

@@ -23,7 +23,7 @@ from tandem_files.tokenizer import TextCodec
 RETRY_S = 60.0
 # The last iteration of a tracker that has nothing: the first one is 0, the evaluation before the training.
 _NONE = -1
-# Of a library's message; the log has all of it.
+# Most characters of a library's message; the log has all of it.
 _CHARACTERS = 300
 ADVICE = "install it with: pip install 'tandem[trackers]'"
 
@@ -110,7 +110,7 @@ class Tracker:
         completions: Completions | None = None,
     ) -> None:
         self._completions = Completions() if completions is None else completions
-        # Of the iteration that is sent next, once it is; an unreachable tracker gets figures later, and no completions.
+        # Completions of the iteration to send next; an unreachable tracker gets figures later, and no completions.
         self._shown: tuple[int, list[Shown]] = (0, [])
         self._refused = ""
         self._backend, self._facts, self._clock = backend, facts, clock

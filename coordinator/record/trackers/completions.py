@@ -10,7 +10,7 @@ from coordinator.record.sinks import FinishedIteration
 from tandem_files.samples.schema import TRAIN
 from tandem_files.tokenizer import TextCodec
 
-# Of a prompt or a completion: trackers keep what they get, and a run has thousands of iterations.
+# Most characters of a prompt or a completion: trackers keep what they get, and a run has thousands of iterations.
 MOST_CHARS = 4000
 _LEFT_OUT = "\n[...]\n"
 

@@ -197,7 +197,7 @@ def columns_in(prompt: str) -> TakenColumns:
     names: dict[int, object] = {id(access.node): access.attr for access in tree.find_all(nodes.Getattr)}
     names |= {id(access.node): getattr(access.arg, "value", None) for access in tree.find_all(nodes.Getitem)}
     taken = [names.get(id(name)) for name in tree.find_all(nodes.Name) if name.name == "columns"]
-    # Of a name that a dict has, as `items`, the template gets the method.
+    # For a name that a dict has, as `items`, the template gets the method.
     found = tuple(name for name in taken if isinstance(name, str) and not hasattr(dict, name))
     return TakenColumns(optional=found, everything=len(found) < len(taken))
 

@@ -33,7 +33,7 @@ class AnswerSample:
     answers: list[tuple[Place, str]] = field(default_factory=list)
     step: int = 1
     prompt_key: str = "prompt"
-    # Of the rows, whose messages are JSON text, the first ones.
+    # The first rows whose messages are JSON text.
     _texts: list[Place] = field(default_factory=list)
     _seen: int = 0
 

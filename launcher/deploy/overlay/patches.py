@@ -10,7 +10,7 @@ from launcher.deploy.overlay.layout import PodLayout
 GPU = "nvidia.com/gpu"
 WORKLOADS = ("StatefulSet", "Job", "Deployment")
 CLAIMS = ("run", "models")
-# Of a CPU engine or rank; deploy/overlays/dev-cpu has the same.
+# Memory of a rank and of an engine on CPUs; deploy/overlays/dev-cpu has the same.
 _CPU_RANK_GIB, _CPU_ENGINE_GIB = 3, 6
 _GPU_NODES = "gpu-nodes"
 

@@ -16,7 +16,7 @@ from tandem_files.metrics_table import BY_NAME
 from tandem_files.run_config import RESOLVED_CONFIG
 from tandem_files.run_folder import metrics_rows, read_state
 
-# Of what a run records of its rewards (coordinator/record/resuming.py), that which its configuration does not say.
+# What a run records of its rewards' code (coordinator/record/resuming.py): its configuration does not say it.
 _CODE = re.compile(r"(?P<reward>.*): code of (?P<place>.*)", re.DOTALL)
 
 

@@ -45,7 +45,7 @@ def parse(service: str, lines: Iterable[str], since_s: float = 0.0) -> Iterator[
     """
     entry: Entry | None = None
     for line in lines:
-        # Of a progress bar the last picture.
+        # The last picture of a progress bar.
         line = _ESCAPES.sub("", line.rstrip("\n").rpartition("\r")[2] or line.rstrip("\r\n"))
         if not line.strip():
             continue

@@ -16,7 +16,7 @@ PROMISED_S = LEASE_TTL_S + 3.0
 # Logged by a rank (weightsync/transfer/transports/links.py) right before it connects to those that it exchanges
 # messages with.
 AGREED = b"transport agreed"
-# Of a transfer that was over before it could be harmed.
+# Tries of a transfer that was over before it could be harmed.
 TRIES = 3
 
 

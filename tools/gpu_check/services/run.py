@@ -36,7 +36,7 @@ async def ask_mixture(fleet: ServiceFleet, findings: Findings) -> None:
 
 
 FAILURES = (TimeoutError, TandemError, RuntimeError, ValueError, OSError, grpc.RpcError)
-# Of the last run's services.
+# Logs of the last run's services.
 LOGS = Path(__file__).resolve().parents[3] / ".cache" / "gpu-check"
 
 # By what is asked: the sizes that it should have, and those that do where GPUs are few.
