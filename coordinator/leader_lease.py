@@ -116,6 +116,6 @@ class LeaderCheck:
         """Wait until it is certain. Raises: Evicted: another coordinator has taken over."""
         await check_lead(self.lease, self.patience_s)
 
-    def in_the_moment(self) -> None:
+    def check(self) -> None:
         """Check immediately before a file is replaced. Raises: as `check_lease`."""
         check_lease(self.lease)

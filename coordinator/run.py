@@ -194,7 +194,7 @@ class Run:
             self._renewed = evaluated
             return
         await self.lead.confirm()
-        self.rows.append(row, self.lead.in_the_moment)
+        self.rows.append(row, self.lead.check)
         self._sinks.take(FinishedIteration(record=None, row=row, evaluated=evaluated))
 
     async def _agree_on_version(self) -> None:
@@ -271,7 +271,7 @@ class Run:
             dict(self.schedule.rng.bit_generator.state),
         )
         self.progress.advance(record, row)
-        self.rows.append(row, self.lead.in_the_moment)
+        self.rows.append(row, self.lead.check)
         self._save_state("running")
         if adopt_next(self.run_dir):
             log.info("configuration of this launch adopted")
@@ -322,4 +322,4 @@ class Run:
     def _save_state(self, status: str) -> None:
         self.state.status = status
         self.state.wall_s = self._earlier_s + time.monotonic() - self._start_s
-        self.state.note(self.run_dir / STATE_FILE, self.lead.in_the_moment)
+        self.state.note(self.run_dir / STATE_FILE, self.lead.check)

@@ -104,7 +104,7 @@ class RunCheckpoints:
         """Complete the checkpoint of the last iteration, when the trainer's part is written, or miss it."""
         self.rows.sync()
         try:
-            await self.checkpointer.complete(self.state, self.lead.confirm, self.lead.in_the_moment)
+            await self.checkpointer.complete(self.state, self.lead.confirm, self.lead.check)
         except NotWritten as error:
             self.missed.note(self.state.iteration, error)
         if not self.checkpointer.writing:
@@ -132,15 +132,15 @@ class RunCheckpoints:
         await self.lead.confirm()
         await self.checkpointer.save_trainer(self.state.iteration)
         self.rows.sync()
-        await self.checkpointer.complete(self.state, self.lead.confirm, self.lead.in_the_moment)
+        await self.checkpointer.complete(self.state, self.lead.confirm, self.lead.check)
         await self.checkpointer.settle()
         self.missed.none()
         log.info("checkpoint saved at the end", iteration=self.state.iteration)
 
     async def mark_best(self) -> None:
         """Mark the checkpoint of the best policy, which is kept."""
-        await self.checkpointer.mark_best(self.state.best, self.lead.in_the_moment)
+        await self.checkpointer.mark_best(self.state.best, self.lead.check)
 
     def keep(self, iteration: int) -> None:
         """Keep the checkpoint of an iteration for good."""
-        keep_checkpoint(self.run_dir, iteration, self.lead.in_the_moment)
+        keep_checkpoint(self.run_dir, iteration, self.lead.check)

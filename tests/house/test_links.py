@@ -13,7 +13,7 @@ CODE_PATHS = REPO / "docs" / "code-paths.md"
 MAX_LINES, MAX_CHARACTERS = 120, 140
 _BLOCK = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
-# A file or folder of the repository in backticks, as `coordinator/loop.py` or `coordinator/data/`.
+# A file or folder of the repository in backticks, as `coordinator/run.py` or `coordinator/data/`.
 _TOPS = "|".join([*PACKAGES, "tools", "tests", "examples", "deploy", "benchmarks", "requirements", "protos"])
 _NAMED = re.compile(rf"`((?:{_TOPS})/[\w./-]*[\w/])`")
 # What stands for a name: `coordinator/rewards/NAME.py`.
