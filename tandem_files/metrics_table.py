@@ -145,8 +145,8 @@ METRICS = (
     Metric("run", "overhead_share", "share", "Share of the last iteration outside the engine's and the trainer's "
            "computation.", exported="tandem_overhead_ratio", median=True, less=True),
     Metric("run", "policy_version", "", "Version after the iteration.", column=Column("version", ".0f", 7, 4)),
-    Metric("health", "reward", "", "How far the mean reward of the last iterations is below its best, in standard "
-           "deviations of the rewards.", exported="tandem_reward_fall_stds"),
+    Metric("health", "reward", "", "How far the mean reward of the last iterations is below its best / the fall that "
+           "is a collapse.", exported="tandem_reward_fall_of_limit_ratio"),
     Metric("health", "heldout", "", "How far the last held-out accuracy is below that before the training, in standard "
            "deviations of its scores.", exported="tandem_heldout_fall_stds"),
     Metric("health", "mismatch", "", "Difference of the last iteration's log-probs in trainer and engine / its limit "
@@ -174,8 +174,8 @@ MISMATCH_RISEN = Threshold("TandemLogprobMismatchRising", 3)
 KL_HIGH = Threshold("TandemKLHigh", 0.1)
 ENTROPY_COLLAPSED = Threshold("TandemEntropyCollapsed", 0.05, "< {}")
 NOTHING_TO_LEARN = Threshold("TandemNothingToLearn", 0.9)
-# Standard deviations of the reward below its best: of rewards of 0 or 1 that have been right half of the time, 0.25.
-REWARD_COLLAPSED = Threshold("TandemRewardCollapsed", 0.5)
+# How far the mean reward is below its best / the fall that is a collapse (coordinator/record/health.py).
+REWARD_COLLAPSED = Threshold("TandemRewardCollapsed", 1)
 # Standard deviations of the held-out scores: two standard errors of the mean over 400 prompts.
 ACCURACY_LOST = Threshold("TandemAccuracyBelowStart", 0.1)
 ALL_TRUNCATED = Threshold("TandemCompletionsTruncated", 0.9)

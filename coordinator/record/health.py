@@ -9,9 +9,11 @@ since that of a solved task or a destroyed policy is near 0. Where it has been 0
 learn from: the policy has not changed, so it has neither risen nor collapsed (TandemNothingToLearn).
 """
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from tandem_files import metrics_table as table
 from tandem_files.metrics_file import Heldout
@@ -30,6 +32,13 @@ _MISMATCH_FLOOR = 1e-3
 # Standard deviations of the reward: one that has risen by so much and is not so far below its best means a solved task,
 # not a collapsed policy.
 _NOTICEABLE = 0.2
+# Standard deviations of the reward below its best that are a collapse: of rewards of 0 or 1 that have been right half
+# of the time, 0.25.
+_COLLAPSED = 0.5
+# A fall of _NOTICEABLE is a collapse, too, where the reward has kept at most this share of what its best was above its
+# worst, and the fall is this many standard errors of a window's mean: the best of many windows is 3 of them too good.
+_LEFT_OF_GAIN = 0.2
+_STANDARD_ERRORS = 6
 # Standard deviation / mean that is rounding, of scores in float32.
 _ROUNDING = 1e-6
 _LONGEST = 10
@@ -96,7 +105,7 @@ def figures(rows: Sequence[Row], heldout: Heldout, limits: Mapping[str, float]) 
     now = _Curves(rows, heldout, limits)
     shares = [rows[-1][field] / limit for field, limit in limits.items() if rows and field in rows[-1]]
     found = {
-        "reward": now.reward_fall,
+        "reward": None if now.reward_fall is None else now.reward_fall / now.reward_limit,
         "heldout": now.heldout_fall,
         "mismatch": max(shares, default=None),
         "mismatch_rise": now.mismatch_rise,
@@ -128,21 +137,21 @@ class _Curves:
         """Return the field's newest value, for what is not measured in every iteration."""
         return next((row[field] for row in reversed(self.rows) if field in row), None)
 
-    def best(self, field: str) -> float | None:
-        """Return the field's largest mean over a window (in long runs over _MAX_WINDOWS of the windows)."""
+    def means(self, field: str) -> list[float]:
+        """Return the field's means over windows (in long runs over _MAX_WINDOWS of the windows)."""
         starts = range(0, len(self.rows) - self.window + 1, max(1, len(self.rows) // _MAX_WINDOWS))
         means = [mean_of(self.rows[start : start + self.window], field) for start in starts]
-        return max((mean for mean in means if mean is not None), default=None)
+        return [mean for mean in means if mean is not None]
 
     @cached_property
     def reward_best(self) -> float | None:
         """The largest mean reward over a window."""
-        return self.best(table.REWARD)
+        return max(self.means(table.REWARD), default=None)
 
     @cached_property
     def reward_spread(self) -> float:
         """The reward's own spread; 0: it has none, or too few iterations."""
-        return _spread(self.best("reward_std"), self.reward_best)
+        return _spread(max(self.means("reward_std"), default=None), self.reward_best)
 
     @cached_property
     def reward_fall(self) -> float | None:
@@ -151,6 +160,25 @@ class _Curves:
         if recent is None or best is None:
             return None
         return (best - recent) / self.reward_spread if self.reward_spread else 0.0
+
+    @cached_property
+    def reward_limit(self) -> float:
+        """The least reward_fall that is a collapse.
+
+        Of rewards that were seldom right, even the loss of all is less than _COLLAPSED (of 0.15, 0.42). What tells
+        it from noise is the scatter from one iteration to the next, which has that of the prompts in it.
+        """
+        recent, best = self.recent(table.REWARD), self.reward_best
+        if recent is None or best is None or not self.reward_spread:
+            return _COLLAPSED
+        worst = min(self.means(table.REWARD))
+        if recent - worst > _LEFT_OF_GAIN * (best - worst):
+            return _COLLAPSED
+        rewards = [row[table.REWARD] for row in self.rows if table.REWARD in row]
+        steps = [later - earlier for earlier, later in pairwise(rewards)]
+        scatter = math.sqrt(sum(step * step for step in steps) / (2 * max(1, len(steps))))
+        noise = _STANDARD_ERRORS * scatter / math.sqrt(self.window) / self.reward_spread
+        return min(_COLLAPSED, max(_NOTICEABLE, noise))
 
     @property
     def heldout_fall(self) -> float | None:
@@ -232,10 +260,11 @@ def _of_scores(now: _Curves) -> Iterator[Trouble]:
     if last is not None and start is not None and (now.heldout_fall or 0.0) > table.ACCURACY_LOST.value:
         text = f"{now.heldout.title.capitalize()} is {last:.3g}; it was {start:.3g} before the training."
         yield Trouble("accuracy", table.ACCURACY_LOST.alert, text)
-    if (fall := now.reward_fall or 0.0) > table.REWARD_COLLAPSED.value:
+    fall = now.reward_fall or 0.0
+    if fall / now.reward_limit > table.REWARD_COLLAPSED.value:
         text = (
             f"The mean reward of {now.lately} is {now.recent(table.REWARD):.3g}; its best over {now.window} was "
-            f"{now.reward_best:.3g}, {fall:.1f} standard deviations of the rewards above."
+            f"{now.reward_best:.3g}, {fall:.2g} standard deviations of the rewards above."
         )
         yield Trouble("reward", table.REWARD_COLLAPSED.alert, text)
 

@@ -29,9 +29,10 @@ _LEARNING = Row(
         ),
         panel(
             "Below its best",
-            "How far the mean reward of the last iterations is below its best in this run, and the last held-out score "
-            "below that before the training, in standard deviations of each: the same at every sign and scale.",
-            gauge("tandem_reward_fall_stds", "reward"),
+            "How far the mean reward of the last iterations is below its best in this run, as a share of what counts "
+            "as a collapse, and the last held-out score below that before the training, in standard deviations of its "
+            "scores: the same at every sign and scale.",
+            gauge("tandem_reward_fall_of_limit_ratio", "reward, of a collapse"),
             gauge("tandem_heldout_fall_stds", "held out, below its start"),
             unit="short",
             alert="TandemRewardCollapsed",

@@ -1,5 +1,7 @@
 """Runs that cannot learn, or are destroyed, are told; those that learn are left alone."""
 
+import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -85,10 +87,27 @@ def test_neither_sign_nor_scale_of_a_reward_matters(
 
 
 @pytest.mark.parametrize(("factor", "offset"), SCALES.values(), ids=SCALES)
-def test_the_loss_of_few_right_answers_is_told_as_nothing_to_learn(factor: float, offset: float) -> None:
+@pytest.mark.parametrize("left", [0.0, 0.02])
+def test_the_loss_of_few_right_answers_is_a_collapse(left: float, factor: float, offset: float) -> None:
     """Of 0.15 to 0 it is 0.42 standard deviations."""
-    table = of_right_answers([0.15] * 30 + [0.0] * 10, factor, offset, zero_variance_ratio=[0.2] * 30 + [1.0] * 10)
-    assert kinds(table) == ["equal_rewards"]
+    equal = [0.2] * 30 + [1.0 - 10 * left] * 10
+    table = of_right_answers([0.15] * 30 + [left] * 10, factor, offset, zero_variance_ratio=equal)
+    assert kinds(table) == (["reward", "equal_rewards"] if left == 0.0 else ["reward"])
+
+
+@pytest.mark.parametrize("right", [0.15, 0.5, 0.9])
+def test_what_sampling_does_to_a_mean_is_no_collapse(right: float) -> None:
+    """Batches of 16 prompts whose difficulty differs, at every length of the run; then right answers become rare."""
+    generator = random.Random(3)
+
+    def share_of(mean: float) -> float:
+        difficulties = [generator.betavariate(2 * mean, 2 * (1 - mean)) for _ in range(16)]
+        return sum(generator.random() < each for each in difficulties for _ in range(8)) / 128
+
+    steady = [share_of(right) for _ in range(80)]
+    assert max(abs(later - earlier) for earlier, later in pairwise(steady)) > 0.1
+    assert [kinds(of_right_answers(steady[:length])) for length in range(4, 81, 4)] == [[]] * 20
+    assert kinds(of_right_answers(steady + [share_of(right * 0.13) for _ in range(30)])) == ["reward"]
 
 
 @pytest.mark.parametrize(("factor", "offset"), SCALES.values(), ids=SCALES)
