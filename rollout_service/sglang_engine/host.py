@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ log = get_logger(__name__)
 
 LEAVE_S = 5.0
 _PREFIX = "tdm"
+# Tandem's entry point for SGLang (pyproject.toml), and why it may not have run where it is installed.
+_PLUGINS, _PLUGIN = "sglang.srt.plugins", "tandem_weights"
+_NO_PLUGIN = "SGLang's ranks run without Tandem's hooks, and would take no weights"
 # Prefixes of files in /dev/shm: the load of SGLang's ranks, which it does not remove, and the queues (25 MB each)
 # between the ranks of an engine, which processes that are killed do not remove.
 _SHARED = ("sglang_loads_", "sgl_shm_")
@@ -106,6 +110,9 @@ class SglangProcesses:
 
         spec = _read_model(self._config)
         refuse_environment(os.environ)
+        if _PLUGIN not in entry_points(group=_PLUGINS).names:
+            why = "Tandem is on the path, but not installed in this environment: `pip install --no-deps -e .`"
+            raise ConfigError(f"{_NO_PLUGIN}: {why}")
         cuda = torch.cuda.is_available()
         if cuda:
             _require_compilers(compilers_here())
@@ -122,6 +129,11 @@ class SglangProcesses:
                     self.engine = launch_engine(self.arguments)
                 except RuntimeError as error:
                     raise explain(self._folder, error) from error
+                if not all(Path(address.removeprefix("unix:")).is_socket() for address in self.rank_addresses):
+                    why = (
+                        f"entry point {_PLUGIN} did not load (SGLANG_PLUGINS, SGLANG_PLATFORM, or its own error above)"
+                    )
+                    raise ConfigError(f"{_NO_PLUGIN}: {why}")
                 pids = [os.getpid(), *self.engine.get_all_child_pids()]
                 self._owned.note(shared_memory_of(pids, *_SHARED))
 

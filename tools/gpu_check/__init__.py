@@ -23,5 +23,6 @@ Runs what the machine allows, writes benchmarks/gpu/<device>.json, and reports w
 
 Four GPUs run everything; with fewer, services run at TP1 where they can. Every phase of `speed` runs in a thread of its
 own, whose current CUDA device is 0, as in gRPC's threads of the services. Exits 1 if a check failed or a case was not
-exact, 2 if nothing ran (0 with --allow-skip). `--device cpu` is a dry run of all of it over gloo. Not yet run on a GPU.
+exact, 2 if nothing ran (0 with --allow-skip). `--device cpu` is a dry run of all of it over gloo.
+benchmarks/gpu/README.md says what has run where.
 """

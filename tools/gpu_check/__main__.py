@@ -17,6 +17,7 @@ from servicekit.logs import configure_logging
 from tools.gpu_check.cases import MULTI_RANK, MULTI_RANK_NCCL, cases
 from tools.gpu_check.environment import environment
 from tools.gpu_check.fleet import redis_url, run_case
+from tools.gpu_check.services.findings import Findings
 
 OUT = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "gpu"
 NOTHING_RAN = 2
@@ -52,21 +53,31 @@ def main() -> int:
         "environment": environment(),
         "skipped": [CONTAINERS],
     }
+    try:
+        check_parts(options, report)
+    finally:  # what was found before an interruption is found
+        for line in report["skipped"]:
+            print(f"gpu-check: skipped {line}")
+        options.out.mkdir(parents=True, exist_ok=True)
+        path = options.out / f"{report['device'].replace(' ', '-').lower()}.json"
+        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        print(f"gpu-check: written to {path}")
+    return verdict(report, nothing_ran)
+
+
+def check_parts(options: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Run the chosen parts; what is found goes into the report at once."""
     if "attention" in options.parts:
         from tools.gpu_check.attention import check_attention
 
-        report |= {"attention": check_attention(options.device)}
+        report["attention"] = []
+        check_attention(options.device, Findings(report["attention"]))
     if "services" in options.parts:
-        report |= {"services": check_services(options.device, report["skipped"])}
+        report["services"] = []
+        check_services(options, report["skipped"], Findings(report["services"]))
     if "speed" in options.parts:
-        report |= check_speed(options, report["skipped"])
-    for line in report["skipped"]:
-        print(f"gpu-check: skipped {line}")
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"{report['device'].replace(' ', '-').lower()}.json"
-    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(f"gpu-check: written to {path}")
-    return verdict(report, nothing_ran)
+        report["cases"] = []
+        check_speed(options, report)
 
 
 def parse() -> argparse.Namespace:
@@ -76,6 +87,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run over gloo")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--fleets", nargs="+", help="of the services, those whose names begin so: dense deaths trainer")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds per case, after one that is not")
     parser.add_argument("--layers", type=int, help="layers of the random model (default 24: 0.6 B parameters)")
     parser.add_argument("--hidden", type=int, help="hidden size of the random model (default 1024)")
@@ -106,47 +118,49 @@ def gpus_of(device: str) -> tuple[list[str], tuple[int, ...], bool]:
     """Return GPU ids, NCCL's version, and whether ranks may share a GPU; a dry run has four imaginary GPUs."""
     import torch
 
+    from weightsync.transfer.facts import nccl_version
+
     if device == "cpu":
         return [str(index) for index in range(DRY_GPUS)], (0,), False
-    nccl = tuple(torch.cuda.nccl.version())
+    nccl = nccl_version()
     gpus = list(find_gpus().usable) or [str(index) for index in range(torch.cuda.device_count())]
     return gpus, nccl, nccl >= MULTI_RANK_NCCL and os.environ.get(MULTI_RANK) == "1"
 
 
-def check_services(device: str, skipped: list[str]) -> list[dict[str, Any]]:
-    """Check real services. skipped: gets a line per check that cannot run. Returns: the results."""
-    from tools.gpu_check.services.findings import Findings
+def check_services(options: argparse.Namespace, skipped: list[str], findings: Findings) -> None:
+    """Check real services. skipped: gets a line per check that cannot run."""
     from tools.gpu_check.services.run import choose, run_fleets
     from tools.gpu_check.services.settings import SCALES
 
-    findings = Findings()
+    device = options.device
     if device == "cuda":
         missing = [f"{name} not found" for name in compilers_here().missing]
         findings.add("environment", [*filter(None, [find_gpus().why_not]), *missing])
         if findings.failed:
-            return findings.checks
+            return
     gpus, _, multi_rank = gpus_of(device)
     chosen, why_not = choose(gpus, multi_rank=multi_rank)
     skipped += why_not
+    if options.fleets:
+        chosen = {what: shape for what, shape in chosen.items() if what.startswith(tuple(options.fleets))}
+        skipped.append(f"services but {', '.join(chosen) or 'none'}: --fleets {' '.join(options.fleets)}")
     asyncio.run(run_fleets(chosen, SCALES[device], findings))
-    return findings.checks
 
 
-def check_speed(options: argparse.Namespace, skipped: list[str]) -> dict[str, Any]:
-    """Move random tensors over every transport. Returns: speeds of the device's copies, and results of the cases."""
+def check_speed(options: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Move random tensors over every transport; `report` gets speeds of the device's copies, and the cases."""
     gpus, nccl, multi_rank = gpus_of(options.device)
     chosen, why_not = cases(len(gpus), nccl, multi_rank=multi_rank, device=options.device)
-    skipped += why_not
+    report["skipped"] += why_not
     if options.device == "cpu":  # each way once: sizes change speeds, which a dry run does not measure
         chosen = list({(case.transport, case.install, case.experts): case for case in chosen}.values())
     copies = copy_speeds(options.device, len(gpus))
-    results = []
+    report |= {"num_gpus": len(gpus), "copy_gb_per_s": copies}
     with redis_url() as url:
         for case in chosen:
             result = run_case(case, url, layers=options.layers, hidden=options.hidden, rounds=options.rounds)
-            results.append(with_copy_share(result, copies))
-            print(f"gpu-check: {case.name}: {result.get('error') or summary(results[-1])}", flush=True)
-    return {"num_gpus": len(gpus), "copy_gb_per_s": copies, "cases": results}
+            report["cases"].append(with_copy_share(result, copies))
+            print(f"gpu-check: {case.name}: {result.get('error') or summary(report['cases'][-1])}", flush=True)
 
 
 def with_copy_share(result: dict[str, Any], copy_gb_per_s: dict[str, float]) -> dict[str, Any]:

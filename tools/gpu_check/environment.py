@@ -1,6 +1,7 @@
 """Describes the machine of a gpu-check: packages, devices, their links, and the variables that NCCL reads."""
 
 import os
+import re
 import shutil
 import subprocess
 from typing import Any
@@ -10,11 +11,14 @@ from servicekit.versions import software_versions
 
 PACKAGES = ("torch", "sglang", "sglang-kernel", "megatron-core", "transformer-engine", "triton", "flashinfer-python")
 TOPOLOGY_S = 30.0
+_STYLES = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def environment() -> dict[str, Any]:
     """Collect the environment for the report; without GPUs only the packages."""
     import torch
+
+    from weightsync.transfer.facts import nccl_version
 
     if not torch.cuda.is_available():
         return {"packages": dict(software_versions(PACKAGES)), "devices": []}
@@ -23,7 +27,7 @@ def environment() -> dict[str, Any]:
     return {
         "packages": dict(software_versions(PACKAGES)),
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "nccl": ".".join(map(str, nccl_version())),
         "devices": [
             {
                 "name": device.name,
@@ -46,5 +50,5 @@ def _ask_driver() -> list[str]:
     lines = []
     for question in (["--query-gpu=driver_version", "--format=csv,noheader"], ["topo", "-m"]):
         done = subprocess.run([program, *question], capture_output=True, text=True, timeout=TOPOLOGY_S, check=False)
-        lines += done.stdout.splitlines()
+        lines += _STYLES.sub("", done.stdout).splitlines()
     return lines

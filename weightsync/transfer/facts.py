@@ -12,6 +12,7 @@
 | NCCL_...          | settings that both ends of a connection use; where they differ, NCCL hangs or fails elsewhere    |
 """
 
+import ctypes
 import json
 import os
 import sys
@@ -38,9 +39,25 @@ def own_facts(device: torch.device, environ: Mapping[str, str] = os.environ) -> 
         "device": device.type,
     }
     if device.type == "cuda":
-        facts["NCCL"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+        facts["NCCL"] = ".".join(map(str, nccl_version()))
         facts |= {name: environ.get(name, _UNSET) for name in NCCL_SETTINGS}
     return facts
+
+
+def nccl_version() -> tuple[int, int, int]:
+    """Ask the NCCL library that this process has loaded: torch.cuda.nccl.version is of the one torch was built with.
+
+    That one is the answer where torch has NCCL within itself.
+    """
+    version = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD).ncclGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        failed = 1
+    if failed:
+        major, minor, patch = torch.cuda.nccl.version()[:3]
+        return major, minor, patch
+    return version.value // 10_000, version.value // 100 % 100, version.value % 100
 
 
 def check_facts(published: Mapping[str, str], slots: Sequence[str]) -> None:

@@ -1,5 +1,11 @@
 """gpu-check: what it chooses to run, what it says it skips, and its reference values."""
 
+import json
+from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,6 +14,7 @@ from tests.kit.stores import tiny_spec
 from tools.gpu_check import attention
 from tools.gpu_check.__main__ import check_services, main, summary, with_copy_share
 from tools.gpu_check.cases import cases
+from tools.gpu_check.services.findings import Findings
 from tools.gpu_check.weights import numbered
 from trainer_service.megatron_engine.attention import core
 from weightsync.layouts.layout import Parallel
@@ -87,11 +94,38 @@ def test_without_a_gpu_nothing_ran_and_that_is_no_success(
     assert "skipped everything" in capsys.readouterr().out
 
 
+def test_what_was_found_before_an_interruption_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A lease of a GPU ends, or a kernel does not run: the rest is found all the same."""
+
+    def interrupted(options: Namespace, report: dict[str, Any]) -> None:
+        report["cases"].append({"name": "first", "exact": True})
+        raise KeyboardInterrupt
+
+    def unloadable(case: attention.AttentionCase, device: str) -> None:
+        raise RuntimeError("cuDNN version incompatibility")
+
+    monkeypatch.setattr(
+        "sys.argv", ["gpu_check", "--device", "cpu", "--parts", "attention", "speed", "--out", str(tmp_path)]
+    )
+    monkeypatch.setattr("tools.gpu_check.__main__.check_speed", interrupted)
+    monkeypatch.setattr(attention, "compare", unloadable)
+    monkeypatch.setattr(attention, "ProcessPoolExecutor", lambda workers, mp_context: ThreadPoolExecutor(workers))
+    with pytest.raises(KeyboardInterrupt):
+        main()
+    report = json.loads((tmp_path / "cpu.json").read_text())
+    assert report["cases"] == [{"name": "first", "exact": True}]
+    assert [check["wrong"] for check in report["attention"]] == [["RuntimeError: cuDNN version incompatibility"]] * 4
+
+
 def test_real_services_fail_by_the_reason_for_which_no_run_uses_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Compilers(toolkit=None, missing=("nvcc", "ninja"))
     monkeypatch.setattr("tools.gpu_check.__main__.compilers_here", lambda: found)
     monkeypatch.setattr("tools.gpu_check.__main__.find_gpus", lambda: Gpus(present=4, why_not="no kernels"))
-    (check,) = check_services("cuda", [])
+    findings = Findings()
+    check_services(Namespace(device="cuda", fleets=None), [], findings)
+    (check,) = findings.checks
     assert (check["name"], check["passed"], check["wrong"]) == (
         "environment",
         False,

@@ -2,6 +2,9 @@
 
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,6 +70,24 @@ def test_a_rank_whose_facts_are_lost_is_asked_again() -> None:
     del facts["rollout-1/0"]
     with pytest.raises(Unavailable, match="rollout-1/0 does not say what it runs"):
         check_facts(facts, SLOTS)
+
+
+def test_nccl_is_the_library_that_is_loaded(tmp_path: Path) -> None:
+    """Seen on an H200: torch said 2.30.7, with which it was built, and the library was 2.32.3."""
+    source = "int ncclGetVersion(int *version) { *version = 23203; return 0; }"
+    library = tmp_path / "libnccl.so.2"
+    build = ["gcc", "-shared", "-fPIC", "-xc", "-", f"-Wl,-soname,{library.name}", "-o", str(library)]
+    subprocess.run(build, input=source, text=True, check=True, timeout=60)
+    told = (
+        "import ctypes, torch, weightsync.transfer.facts as facts; "
+        "torch.cuda.nccl.version = lambda: (2, 30, 7, 'rc1'); "
+        f"print(facts.nccl_version()); library = ctypes.CDLL({str(library)!r}); print(facts.nccl_version())"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, timeout=120, env=environ)
+    # where torch brings NCCL as a library, it is loaded before the other one, whose name is the same
+    own = tuple(torch.cuda.nccl.version()) if torch.version.cuda else (2, 30, 7)
+    assert done.stdout.splitlines() == [str(own), str(own if torch.version.cuda else (2, 32, 3))], done.stderr
 
 
 def test_what_a_process_tells_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
