@@ -14,7 +14,6 @@ from coordinator.fleet.services import Services
 from coordinator.fleet.view import FleetView
 from coordinator.generate.dispatch import Rollouts
 from coordinator.generate.joiners import Patience, Seed
-from coordinator.generate.sampling import Sampling
 from coordinator.inputs import Inputs
 from coordinator.leader_lease import LeaderCheck, LeaderLease, check_lease
 from coordinator.learn.evaluation import Evaluator, PromptsToEvaluate
@@ -43,6 +42,7 @@ from servicekit.environment import ServiceEnvironment
 from servicekit.logs import get_logger
 from servicekit.redis.registry import Registry
 from servicekit.security.tls import Identity
+from tandem_clients.flow import Sampling
 from tandem_config.comparing.resuming import mark_of
 from tandem_config.schema import EvaluationSet, RunConfig
 from tandem_files.metrics_file import METRICS_FILE, MetricsFile

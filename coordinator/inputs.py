@@ -13,11 +13,11 @@ from coordinator.data.cursor import DataCursor
 from coordinator.data.prompts import PromptSet, load_prompts
 from coordinator.data.repeated_prompts import OLD_ORDER, copy_warnings
 from coordinator.data.scan import Scan
-from coordinator.flow import DataKey
 from coordinator.record.resuming import Renewal, begin_sets_anew, order_differences, order_of, set_facts
 from coordinator.record.state import RunState
 from servicekit.errors import ConfigError
 from servicekit.logs import get_logger
+from tandem_clients.flow import DataKey
 from tandem_config.comparing.resuming import RunComparison, refuse
 from tandem_config.schema import EvaluationSet, RunConfig
 from tandem_files.checkpoints import UndamagedCheckpoint, list_complete

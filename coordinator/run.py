@@ -16,7 +16,6 @@ from pathlib import Path
 from structlog.contextvars import bound_contextvars
 
 from coordinator.checkpoints.run_checkpoints import RunCheckpoints
-from coordinator.flow import DataKey, IterationRecord
 from coordinator.leader_lease import LeaderCheck
 from coordinator.learn.evaluation import EvaluationResult
 from coordinator.record.evaluations import Evaluations, evaluation_row, heldout_of
@@ -36,6 +35,7 @@ from servicekit.lifecycle.tasks import cancel
 from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
 from servicekit.tracing import span
+from tandem_clients.flow import DataKey, IterationRecord
 from tandem_config.comparing.resuming import UNRECORDED, RunComparison
 from tandem_config.schema import RunSection
 from tandem_files.checkpoints import UndamagedCheckpoint

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.build import build_evaluator, build_scorer
-from coordinator.clients.replica import Replica
-from coordinator.fleet.fixed import FixedFleet
 from coordinator.fleet.services import merge_versions
 from coordinator.generate.dispatch import Rollouts
 from coordinator.inputs import evaluation_prompts
@@ -31,6 +29,8 @@ from servicekit.lifecycle.tasks import first_of
 from servicekit.lifecycle.termination import run_main
 from servicekit.logs import get_logger
 from servicekit.redis.registry import Registry
+from tandem_clients.fleet import FixedFleet
+from tandem_clients.replica import Replica
 from tandem_config.loading import load_config
 from tandem_config.schema import RunConfig
 from tandem_files.atomic import write_json_atomic

@@ -7,9 +7,13 @@ prompt, S samples, T completion tokens of all samples.
 
 import numpy as np
 
-from coordinator.clients.trainer import Trainer
 from coordinator.data.cursor import DataCursor
-from coordinator.flow import (
+from coordinator.learn.advantages import group_advantages, zero_variance
+from coordinator.learn.kl import diverge
+from coordinator.learn.updates import make_batch, select_samples, stale_samples
+from servicekit.errors import WrongVersion, in_part
+from servicekit.stopwatch import Stopwatch
+from tandem_clients.flow import (
     AdvantageResult,
     Divergence,
     Generation,
@@ -17,11 +21,7 @@ from coordinator.flow import (
     Prompt,
     TrainBatch,
 )
-from coordinator.learn.advantages import group_advantages, zero_variance
-from coordinator.learn.kl import diverge
-from coordinator.learn.updates import make_batch, measured_chunks, select_samples, stale_samples
-from servicekit.errors import WrongVersion, in_part
-from servicekit.stopwatch import Stopwatch
+from tandem_clients.trainer import Trainer
 from tandem_config.schema import GrpoSection
 
 
@@ -53,10 +53,10 @@ async def measure_divergence(
     )
     if not samples:
         return None
-    watch, chunks = Stopwatch(), measured_chunks(samples)
-    reference_T = await trainer.logprobs(chunks, reference=True)
+    watch = Stopwatch()
+    reference_T = await trainer.logprobs(samples, reference=True)
     if grpo.old_logprobs == "recompute":
-        old_T = await trainer.logprobs(chunks)
+        old_T = await trainer.logprobs(samples)
     else:
         old_T = np.concatenate([np.asarray(sample.completion.logprobs, np.float32) for sample in samples])
         # A token without a log-prob of the engine is taken to be as likely as under the reference.

@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from coordinator.clients.trainer import Trainer
 from coordinator.record.progress import no_left
 from coordinator.record.state import BestPolicy, RunState
 from servicekit.errors import DeadlineExceeded, Internal, NotReady, describe, in_part
 from servicekit.lifecycle.tasks import cancel
 from servicekit.logs import get_logger
+from tandem_clients.trainer import Trainer
 from tandem_files.atomic import NotRemoved, make_way, naming, no_check
 from tandem_files.checkpoints import (
     COORDINATOR_FILE,

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from coordinator.data.prompts import PromptSet
 from coordinator.data.repeated_prompts import different_first
-from coordinator.flow import Prompt
 from servicekit.errors import ConfigError
+from tandem_clients.flow import Prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import overload
 
-from coordinator.data.formatting import PromptFormat, prompt_format
 from coordinator.data.row_offsets import RowStore
 from coordinator.data.scan import Scan, Scanner
 from coordinator.data.scan_cache import index_key, read_index
 from coordinator.data.sources import RowSource, find_sources
-from coordinator.flow import DataKey, Prompt
 from servicekit.logs import get_logger
+from tandem_clients.flow import DataKey, Prompt
+from tandem_clients.formatting import PromptFormat, prompt_format
 from tandem_config.schema import DataSection
 from tandem_files.rows.problems import DataError, RowProblem
 from tandem_files.tokenizer import TextCodec

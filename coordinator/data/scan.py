@@ -13,9 +13,9 @@ from pathlib import Path
 import xxhash
 
 from coordinator.data.columns import FileColumns
-from coordinator.data.formatting import PromptFormat, PromptText
 from coordinator.data.sources import RowSource, SourceFile
 from servicekit.logs import get_logger
+from tandem_clients.formatting import PromptFormat, PromptText
 from tandem_files.digests import file_digest
 from tandem_files.rows.files import is_parquet
 from tandem_files.rows.problems import Faults, RowProblem

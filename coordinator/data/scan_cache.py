@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from coordinator.data.columns import FileColumns
-from coordinator.data.formatting import PromptFormat
 from coordinator.data.scan import Scan
 from coordinator.data.sources import RowSource, SourceFile
 from servicekit.logs import get_logger
+from tandem_clients.formatting import PromptFormat
 from tandem_config.schema import DataSection
 from tandem_files.atomic import remove_each, write_bytes_atomic
 from tandem_files.digests import text_digest

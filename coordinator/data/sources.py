@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.flow import DataKey
+from tandem_clients.flow import DataKey
 from tandem_config.schema import DataSection
 from tandem_config.sections.data import DataSource
 from tandem_files.rows.files import find_files

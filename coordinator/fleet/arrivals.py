@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from coordinator.fleet.base import LOOK_INTERVAL_S
 from coordinator.watch.fleet_recorder import FleetRecorder
 from servicekit.errors import DeadlineExceeded, TandemError
 from servicekit.redis.records import ServiceRecord
 from servicekit.redis.registry import Registry
+from tandem_clients.fleet import LOOK_INTERVAL_S
 from tandem_config.schema import RunConfig
 
 # Enough for a page that asks every two seconds.

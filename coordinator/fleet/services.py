@@ -7,10 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from coordinator.clients.trainer import Trainer
 from coordinator.fleet.arrivals import LeaseOutlook, Outlook, wait_for_enough
-from coordinator.fleet.base import LOOK_INTERVAL_S, Fleet
-from coordinator.fleet.watched import WatchedFleet
 from coordinator.shutdown import TrainerLost
 from servicekit.errors import DeadlineExceeded, NotReady, TandemError, Unavailable
 from servicekit.lifecycle.tasks import cancel
@@ -21,6 +18,9 @@ from servicekit.redis.registry import Registry
 from servicekit.security.tls import Identity
 from servicekit.versions import software_versions
 from tandem_api.common.v1 import common_pb2
+from tandem_clients.fleet import LOOK_INTERVAL_S, Fleet
+from tandem_clients.trainer import Trainer
+from tandem_clients.watched_fleet import WatchedFleet
 from tandem_config.schema import RunConfig
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 from typing import Protocol
 
-from coordinator.fleet.base import Fleet
-from coordinator.fleet.watched import WatchedFleet
+from tandem_clients.fleet import Fleet
+from tandem_clients.watched_fleet import WatchedFleet
 
 
 class TroubleSource(Protocol):

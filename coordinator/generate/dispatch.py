@@ -17,19 +17,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from coordinator.clients.probing import while_alive
-from coordinator.clients.replica import Replica
-from coordinator.fleet.base import Fleet
-from coordinator.flow import Generation, Group, Prompt
-from coordinator.generate.completions import MalformedReply, read_group
 from coordinator.generate.joiners import Joiners, Patience, Seed
-from coordinator.generate.sampling import Order
 from coordinator.watch import metrics
 from servicekit.errors import DeadlineExceeded, InvalidRequest, TandemError, TooLarge, Unavailable
 from servicekit.lifecycle.tasks import cancel
 from servicekit.logs import get_logger
 from servicekit.rpc.limits import MAX_COMPLETIONS_PER_CALL
-from tandem_api.rollout.v1 import rollout_pb2
+from tandem_clients.fleet import Fleet
+from tandem_clients.flow import Generation, Group, Order, Prompt
+from tandem_clients.probing import while_alive
+from tandem_clients.replica import Replica
 
 # One failed call may be an accident; a replica that fails every call costs a dispatch two of them.
 MAX_FAILURES = 2
@@ -85,7 +82,6 @@ class _Dispatch:
         self._timeout_s = rollouts.timeout_s
         self._prompts = prompts
         self._order = order
-        self._sampling = order.sampling.to_proto()
         self._joiners = Joiners(rollouts.seed, order.policy_version, self._any_free, interval_s=self._patience.look_s)
         self._replicas = list(self._fleet.serving())  # that have taken part, lost ones included
         self._pending: deque[list[str]] = deque()
@@ -216,37 +212,14 @@ class _Dispatch:
         return unfinished
 
     async def _receive(self, replica: Replica, group_ids: Sequence[str]) -> None:
-        responses = replica.generate(self._request(group_ids), timeout_s=self._timeout_s)
+        asked = {group_id: self._prompts[group_id] for group_id in group_ids}
         before_s = self._engine_s[replica.name]
-        async with aclosing(responses):
-            async for response in responses:
-                self._engine_s[replica.name] = before_s + response.engine_s
-                for result in response.groups:
-                    self._keep(replica, result)
-
-    def _keep(self, replica: Replica, result: rollout_pb2.GroupResult) -> None:
-        if result.group_id not in self._prompts:
-            raise MalformedReply(f"{replica.name}: sent group {result.group_id!r}, which was not asked for")
-        prompt = self._prompts[result.group_id]
-        group = read_group(result, prompt, self._order.num_completions, source=replica.name)
-        # None: aborted by a pause or a shutdown; the group stays unfinished and is requested again.
-        if group is not None:
-            self._groups[result.group_id] = group
-            self._stalled_since_s, self._one_is_lost = None, False
-
-    def _request(self, group_ids: Sequence[str]) -> rollout_pb2.GenerateGroupsRequest:
-        groups = [
-            rollout_pb2.PromptGroup(
-                group_id=group_id,
-                prompt_ids=self._prompts[group_id].token_ids,
-                num_completions=self._order.num_completions,
-                seed=self._order.group_seed(group_id),
-            )
-            for group_id in group_ids
-        ]
-        return rollout_pb2.GenerateGroupsRequest(
-            groups=groups, sampling=self._sampling, policy_version=self._order.policy_version
-        )
+        async with aclosing(replica.generate(asked, self._order, timeout_s=self._timeout_s)) as parts:
+            async for part in parts:
+                self._engine_s[replica.name] = before_s + part.engine_s
+                for group in part.groups:
+                    self._groups[group.group_id] = group
+                    self._stalled_since_s, self._one_is_lost = None, False
 
     def _exhausted(self) -> Unavailable:
         waited = f"; none came within {self._patience.rejoin_s:g} s (rollout.rejoin_timeout_s)"

@@ -4,12 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from coordinator.flow import Generation, GroupScores, Prompt
 from coordinator.generate.dispatch import Rollouts
-from coordinator.generate.sampling import Order, Sampling
 from coordinator.learn.estimates import Estimate, estimates
 from coordinator.learn.scoring import Scorer
 from coordinator.workers.answer_extraction import after_prompt, answer_in
+from tandem_clients.flow import Generation, GroupScores, Order, Prompt, Sampling
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.flow import Divergence, Sample
-from coordinator.learn.updates import policy_tokens
 from servicekit.errors import NotFinite
+from tandem_clients.flow import Divergence, Sample, policy_tokens
 from tandem_config.schema import GrpoSection
 
 Array = NDArray[np.float64]

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.flow import Group, GroupScores
 from coordinator.rewards.base import ScoredText, Scores
 from coordinator.rewards.registry import Part
 from coordinator.rewards.work import MAX_LATE_SHARE, late_budget
 from servicekit.errors import Internal, in_part
 from servicekit.lifecycle.tasks import cancel
+from tandem_clients.flow import Group, GroupScores
 from tandem_files.tokenizer import TextCodec
 
 

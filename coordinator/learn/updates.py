@@ -1,24 +1,20 @@
-"""Step 6: scored groups to a train step: chosen samples, optimizer updates, chunks for the wire.
+"""Step 6: scored groups to a train step: chosen samples, optimizer updates.
 
 The trainer decides which samples go through the model together (trainer_service/micro_batches). Legend: P prompts, G
-completions per prompt, S samples. Only `_chunk`, the last step, knows protobuf.
+completions per prompt, S samples.
 
 The age of a sample, its staleness, is the number of versions between the policy that sampled its oldest token and the
 one that trains on it.
 """
 
-from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.flow import Group, Sample, TrainBatch
-from servicekit.rpc.limits import SAMPLE_CHUNK_BYTES, chunk_starts
-from tandem_api.trainer.v1 import trainer_pb2
+from tandem_clients.flow import Group, Sample, TrainBatch
 
 Indices = NDArray[np.int64]
 
@@ -131,71 +127,19 @@ def make_batch(
     num_updates: int,
     rng: np.random.Generator,
     divide: Literal["samples", "prompts"] = "samples",
-    chunk_bytes: int = SAMPLE_CHUNK_BYTES,
 ) -> TrainBatch:
     """Make one train step of the samples; it has fewer than `num_updates` updates if samples (groups) are fewer.
 
     Args:
         divide: what is divided among the updates; "prompts" keeps the samples of a group together.
         step_id: the step's name, by which the trainer recognises a repeated request.
-        chunk_bytes: maximum size of a message. It only changes the number of messages, not the step.
     """
     if divide == "prompts":
         updates = split_groups(samples, num_updates, rng)
     else:
         updates = split_updates(len(samples), num_updates, rng)
-    chunks = tuple(
-        _chunk(update_index, part)
-        for update_index, members in enumerate(updates)
-        for part in _chunks([samples[i] for i in members.tolist()], chunk_bytes)
-    )
     return TrainBatch(
         step_id=step_id,
         policy_version=policy_version,
-        num_samples=len(samples),
-        num_updates=len(updates),
-        chunks=chunks,
-    )
-
-
-def measured_chunks(
-    samples: Sequence[Sample], *, chunk_bytes: int = SAMPLE_CHUNK_BYTES
-) -> list[trainer_pb2.SampleChunk]:
-    """Build the messages of samples whose log-probs are asked for, in their order."""
-    return [_chunk(0, part) for part in _chunks(samples, chunk_bytes)]
-
-
-def _chunks(samples: Sequence[Sample], max_bytes: int) -> Iterator[Sequence[Sample]]:
-    starts = chunk_starts([sample.wire_bytes for sample in samples], max_bytes)
-    return (samples[start:end] for start, end in pairwise([0, *starts, len(samples)]))
-
-
-def policy_tokens(samples: Sequence[Sample]) -> "array[int]":
-    """Return, sample by sample, 1 for each completion token that the policy has sampled and 0 for the others."""
-    out = array("B")
-    for sample in samples:
-        mask = sample.completion.loss_mask
-        out.frombytes(b"\1" * len(sample.completion.token_ids) if mask is None else mask.tobytes())
-    return out
-
-
-def _chunk(update_index: int, samples: Sequence[Sample]) -> trainer_pb2.SampleChunk:
-    """Build the wire form of samples of one update; ragged fields are flattened in sample order."""
-    # Joined first: protobuf takes one long array faster than many short ones.
-    token_ids, logprobs = array("I"), array("f")
-    for sample in samples:
-        token_ids.extend(sample.prompt.token_ids)
-        token_ids.extend(sample.completion.token_ids)
-        logprobs.extend(sample.completion.logprobs)
-    masked = any(sample.completion.loss_mask is not None for sample in samples)
-    return trainer_pb2.SampleChunk(
-        update_index=update_index,
-        sample_ids=[sample.sample_id for sample in samples],
-        prompt_lengths=[len(sample.prompt.token_ids) for sample in samples],
-        completion_lengths=[len(sample.completion.token_ids) for sample in samples],
-        advantages=[sample.advantage for sample in samples],
-        trainable=[sample.trainable for sample in samples],
-        token_ids=token_ids,
-        rollout_logprobs=logprobs,
-        loss_mask=map(bool, policy_tokens(samples)) if masked else (),
+        updates=tuple(tuple(samples[i] for i in members.tolist()) for members in updates),
     )

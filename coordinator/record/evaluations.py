@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from coordinator.flow import GroupScores
 from coordinator.learn.evaluation import EvaluationResult, Evaluator
 from coordinator.record.metrics_row import baseline_row, numeric
 from coordinator.record.state import BestPolicy, RunState
@@ -24,6 +23,7 @@ from coordinator.shutdown import Leaving
 from coordinator.watch import metrics
 from coordinator.watch.events import EventKind, EventLog
 from servicekit.lifecycle.background import BackgroundTask
+from tandem_clients.flow import GroupScores
 from tandem_config.schema import HELDOUT, EvaluationSection
 from tandem_files.metrics_file import Heldout, Row, score_text, set_of
 from tandem_files.metrics_table import ACCURACY

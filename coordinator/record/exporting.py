@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from coordinator.clients.trainer import Trainer
 from coordinator.record.progress import no_left
 from servicekit.errors import DeadlineExceeded, Internal, InvalidRequest, describe
+from tandem_clients.trainer import Trainer
 from tandem_files.atomic import NotRemoved
 from tandem_files.exports import FINAL, export_folder, note_template, prune_exports
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 
-from coordinator.flow import GroupScores, IterationRecord
 from coordinator.record.health import mismatches
 from servicekit.errors import Internal
+from tandem_clients.flow import GroupScores, IterationRecord
 
 # Rows whose answers cannot be read that one warning names.
 _NAMED_ROWS = 5

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.flow import GroupScores, IterationRecord
+from tandem_clients.flow import GroupScores, IterationRecord
 from tandem_files.metrics_file import Row
 from tandem_files.metrics_table import ACCURACY, ITERATION_PARTS, METRICS, REWARD, STEP_PARTS
 

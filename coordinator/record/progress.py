@@ -4,7 +4,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from coordinator.flow import DataKey, GroupScores, IterationRecord, SyncResult
 from coordinator.record.health import Watch, figures, troubles
 from coordinator.record.iteration_warnings import remarks, score_remarks
 from coordinator.record.metrics_row import numeric
@@ -13,6 +12,7 @@ from coordinator.watch import metrics
 from coordinator.watch.events import EventKind, EventLog
 from servicekit.errors import Internal
 from servicekit.logs import get_logger
+from tandem_clients.flow import DataKey, GroupScores, IterationRecord, SyncResult
 from tandem_files.metrics_file import Heldout, Row
 from tandem_files.metrics_table import REWARD
 

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from coordinator.data.formatting import PromptFormat
 from coordinator.data.scan import Scan
-from coordinator.flow import Prompt
 from coordinator.record.state import BestPolicy, DataOrder, RunState, SourceOrder
 from coordinator.rewards.source import source_file
+from tandem_clients.flow import Prompt
+from tandem_clients.formatting import PromptFormat
 from tandem_config.comparing.resuming import MAY_CHANGE, difference
 from tandem_config.schema import EvaluationSet, RunConfig
 from tandem_config.sections.reward import FunctionReward, split_reference

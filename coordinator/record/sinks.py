@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from coordinator.flow import IterationRecord
 from coordinator.learn.evaluation import EvaluationResult
 from servicekit.logs import get_logger
+from tandem_clients.flow import IterationRecord
 from tandem_files.metrics_file import Row
 
 # Iterations that wait for a slow sink, with all their samples; further ones are left out.

@@ -9,8 +9,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from coordinator.data.cursor import CursorState
-from coordinator.flow import GroupScores
 from servicekit.errors import ConfigError
+from tandem_clients.flow import GroupScores
 from tandem_config.schema import HELDOUT
 from tandem_files.atomic import no_check, write_bytes_atomic
 from tandem_files.metrics_file import set_of

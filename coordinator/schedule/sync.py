@@ -12,11 +12,8 @@ from typing import Any
 import numpy as np
 
 from coordinator import steps
-from coordinator.clients.trainer import Trainer
 from coordinator.data.cursor import DataCursor
-from coordinator.flow import IterationRecord, SyncResult, TrainBatch, TrainResult
 from coordinator.generate.dispatch import Rollouts
-from coordinator.generate.sampling import Order, Sampling
 from coordinator.learn.scoring import Scorer
 from coordinator.learn.updates import oldest_versions, staleness_histogram
 from coordinator.sync.publish_attempt import is_retriable
@@ -25,6 +22,8 @@ from servicekit.errors import TandemError
 from servicekit.lifecycle.background import BackgroundTask
 from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
+from tandem_clients.flow import IterationRecord, Order, Sampling, SyncResult, TrainBatch, TrainResult
+from tandem_clients.trainer import Trainer
 from tandem_config.schema import GrpoSection
 
 # A synchronous iteration trains only on samples of the current policy.

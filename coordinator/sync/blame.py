@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from coordinator.clients.probing import NoAnswer
 from servicekit.errors import Aborted, ConfigError, DeadlineExceeded, PeerLost, SlotTaken, TandemError
+from tandem_clients.probing import NoAnswer
 
 # What a participant may say because of another one.
 CONTAGIOUS = (PeerLost, Aborted, DeadlineExceeded, ConfigError)

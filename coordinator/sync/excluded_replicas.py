@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from coordinator.clients.replica import Replica
+from tandem_clients.replica import Replica
 
 # A failure that came sooner may have been an accident, and costs little to find out.
 QUICK_S = 5.0

@@ -10,10 +10,10 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from coordinator.clients.replica import Replica
-from coordinator.clients.trainer import Trainer
-from coordinator.fleet.base import Fleet
 from coordinator.sync.participants import PresentServices, RollCall, seeded_version
+from tandem_clients.fleet import Fleet
+from tandem_clients.replica import Replica
+from tandem_clients.trainer import Trainer
 
 # Between two looks, and how old one may be.
 INTERVAL_S, AHEAD_S = 1.0, 2.0

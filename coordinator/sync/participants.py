@@ -11,9 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from coordinator.clients.replica import Replica
-from coordinator.clients.trainer import Trainer
-from coordinator.fleet.base import LOOK_INTERVAL_S, Fleet
 from coordinator.sync.excluded_replicas import LeftOut
 from servicekit.errors import ConfigurationSkew, DeadlineExceeded, StaleVersion, TandemError, Unavailable, WrongVersion
 from servicekit.logs import get_logger
@@ -21,6 +18,9 @@ from servicekit.redis.registry import SETTINGS_ADVICE
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.trainer.v1 import trainer_pb2
 from tandem_api.weights.v1 import weights_pb2
+from tandem_clients.fleet import LOOK_INTERVAL_S, Fleet
+from tandem_clients.replica import Replica
+from tandem_clients.trainer import Trainer
 from weightsync.layouts.layout import Parallel
 from weightsync.plans.participants import rollout_slot, trainer_slot
 

@@ -4,8 +4,6 @@ import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
-from coordinator.clients.replica import Replica
-from coordinator.flow import ReplicaOutcome, SyncResult
 from coordinator.sync.blame import Blame
 from coordinator.sync.excluded_replicas import LeftOut
 from coordinator.sync.sync_report import RoundReports
@@ -24,6 +22,8 @@ from servicekit.errors import (
     TooLarge,
     Unavailable,
 )
+from tandem_clients.flow import ReplicaOutcome, SyncResult
+from tandem_clients.replica import Replica
 from weightsync.membership.rendezvous import Evicted
 
 # A rank whose slot another process holds gets it when that one's lease ends, or exits after two leases (rendezvous.py).

@@ -5,8 +5,6 @@ import time
 import uuid
 from dataclasses import replace
 
-from coordinator.clients.trainer import Trainer
-from coordinator.flow import ReplicaOutcome
 from coordinator.leader_lease import LeaderLease
 from coordinator.sync.blame import blame
 from coordinator.sync.forecast import Forecast
@@ -19,6 +17,8 @@ from coordinator.watch.fleet_recorder import FleetRecorder
 from servicekit.errors import PeerLost, TandemError
 from servicekit.lifecycle.tasks import cancel
 from tandem_api.weights.v1 import weights_pb2
+from tandem_clients.flow import ReplicaOutcome
+from tandem_clients.trainer import Trainer
 from tandem_config.schema import SyncSection
 from weightsync.plans.limits import bucket_bytes
 

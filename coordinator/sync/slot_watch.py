@@ -9,9 +9,9 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from coordinator.clients.probing import NoAnswer
 from coordinator.sync.participants import WeightGroup
 from servicekit.errors import Unavailable
+from tandem_clients.probing import NoAnswer
 
 # Between two looks; a slot is lost if it is missing in two of them.
 INTERVAL_S = 0.5

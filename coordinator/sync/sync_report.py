@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from coordinator.flow import ReplicaOutcome, SyncResult
 from servicekit.errors import DigestMismatch, Internal, TandemError
 from tandem_api.weights.v1 import weights_pb2
+from tandem_clients.flow import ReplicaOutcome, SyncResult
 from weightsync.round.phases import STAGES
 
 Reports = Sequence[weights_pb2.PhaseReport]

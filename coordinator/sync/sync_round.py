@@ -10,10 +10,6 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from coordinator.clients.probing import NoAnswer, while_alive
-from coordinator.clients.replica import Replica
-from coordinator.clients.trainer import Trainer
-from coordinator.flow import ReplicaOutcome
 from coordinator.sync.blame import CONTAGIOUS
 from coordinator.sync.slot_watch import SlotWatch
 from coordinator.sync.sync_report import RoundReports
@@ -23,6 +19,10 @@ from servicekit.logs import get_logger
 from servicekit.tracing import span
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2
+from tandem_clients.flow import ReplicaOutcome
+from tandem_clients.probing import NoAnswer, while_alive
+from tandem_clients.replica import Replica
+from tandem_clients.trainer import Trainer
 from weightsync.round.phases import ABORT, COMMIT, PREPARE, TRANSFER, Phase, PhaseRule, Role, calls_of, first_write
 
 # A rank that fails closes its connections, and its peers report PeerLost immediately. The rank's own error, which has

@@ -11,9 +11,9 @@ Versions only grow, and a version names one policy. So the checkpoint's policy g
 
 from pathlib import Path
 
-from coordinator.clients.trainer import Trainer
 from coordinator.sync.weight_sync import WeightSync
 from servicekit.logs import get_logger
+from tandem_clients.trainer import Trainer
 
 log = get_logger(__name__)
 

@@ -13,11 +13,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
-from coordinator.clients.probing import while_alive
-from coordinator.clients.replica import Replica
-from coordinator.clients.trainer import Trainer
-from coordinator.fleet.base import Fleet
-from coordinator.flow import SyncResult
 from coordinator.leader_lease import LeaderLease
 from coordinator.sync.excluded_replicas import LeftOut
 from coordinator.sync.forecast import Forecast
@@ -36,6 +31,11 @@ from coordinator.watch.fleet_recorder import FleetRecorder
 from servicekit.errors import Aborted, DeadlineExceeded, Fenced, TandemError, Unavailable
 from servicekit.logs import get_logger
 from tandem_api.rollout.v1 import rollout_pb2
+from tandem_clients.fleet import Fleet
+from tandem_clients.flow import SyncResult
+from tandem_clients.probing import while_alive
+from tandem_clients.replica import Replica
+from tandem_clients.trainer import Trainer
 from tandem_config.schema import SyncSection
 
 # Failed rounds after which no replica can be left out, and a publication ends: three failures are not an accident.

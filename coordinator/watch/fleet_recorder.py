@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from coordinator.clients.replica import Replica
-from coordinator.flow import ReplicaOutcome, SyncResult
 from coordinator.watch import metrics
 from servicekit.errors import TandemError
+from tandem_clients.flow import ReplicaOutcome, SyncResult
+from tandem_clients.replica import Replica
 
 ROUNDS_KEPT = 24
 

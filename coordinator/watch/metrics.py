@@ -6,10 +6,10 @@ from typing import get_args
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
-from coordinator.flow import DataKey, GroupScores, ReplicaOutcome, SyncResult
 from servicekit.buckets import fine_buckets
 from servicekit.errors import DigestMismatch, TandemError
 from servicekit.tracing import exemplar
+from tandem_clients.flow import DataKey, GroupScores, ReplicaOutcome, SyncResult
 from tandem_files.metrics_table import METRICS
 
 # There is one coordinator, and its labels have few values: quantiles of all of its durations are right within 10 %.

@@ -29,6 +29,7 @@ FROM packages AS app
 COPY pyproject.toml README.md LICENSE ./
 COPY tandem_api tandem_api
 COPY tandem_config tandem_config
+COPY tandem_clients tandem_clients
 COPY tandem_files tandem_files
 COPY servicekit servicekit
 COPY weightsync weightsync

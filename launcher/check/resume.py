@@ -6,7 +6,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from coordinator.data.formatting import PromptFormat
 from coordinator.data.repeated_prompts import OLD_ORDER, Repeats, texts_of
 from coordinator.data.scan import Scan
 from coordinator.record.resuming import order_differences, order_of, reward_facts, reward_warning
@@ -14,6 +13,7 @@ from coordinator.record.state import RunState
 from launcher.check.data.rows import CheckedData
 from launcher.check.host import is_writable
 from servicekit.errors import ConfigError
+from tandem_clients.formatting import PromptFormat
 from tandem_config.comparing.described import base_key
 from tandem_config.comparing.resuming import RUN_ID, UNRECORDED, RunComparison, compare, in_one_list
 from tandem_config.problems import ConfigProblem, problem

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from coordinator.data.formatting import PromptText
 from coordinator.rewards.base import ScoredText, TakenColumns
 from coordinator.rewards.function import OwnFunction
+from tandem_clients.formatting import PromptText
 from tandem_config.problems import ConfigProblem, problem
 from tandem_config.sections.reward import FunctionReward
 from tandem_files.rows.reading import Row

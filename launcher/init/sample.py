@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from coordinator.data.formatting import PromptFormat, PromptText
 from coordinator.data.scan import hash_of
 from coordinator.data.sources import SourceFile, find_sources
-from coordinator.flow import DataKey
+from tandem_clients.flow import DataKey
+from tandem_clients.formatting import PromptFormat, PromptText
 from tandem_config.schema import DataSection
 from tandem_files.rows.problems import DataError, RowProblem
 from tandem_files.rows.reading import Row, first_record, read_rows

@@ -4,15 +4,15 @@ import json
 import math
 from collections.abc import Mapping
 
-from coordinator.data.formatting import PromptText, prompt_format
 from coordinator.data.sources import find_sources
-from coordinator.flow import DataKey
 from launcher.check.data.columns import SYSTEMS, TOOLS
 from launcher.check.data.template import PlainPrompts
 from launcher.init.choices import Choices
 from launcher.init.columns import answer_column, prompt_column, reward_for, templated_column
 from launcher.init.layout import HostMachine, suggest_layout
 from launcher.init.sample import RowSample, first_row, read_sample
+from tandem_clients.flow import DataKey
+from tandem_clients.formatting import PromptText, prompt_format
 from tandem_config import keys
 from tandem_config.problems import ConfigErrors, ConfigProblem, problem
 from tandem_config.sections.reward import ExactMatchReward

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from coordinator.data.formatting import PromptFormat, PromptText, prompt_format
 from coordinator.rewards.base import ScoredText
 from launcher.check.rewards import decoding_of
 from servicekit.errors import ConfigError
+from tandem_clients.formatting import PromptFormat, PromptText, prompt_format
 from tandem_config.schema import RunConfig
 from tandem_config.sections.reward import LengthReward, OverlongReward
 from tandem_files.rows.messages import prompt_of

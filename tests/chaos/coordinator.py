@@ -7,14 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from coordinator.clients.trainer import Trainer
-from coordinator.fleet.watched import WatchedFleet
 from coordinator.sync.take_over import take_over
 from coordinator.sync.weight_sync import WeightSync
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import TandemError
 from servicekit.lifecycle.termination import run_main
 from servicekit.redis.registry import Registry
+from tandem_clients.trainer import Trainer
+from tandem_clients.watched_fleet import WatchedFleet
 from tandem_config.schema import RunConfig
 from tandem_files.atomic import write_bytes_atomic
 from tests.chaos.members import begin, leave

@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from coordinator.clients.trainer import Trainer
-from coordinator.fleet.watched import WatchedFleet
-from coordinator.flow import Generation, Prompt
 from coordinator.generate.dispatch import Rollouts
 from coordinator.generate.joiners import Patience
-from coordinator.generate.sampling import Order, Sampling
 from coordinator.sync.weight_sync import WeightSync
 from servicekit.redis.registry import Registry
 from tandem_api.weights.v1 import weights_pb2 as pb
+from tandem_clients.flow import Generation, Order, Prompt, Sampling
+from tandem_clients.trainer import Trainer
+from tandem_clients.watched_fleet import WatchedFleet
 from tandem_config.schema import SyncSection
 from tests.chaos.conftest import Fleets
 from tests.chaos.fleet import REPLICAS, RUN_ID, ChaosFleet

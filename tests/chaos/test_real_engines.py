@@ -17,14 +17,14 @@ from tempfile import TemporaryDirectory
 import grpc
 import pytest
 
-from coordinator.clients.trainer import Trainer
-from coordinator.fleet.watched import WatchedFleet
-from coordinator.flow import ReplicaOutcome, SyncResult
 from coordinator.sync.take_over import take_over
 from coordinator.sync.weight_sync import WeightSync
 from servicekit.errors import StaleVersion, TandemError
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
+from tandem_clients.flow import ReplicaOutcome, SyncResult
+from tandem_clients.trainer import Trainer
+from tandem_clients.watched_fleet import WatchedFleet
 from tandem_config.schema import RunConfig
 from tests.fakes.sole_lead import SoleLead
 from tests.kit.processes import START_S, Services

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from coordinator.app import conduct
-from coordinator.clients.trainer import Trainer
-from coordinator.flow import ReplicaOutcome
 from coordinator.sync.weight_sync import WeightSync
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import Fenced, SlotTaken
 from servicekit.rpc.fence import FenceGuard
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
+from tandem_clients.flow import ReplicaOutcome
+from tandem_clients.trainer import Trainer
 from tandem_config.schema import RunConfig, SyncSection
 from tests.contract.coordinator_runs import rows, saved_state, variables_of, with_settings, write_config
 from tests.fakes.fake_fleet import FakeFleet, StaticFleet, announced_fleet, fake_fleet

@@ -10,15 +10,14 @@ from prometheus_client import REGISTRY
 from coordinator.app import conduct
 from coordinator.fleet.services import Services
 from coordinator.fleet.view import FleetView
-from coordinator.fleet.watched import WatchedFleet
-from coordinator.flow import Prompt
 from coordinator.generate.dispatch import Rollouts
-from coordinator.generate.sampling import Order, Sampling
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import Unavailable
 from servicekit.redis.records import ServiceRecord
 from servicekit.redis.registry import Registry
 from tandem_api.weights.v1 import weights_pb2
+from tandem_clients.flow import Order, Prompt, Sampling
+from tandem_clients.watched_fleet import WatchedFleet
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import rows, with_settings
 from tests.fakes.fake_fleet import announced_fleet, fake_fleet, served

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field, replace
 import pytest
 from prometheus_client import REGISTRY
 
-from coordinator.clients.replica import Replica
-from coordinator.flow import Generation, Prompt
 from coordinator.generate.dispatch import Rollouts
 from coordinator.generate.joiners import Patience, Seed
-from coordinator.generate.sampling import Order, Sampling
 from coordinator.sync.weight_sync import WeightSync
 from servicekit.errors import Unavailable, WrongVersion
 from tandem_api.weights.v1 import weights_pb2
+from tandem_clients.flow import Generation, Order, Prompt, Sampling
+from tandem_clients.replica import Replica
 from tandem_config.schema import SyncSection
 from tests.fakes.fake_fleet import FakeFleet, StaticFleet, fake_fleet
 from tests.fakes.fake_rollout import FakeRollout, GenerateFault

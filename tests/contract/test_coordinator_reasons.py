@@ -16,8 +16,6 @@ import redis
 
 from coordinator.app import conduct
 from coordinator.checkpoints import writing
-from coordinator.clients.replica import Replica
-from coordinator.clients.trainer import Trainer
 from coordinator.data.cursor import DataCursor
 from coordinator.generate.dispatch import Rollouts
 from coordinator.learn.evaluation import Evaluator
@@ -29,6 +27,8 @@ from coordinator.sync.weight_sync import WeightSync
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ERRORS
 from servicekit.redis.registry import Registry
+from tandem_clients.replica import Replica
+from tandem_clients.trainer import Trainer
 from tandem_config.schema import RunConfig
 from tandem_files.metrics_file import MetricsFile
 from tests.contract.coordinator_runs import rows, saved_state, with_settings

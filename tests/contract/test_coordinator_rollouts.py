@@ -5,13 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.flow import Prompt
 from coordinator.generate import dispatch
 from coordinator.generate.dispatch import Rollouts
-from coordinator.generate.sampling import Order, Sampling
 from servicekit.errors import InvalidRequest, Unavailable
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2
+from tandem_clients.flow import Order, Prompt, Sampling
 from tests.fakes.fake_fleet import FakeFleet, StaticFleet, fake_fleet
 from tests.fakes.fake_rollout import GenerateFault
 from tests.kit.folders import EOS, encode

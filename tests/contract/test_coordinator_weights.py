@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from coordinator.clients.replica import Replica
-from coordinator.flow import ReplicaOutcome
 from coordinator.sync.weight_sync import MAX_ROUNDS, WeightSync
 from servicekit.errors import (
     Aborted,
@@ -24,6 +22,8 @@ from servicekit.errors import (
     WrongVersion,
 )
 from tandem_api.weights.v1 import weights_pb2 as pb
+from tandem_clients.flow import ReplicaOutcome
+from tandem_clients.replica import Replica
 from tandem_config.schema import SyncSection
 from tests.fakes.fake_fleet import FakeFleet, StaticFleet, fake_fleet
 from tests.fakes.fake_sync import FakeGroup, Fault

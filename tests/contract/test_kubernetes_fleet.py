@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.clients.replica import Replica
 from coordinator.fleet.arrivals import wait_for_enough
-from coordinator.fleet.base import Fleet
 from coordinator.fleet.kubernetes import cluster as cluster_module
 from coordinator.fleet.kubernetes import placement
 from coordinator.fleet.kubernetes.api import watch
@@ -27,13 +25,15 @@ from coordinator.fleet.kubernetes.fleet import KubernetesFleet
 from coordinator.fleet.kubernetes.keeper import Keeper
 from coordinator.fleet.kubernetes.returns import TrainerGuard
 from coordinator.fleet.kubernetes.troubles import Troubles
-from coordinator.fleet.watched import WatchedFleet
 from coordinator.watch.events import EventKind, EventLog
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import Aborted, ConfigError, DeadlineExceeded, PermissionDenied, Unavailable
 from servicekit.redis.records import ServiceRecord
 from servicekit.redis.registry import Registry
 from tandem_api.weights.v1 import weights_pb2
+from tandem_clients.fleet import Fleet
+from tandem_clients.replica import Replica
+from tandem_clients.watched_fleet import WatchedFleet
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import with_settings
 from tests.contract.kube_objects import (

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from coordinator.flow import ReplicaOutcome
 from coordinator.sync import look_ahead
 from coordinator.sync.weight_sync import WeightSync
 from servicekit.errors import Aborted, Unavailable
 from servicekit.lifecycle.tasks import cancel
+from tandem_clients.flow import ReplicaOutcome
 from tests.contract.test_coordinator_weights import sync_of
 from tests.fakes.fake_fleet import FakeFleet, StaticFleet, fake_fleet
 from tests.fakes.fake_sync import FakeGroup

@@ -2,17 +2,18 @@
 
 import gc
 import weakref
+from array import array
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from coordinator.clients.trainer import Trainer
-from coordinator.flow import TrainBatch
 from servicekit import errors
 from servicekit.errors import TandemError
 from servicekit.rpc.server import GrpcServer
 from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from tandem_clients.flow import Completion, Prompt, Sample, TrainBatch
+from tandem_clients.trainer import Trainer
 
 SERVICE = "tandem_api.trainer.v1.TrainerService"
 
@@ -65,8 +66,20 @@ class Batch(TrainBatch):
 
 
 async def failed(trainer: Trainer, call: str) -> "weakref.ref[Batch]":
-    chunks = tuple(trainer_pb2.SampleChunk(sample_ids=[str(i)]) for i in range(3))
-    batch = Batch(step_id="s", policy_version=0, num_samples=3, num_updates=1, chunks=chunks)
+    samples = tuple(sample_of(index) for index in range(3))
+    batch = Batch(step_id="s", policy_version=0, updates=(samples,))
     with pytest.raises(TandemError):
-        await (trainer.train_step(batch) if call == "train_step" else trainer.logprobs(chunks))
+        await (trainer.train_step(batch) if call == "train_step" else trainer.logprobs(samples))
     return weakref.ref(batch)
+
+
+def sample_of(index: int) -> Sample:
+    completion = Completion(
+        token_ids=array("I", [1]),
+        logprobs=array("f", [-1.0]),
+        truncated=False,
+        oldest_version=0,
+        version_spans=((1, 0),),
+    )
+    prompt = Prompt(row=index, token_ids=[1], answer="")
+    return Sample(sample_id=str(index), prompt=prompt, completion=completion, advantage=0.0, trainable=True)

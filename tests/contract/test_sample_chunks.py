@@ -8,9 +8,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.flow import Completion, Prompt, Sample, TrainBatch
 from coordinator.learn.updates import make_batch
 from servicekit.rpc.limits import SAMPLE_CHUNK_BYTES
+from tandem_clients.flow import Completion, Prompt, Sample, TrainBatch
+from tandem_clients.trainer import step_requests
 from tandem_config.schema import GrpoSection
 from trainer_service.micro_batches.checks import Limits, check_updates
 from trainer_service.micro_batches.merge import merge
@@ -48,9 +49,11 @@ def random_samples(rng: np.random.Generator) -> list[Sample]:
     ]
 
 
-def received(batch: TrainBatch) -> tuple[Samples, int]:
+def received(batch: TrainBatch, chunk_bytes: int) -> tuple[Samples, int]:
     """What every rank of the trainer trains on, after the way through messages and commands; number of messages."""
-    header, *parts = [type(request).FromString(request.SerializeToString()) for request in batch.requests()]
+    header, *parts = [
+        type(request).FromString(request.SerializeToString()) for request in step_requests(batch, chunk_bytes)
+    ]
     samples = merge([part.chunk for part in parts], LIMITS)
     check_updates(samples, header.header.num_updates, header.header.num_samples)
     return Samples.from_parts(samples.to_parts()), len(parts)
@@ -73,8 +76,7 @@ def test_chunks_of_any_size_give_the_same_samples_and_micro_batches(
 
     def sent(size: int) -> tuple[Samples, int]:
         rng = np.random.default_rng(seed)
-        batch = make_batch(samples, step_id="s", policy_version=0, num_updates=num_updates, rng=rng, chunk_bytes=size)
-        return received(batch)
+        return received(make_batch(samples, step_id="s", policy_version=0, num_updates=num_updates, rng=rng), size)
 
     (whole, messages), (cut, cut_messages) = sent(SAMPLE_CHUNK_BYTES), sent(chunk_bytes)
     assert messages == min(num_updates, len(samples)) <= cut_messages

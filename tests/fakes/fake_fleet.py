@@ -12,8 +12,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from coordinator.clients.replica import Replica
-from coordinator.clients.trainer import Trainer
 from servicekit.lifecycle.termination import run_main
 from servicekit.redis.records import AgreedSettings, ServiceRecord
 from servicekit.redis.registry import Registry
@@ -23,6 +21,8 @@ from servicekit.security.tls import Identity
 from tandem_api.rollout.v1 import rollout_pb2_grpc
 from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2_grpc
+from tandem_clients.replica import Replica
+from tandem_clients.trainer import Trainer
 from tests.fakes.fake_rollout import FakeRollout
 from tests.fakes.fake_trainer import FakeTrainer
 from weightsync.membership.rendezvous import Rendezvous, SlotLease

@@ -7,6 +7,7 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
 PACKAGES = (
+    "tandem_clients",
     "tandem_config",
     "tandem_files",
     "servicekit",

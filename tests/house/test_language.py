@@ -14,6 +14,7 @@ from tests.house.repository import REPO, files, name_of, parse, python_files
 FOLLOWS = (
     "coordinator",
     "launcher",
+    "tandem_clients",
     "tandem_config",
     "tandem_files",
     "tools",

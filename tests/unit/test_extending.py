@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from coordinator.flow import Completion
 from coordinator.rewards.base import Reward, ScoredText, Scores
+from tandem_clients.flow import Completion
 from tandem_config.checks.registry import CHECKS, check
 from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import GrpoSection, RunConfig

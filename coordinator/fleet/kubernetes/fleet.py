@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from coordinator.clients.replica import Replica
 from coordinator.fleet.kubernetes.api.pods import Pod
 from coordinator.fleet.kubernetes.engines import engines
-from coordinator.fleet.watched import WatchedFleet
 from servicekit.logs import get_logger
+from tandem_clients.replica import Replica
+from tandem_clients.watched_fleet import WatchedFleet
 
 log = get_logger(__name__)
 

@@ -8,7 +8,6 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from coordinator.clients.replica import Replica
 from coordinator.fleet.kubernetes.api.events import About
 from coordinator.fleet.kubernetes.api.pods import Pod
 from coordinator.fleet.kubernetes.cluster import Cluster
@@ -17,6 +16,7 @@ from coordinator.watch import metrics
 from servicekit.errors import TandemError, Unavailable
 from servicekit.lifecycle.budget import HourlyBudget
 from servicekit.logs import get_logger
+from tandem_clients.replica import Replica
 
 # Between two checks; a quarter of a setting that is shorter than four times this.
 LONGEST_INTERVAL_S = 10.0

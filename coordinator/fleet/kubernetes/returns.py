@@ -14,12 +14,12 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from coordinator.fleet.base import LOOK_INTERVAL_S
 from coordinator.fleet.kubernetes.api.pods import TRAINER, PodOutlook
 from coordinator.fleet.kubernetes.arrivals import TrainerDead
 from coordinator.fleet.kubernetes.cluster import Cluster
 from servicekit.errors import Aborted, DeadlineExceeded, NotReady, PeerLost, TandemError, Unavailable, WrongVersion
 from servicekit.logs import get_logger
+from tandem_clients.fleet import LOOK_INTERVAL_S
 from weightsync.membership.rendezvous import Evicted
 
 # Errors that a lost or replaced trainer can cause; after any other one, another attempt would fail too.

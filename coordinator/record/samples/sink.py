@@ -7,12 +7,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.flow import IterationRecord
 from coordinator.learn.evaluation import EvaluationResult
 from coordinator.record.progress import no_left
 from coordinator.record.samples.table import Batch, table_of_batch
 from coordinator.record.sinks import FinishedIteration
 from coordinator.rewards.taken import ShownColumns
+from tandem_clients.flow import IterationRecord
 from tandem_config.schema import SamplesSection
 from tandem_files.atomic import no_check
 from tandem_files.samples.folder import SampleFolder

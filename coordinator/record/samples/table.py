@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from coordinator.flow import Completion, Generation, Group, GroupScores
 from coordinator.rewards.taken import ShownColumns
+from tandem_clients.flow import Completion, Generation, Group, GroupScores
 from tandem_files.samples.schema import MASKED_SPAN, SPAN, MaskedSpan, storable, table_of
 from tandem_files.tokenizer import TextCodec
 

@@ -5,8 +5,8 @@ from dataclasses import astuple, dataclass, fields
 
 import numpy as np
 
-from coordinator.flow import Generation, GroupScores
 from coordinator.record.sinks import FinishedIteration
+from tandem_clients.flow import Generation, GroupScores
 from tandem_files.samples.schema import TRAIN
 from tandem_files.tokenizer import TextCodec
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from coordinator.data.formatting import PromptFormat, PromptText
 from coordinator.data.scan import Scan
 from coordinator.rewards.base import TakenColumns
+from tandem_clients.formatting import PromptFormat, PromptText
 from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
 from tandem_files.rows.reading import Row, RowKeys

@@ -5,16 +5,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from coordinator.data.formatting import PromptFormat, PromptText, prompt_format
 from coordinator.data.repeated_prompts import Repeats, copy_warnings, texts_of
 from coordinator.data.scan import Scan, Scanner
 from coordinator.data.scan_cache import Indexer, RowIndex
 from coordinator.data.sources import RowSource, find_sources
-from coordinator.flow import DataKey
 from launcher.check.data.answers import AnswerSample, check_answers
 from launcher.check.data.columns import TemplateColumns
 from launcher.check.data.lengths import check_lengths, check_limits, check_set
 from launcher.check.data.template import PlainPrompts, check_arguments
+from tandem_clients.flow import DataKey
+from tandem_clients.formatting import PromptFormat, PromptText, prompt_format
 from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import EvaluationSet, RunConfig
 from tandem_files.rows.problems import DataError

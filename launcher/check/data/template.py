@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from coordinator.data.formatting import PromptFormat, PromptText
+from tandem_clients.formatting import PromptFormat, PromptText
 from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
 from tandem_files.rows.reading import Row

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.flow import Completion, Generation, Group, GroupScores, Prompt
 from coordinator.learn.evaluation import EvaluationResult
 from coordinator.record.sinks import FinishedIteration
 from coordinator.record.trackers import build_trackers
 from coordinator.record.trackers import wandb as wandb_tracker
 from coordinator.record.trackers.tensorboard import TensorboardBackend
+from tandem_clients.flow import Completion, Generation, Group, GroupScores, Prompt
 from tandem_config.loading import load_config
 from tandem_files.metrics_file import METRICS_FILE, MetricsFile
 from tandem_files.tokenizer import TextCodec

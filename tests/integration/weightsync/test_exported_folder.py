@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from coordinator.data.formatting import prompt_format
+from tandem_clients.formatting import prompt_format
 from tandem_config.schema import DataSection
 from tandem_files.exports import note_template, noted_template
 from tandem_files.rows.reading import Row

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.flow import Completion, Group, Prompt, Sample
-from coordinator.learn.updates import make_batch, measured_chunks, select_samples, split_updates
+from coordinator.learn.updates import make_batch, select_samples, split_updates
 from servicekit.rpc.limits import MAX_MESSAGE_BYTES, chunk_starts
+from tandem_clients.flow import Completion, Group, Prompt, Sample
+from tandem_clients.trainer import sample_chunks, step_requests
 
 RNG = np.random.default_rng(1)
 
@@ -107,15 +108,15 @@ def test_a_message_is_never_larger_than_asked_for_unless_a_sample_is(seed: int, 
         )
         for n in rng.integers(0, 60, size=rng.integers(1, 40)).tolist()
     ]
-    batch = make_batch(some, step_id="s", policy_version=0, num_updates=2, rng=rng, chunk_bytes=chunk_bytes)
-    for request in batch.requests():
+    batch = make_batch(some, step_id="s", policy_version=0, num_updates=2, rng=rng)
+    for request in step_requests(batch, chunk_bytes):
         assert request.ByteSize() <= chunk_bytes or len(request.chunk.sample_ids) <= 1
 
 
 def test_a_real_chunk_is_far_below_the_limit_of_a_message() -> None:
     some = samples_of(groups(*[[4096] * 16] * 16))
     batch = make_batch(some, step_id="s", policy_version=0, num_updates=1, rng=RNG)
-    sizes = [chunk.ByteSize() for chunk in batch.chunks]
+    sizes = [request.chunk.ByteSize() for request in step_requests(batch)][1:]
     assert len(sizes) > 2  # 12 MiB at most
     assert max(sizes) <= MAX_MESSAGE_BYTES / 16
 
@@ -123,7 +124,7 @@ def test_a_real_chunk_is_far_below_the_limit_of_a_message() -> None:
 def test_the_wire_form_is_flat_and_complete() -> None:
     samples = samples_of(groups([1, 2], [3, 4]))
     batch = make_batch(samples, step_id="s", policy_version=5, num_updates=2, rng=np.random.default_rng(0))
-    header, *parts = list(batch.requests())
+    header, *parts = step_requests(batch)
     assert (header.header.step_id, header.header.policy_version) == ("s", 5)
     assert (header.header.num_updates, header.header.num_samples) == (2, 4)
     seen = {}
@@ -144,11 +145,11 @@ def test_the_wire_form_is_flat_and_complete() -> None:
 
 def test_masks_are_on_the_wire_where_there_are_any() -> None:
     some = samples_of(groups([2, 3], [1, 2]))
-    assert not measured_chunks(some)[0].loss_mask
+    assert not next(sample_chunks(some)).loss_mask
     some[1].completion = completion(3, mask="101")
-    (chunk,) = measured_chunks(some)
+    (chunk,) = sample_chunks(some)
     assert list(chunk.loss_mask) == [True, True, True, False, True, True, True, True]
-    cut = measured_chunks(some, chunk_bytes=1)  # a message for each sample
+    cut = sample_chunks(some, chunk_bytes=1)  # a message for each sample
     assert [list(chunk.loss_mask) for chunk in cut] == [[], [True, False, True], [], []]
 
 
@@ -158,15 +159,16 @@ def test_shuffling_follows_the_generator() -> None:
     def order(seed: int) -> list[str]:
         rng = np.random.default_rng(seed)
         batch = make_batch(samples, step_id="s", policy_version=0, num_updates=4, rng=rng)
-        return [sample_id for chunk in batch.chunks for sample_id in chunk.sample_ids]
+        return [sample.sample_id for samples in batch.updates for sample in samples]
 
     assert order(0) == order(0) != order(1)
 
 
 def test_fewer_samples_than_updates_announce_fewer_updates() -> None:
     batch = make_batch(samples_of(groups([1, 2])), step_id="s", policy_version=0, num_updates=4, rng=RNG)
-    assert batch.num_updates == 2
-    assert [chunk.update_index for chunk in batch.chunks] == [0, 1]
+    header, *parts = step_requests(batch)
+    assert header.header.num_updates == 2
+    assert [part.chunk.update_index for part in parts] == [0, 1]
 
 
 def test_updates_that_divide_prompts_have_whole_groups() -> None:
@@ -176,10 +178,7 @@ def test_updates_that_divide_prompts_have_whole_groups() -> None:
     def updates(num_updates: int, seed: int) -> list[set[str]]:
         rng = np.random.default_rng(seed)
         batch = make_batch(kept, step_id="s", policy_version=0, num_updates=num_updates, rng=rng, divide="prompts")
-        found: list[set[str]] = [set() for _ in range(batch.num_updates)]
-        for chunk in batch.chunks:
-            found[chunk.update_index] |= set(chunk.sample_ids)
-        return found
+        return [{sample.sample_id for sample in samples} for samples in batch.updates]
 
     shares = updates(2, seed=0)
     assert set.union(*shares) == {sample.sample_id for sample in kept}

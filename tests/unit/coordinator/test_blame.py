@@ -2,7 +2,6 @@
 
 import pytest
 
-from coordinator.clients.probing import NoAnswer
 from coordinator.sync.blame import blame
 from servicekit.errors import (
     Aborted,
@@ -14,6 +13,7 @@ from servicekit.errors import (
     TandemError,
     Unavailable,
 )
+from tandem_clients.probing import NoAnswer
 
 T, R0, R1, R2 = "trainer", "rollout-0", "rollout-1", "rollout-10"
 LOST_R1 = PeerLost("rollout-0/0: lost rollout-1/0")

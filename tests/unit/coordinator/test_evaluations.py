@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from coordinator.data.cursor import CursorState
-from coordinator.flow import Completion, Generation, Group, GroupScores, Prompt
 from coordinator.learn.estimates import Estimate
 from coordinator.learn.evaluation import EvaluationResult
 from coordinator.record.evaluations import Evaluations, evaluation_row, heldout_of, message_of, note_best
 from coordinator.record.metrics_row import baseline_row
 from coordinator.record.state import RunState
 from coordinator.watch.events import EventLog
+from tandem_clients.flow import Completion, Generation, Group, GroupScores, Prompt
 from tandem_config.schema import EvaluationSection
 
 

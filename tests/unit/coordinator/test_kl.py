@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.flow import AdvantageResult, Completion, Divergence, Generation, Group, GroupScores, Prompt
 from coordinator.learn.advantages import group_advantages
 from coordinator.steps import compute_advantages, measure_divergence
 from servicekit.errors import NotFinite
 from tandem_api.trainer.v1 import trainer_pb2
+from tandem_clients.flow import AdvantageResult, Completion, Divergence, Generation, Group, GroupScores, Prompt
 from tandem_config.schema import GrpoSection
 
 ROLLOUT, OLD, REFERENCE = -1.5, -1.0, -1.25

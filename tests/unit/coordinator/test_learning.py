@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.flow import GroupScores
 from coordinator.steps import compute_advantages
+from tandem_clients.flow import GroupScores
 from tandem_config.schema import GrpoSection
 
 REWARDS = np.array([[3.0, 0.0, 0.0], [1.0, 1.0, 1.0]])

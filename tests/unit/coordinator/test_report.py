@@ -10,7 +10,6 @@ import pytest
 
 from coordinator.data.cursor import CursorState
 from coordinator.fleet.services import merge_versions
-from coordinator.flow import TrainResult
 from coordinator.record.iteration_warnings import check_same_model
 from coordinator.record.metrics_row import Timing, build_row
 from coordinator.record.state import RunState, Totals
@@ -18,6 +17,7 @@ from coordinator.record.summary import build_summary
 from coordinator.sync.sync_report import RoundReports
 from servicekit.errors import Internal
 from tandem_api.weights.v1 import weights_pb2
+from tandem_clients.flow import TrainResult
 from tandem_files.metrics_file import MetricsFile
 from tandem_files.metrics_table import BY_NAME
 from tests.unit.coordinator.test_sample_sink import FOUR, finished

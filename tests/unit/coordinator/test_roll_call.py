@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from coordinator.clients.replica import Replica
 from coordinator.sync.participants import RollCall
 from servicekit.errors import ConfigurationSkew, DeadlineExceeded, Unavailable
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.trainer.v1 import trainer_pb2
+from tandem_clients.replica import Replica
 from tests.fakes.fake_fleet import StaticFleet
 from tests.fakes.fake_sync import FakeGroup
 from weightsync.layouts.layout import Parallel

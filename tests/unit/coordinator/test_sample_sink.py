@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.flow import Completion, Generation, Group, GroupScores, IterationRecord, Prompt
 from coordinator.learn.evaluation import EvaluationResult
 from coordinator.record.samples.sink import SampleSink, surplus
 from coordinator.record.sinks import FinishedIteration
 from coordinator.rewards.taken import ShownColumns
 from servicekit.errors import Unavailable
+from tandem_clients.flow import Completion, Generation, Group, GroupScores, IterationRecord, Prompt
 from tandem_config.schema import SamplesSection
 from tandem_files.samples.folder import SampleFolder
 from tandem_files.samples.schema import MaskedSpan, StoredSample, TextSpan

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.flow import Completion, Group, Prompt
 from coordinator.learn.scoring import Scorer
 from coordinator.record.iteration_warnings import score_remarks
 from coordinator.rewards.base import PART_NAME, Reward, ScoredText, Scores, StoppedOnly, parts_of
@@ -16,6 +15,7 @@ from coordinator.rewards.exact_match import ExactMatch
 from coordinator.rewards.lengths import Length
 from coordinator.rewards.registry import Part
 from servicekit.errors import Internal
+from tandem_clients.flow import Completion, Group, Prompt
 from tandem_files.tokenizer import TextCodec
 from tests.kit.folders import EOS, encode, write_small_model
 

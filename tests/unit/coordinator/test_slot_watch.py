@@ -5,11 +5,11 @@ from contextlib import suppress
 
 import pytest
 
-from coordinator.clients.probing import NoAnswer
 from coordinator.sync import slot_watch
 from coordinator.sync.slot_watch import SlotWatch
 from servicekit.errors import Unavailable
 from servicekit.lifecycle.tasks import cancel
+from tandem_clients.probing import NoAnswer
 from tests.fakes.fake_sync import FakeGroup, FakeMembership
 
 TRAINER, REPLICAS = ["trainer/0"], {"rollout-0": ["rollout-0/0"], "rollout-1": ["rollout-1/0", "rollout-1/1"]}

@@ -8,10 +8,10 @@ import pytest
 
 from coordinator.checkpoints.loading import load_newest
 from coordinator.data.cursor import CursorState, SourcePosition
-from coordinator.flow import GroupScores
 from coordinator.record.resuming import order_differences
 from coordinator.record.state import KEPT_SYNCS, DataOrder, RunState, SourceOrder, Totals
 from servicekit.errors import ConfigError
+from tandem_clients.flow import GroupScores
 from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import COORDINATOR_FILE, mark_complete, step_folder
 from tandem_files.metrics_file import Heldout, MetricsFile

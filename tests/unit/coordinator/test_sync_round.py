@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from coordinator.clients.probing import NoAnswer
-from coordinator.flow import ReplicaOutcome
 from coordinator.sync.sync_round import SECOND_CHANCE_S, Reports, SyncRound, raise_first, wait_for_cause
 from servicekit.errors import DeadlineExceeded, DigestMismatch, PeerLost, TandemError
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2 as pb
+from tandem_clients.flow import ReplicaOutcome
+from tandem_clients.probing import NoAnswer
 from weightsync.round.phases import ABORT, Phase
 
 

@@ -13,9 +13,7 @@ import pytest_asyncio
 import yaml
 from prometheus_client import REGISTRY
 
-from coordinator.clients.replica import Replica
 from coordinator.data.cursor import CursorState
-from coordinator.flow import ReplicaOutcome, SyncResult
 from coordinator.record.state import RunState
 from coordinator.watch.control import RunControl, State
 from coordinator.watch.events import EventKind, EventLog
@@ -27,6 +25,8 @@ from coordinator.web.page_data import CURVES
 from coordinator.web.server import DATA, SAMPLES, PageServer, on_loop
 from coordinator.web.snapshot import Source
 from servicekit.errors import ConfigError, PeerLost
+from tandem_clients.flow import ReplicaOutcome, SyncResult
+from tandem_clients.replica import Replica
 
 RULES = Path(__file__).parents[3] / "deploy" / "monitoring" / "rules" / "tandem.yaml"
 NASTY = "</script><img src=x onerror=alert(1)>"

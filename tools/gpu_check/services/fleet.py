@@ -15,9 +15,6 @@ from typing import Any
 
 import grpc
 
-from coordinator.clients.trainer import Trainer
-from coordinator.fleet.watched import WatchedFleet
-from coordinator.flow import ReplicaOutcome, SyncResult
 from coordinator.sync.weight_sync import WeightSync
 from launcher.run.processes import Launch, is_rollout, is_trainer, plan_processes
 from launcher.run.redis_server import server_spec, wait_ready
@@ -29,9 +26,11 @@ from servicekit.redis.registry import Registry
 from servicekit.rpc.channel import DeadlineChannel, open_channel
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
+from tandem_clients.flow import ReplicaOutcome, SyncResult
+from tandem_clients.trainer import Trainer
+from tandem_clients.watched_fleet import WatchedFleet
 from tandem_config.loading import dump_resolved
 from tandem_config.schema import RunConfig
 from tools.gpu_check.services.settings import RUN_ID, Scale, Shape, model_config, run_config, write_model
@@ -235,10 +234,6 @@ class ServiceFleet:
     def rollout(self, name: str) -> Any:
         """A stub of the replica's service."""
         return rollout_pb2_grpc.RolloutServiceStub(self._channel("rollout", name))
-
-    def trainer_stub(self) -> Any:
-        """A stub of the trainer's service, for calls that a coordinator does not make."""
-        return trainer_pb2_grpc.TrainerServiceStub(self._channel(TRAINER, TRAINER))
 
     def receivers(self, name: str) -> list[Any]:
         """A stub of each rank's receiver."""

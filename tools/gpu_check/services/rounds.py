@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.flow import SyncResult
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2 as pb
+from tandem_clients.flow import SyncResult
 from tools.gpu_check.services.findings import Findings
 from tools.gpu_check.services.fleet import CALL_S, Checksums, ServiceFleet, committed
 from tools.gpu_check.services.samples import (

@@ -4,6 +4,7 @@ Legend: S samples, T completion tokens of all of them, flattened in sample order
 """
 
 import asyncio
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.flow import TrainBatch
 from tandem_api.rollout.v1 import rollout_pb2
-from tandem_api.trainer.v1 import trainer_pb2
+from tandem_clients import flow
 from tools.gpu_check.services.fleet import CALL_S, ServiceFleet
 from tools.gpu_check.services.settings import PROMPT_TOKENS
 
@@ -64,41 +64,37 @@ async def generate(
     ]
 
 
-def chunk(samples: Sequence[Sample], update: int = 0) -> trainer_pb2.SampleChunk:
+def as_trained(samples: Sequence[Sample]) -> tuple[flow.Sample, ...]:
     """The samples as the trainer takes them; every second one is better than the others."""
-    return trainer_pb2.SampleChunk(
-        update_index=update,
-        sample_ids=[f"u{update}-s{index}" for index in range(len(samples))],
-        prompt_lengths=[len(sample.prompt) for sample in samples],
-        completion_lengths=[len(sample.tokens) for sample in samples],
-        token_ids=[token for sample in samples for token in (*sample.prompt, *sample.tokens)],
-        rollout_logprobs=[value for sample in samples for value in sample.logprobs],
-        advantages=[1.0 if index % 2 == 0 else -1.0 for index in range(len(samples))],
-        trainable=[True] * len(samples),
+    return tuple(
+        flow.Sample(
+            sample_id=f"s{index}",
+            prompt=flow.Prompt(row=index, token_ids=sample.prompt, answer=""),
+            completion=flow.Completion(
+                token_ids=array("I", sample.tokens),
+                logprobs=array("f", sample.logprobs),
+                truncated=False,
+                oldest_version=sample.spans[0][0],
+            ),
+            advantage=1.0 if index % 2 == 0 else -1.0,
+            trainable=True,
+        )
+        for index, sample in enumerate(samples)
     )
 
 
 async def train_step(fleet: ServiceFleet, step_id: str, samples: Sequence[Sample]) -> int:
     """One step of two updates on the samples. Returns: the version after it."""
-    half = len(samples) // 2
+    half, trained = len(samples) // 2, as_trained(samples)
     version = (await fleet.trainer.status()).policy_version
-    batch = TrainBatch(
-        step_id=step_id,
-        policy_version=version,
-        num_samples=len(samples),
-        num_updates=2,
-        chunks=(chunk(samples[:half], 0), chunk(samples[half:], 1)),
-    )
+    batch = flow.TrainBatch(step_id=step_id, policy_version=version, updates=(trained[:half], trained[half:]))
     return (await fleet.trainer.train_step(batch)).policy_version
 
 
 async def trainer_logprobs(fleet: ServiceFleet, samples: Sequence[Sample]) -> Floats:
     """[T] The trainer's log-probs of the samples' tokens under its policy of now."""
-    request = trainer_pb2.ComputeLogprobsRequest(chunk=chunk(samples))
-    call: Any = fleet.trainer_stub().ComputeLogprobs(iter([request]), timeout=CALL_S)
     async with asyncio.timeout(CALL_S):
-        replies = [reply async for reply in call]
-    return np.concatenate([np.asarray(reply.logprobs, dtype=np.float64) for reply in replies])
+        return (await fleet.trainer.logprobs(as_trained(samples))).astype(np.float64)
 
 
 def rollout_logprobs(samples: Sequence[Sample]) -> Floats:

@@ -1,26 +1,35 @@
-"""Step 7: client of the trainer service. Its errors name the trainer, its calls always have a deadline."""
+"""Step 7: client of the trainer service. Its errors name the trainer, its calls always have a deadline.
+
+It turns samples into messages; their size changes the number of messages, not the step.
+"""
 
 import asyncio
+from array import array
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.flow import TrainBatch, TrainResult
 from servicekit.errors import Unavailable, rpc_errors
 from servicekit.logs import get_logger
 from servicekit.rpc.channel import DeadlineChannel, open_channel
+from servicekit.rpc.limits import SAMPLE_CHUNK_BYTES, chunk_starts
 from servicekit.security.tls import Identity
 from tandem_api.common.v1 import common_pb2
 from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
+from tandem_clients.flow import Sample, TrainBatch, TrainResult, policy_tokens
 from weightsync.round.client import of_participant
 
 # Longest deadlines by the service's contract (protos/tandem_api/trainer/v1/trainer.proto).
 STEP_TIMEOUT_S = 3600.0
 SAVE_TIMEOUT_S = 1800.0
 STATUS_TIMEOUT_S = 10.0
+# Upper bounds on the wire: a token id as a varint; a log-prob, and the token's place in the mask; for the rest of a
+# sample: its lengths, advantage, flag (21 with the prefix of its name), and the fields that a message has once (53).
+_ID_BYTES, _SAMPLED_BYTES, _OVERHEAD_BYTES = 5, 4 + 1, 96
 
 log = get_logger(__name__)
 
@@ -91,27 +100,26 @@ class Trainer:
         )
 
     def _fenced(self, batch: TrainBatch, sent: asyncio.Event) -> Iterator[trainer_pb2.TrainStepRequest]:
-        for request in batch.requests():
+        for request in step_requests(batch):
             if request.HasField("header"):
                 request.header.fence.CopyFrom(self._fence)
             yield request
         sent.set()
 
-    async def logprobs(
-        self, chunks: Sequence[trainer_pb2.SampleChunk], *, reference: bool = False
-    ) -> NDArray[np.float32]:
-        """Compute the log-probs of all completion tokens, chunk after chunk: [T], at the sampling temperature.
+    async def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> NDArray[np.float32]:
+        """Compute the log-probs of all completion tokens, sample after sample: [T], at the sampling temperature.
 
         Args:
             reference: under the reference policy; else under the present one.
         """
         try:
-            return await self._logprobs(chunks, reference)
+            return await self._logprobs(samples, reference)
         except Unavailable as error:
             log.warning("log-probs lost, asking again", reference=reference, error=str(error))
-            return await self._logprobs(chunks, reference)
+            return await self._logprobs(samples, reference)
 
-    async def _logprobs(self, chunks: Sequence[trainer_pb2.SampleChunk], reference: bool) -> NDArray[np.float32]:
+    async def _logprobs(self, samples: Sequence[Sample], reference: bool) -> NDArray[np.float32]:
+        chunks = sample_chunks(samples)
         requests = (trainer_pb2.ComputeLogprobsRequest(chunk=chunk, reference=reference) for chunk in chunks)
         with rpc_errors(self.name):
             call = self._stub.ComputeLogprobs(requests, timeout=STEP_TIMEOUT_S)
@@ -172,3 +180,56 @@ class Trainer:
     async def close(self) -> None:
         """Close the channel; running calls are cancelled."""
         await self._channel.close()
+
+
+def step_requests(batch: TrainBatch, chunk_bytes: int = SAMPLE_CHUNK_BYTES) -> Iterator[trainer_pb2.TrainStepRequest]:
+    """Yield the messages of a step: a header, then the samples in ascending order of their update."""
+    yield trainer_pb2.TrainStepRequest(
+        header=trainer_pb2.TrainStepHeader(
+            step_id=batch.step_id,
+            policy_version=batch.policy_version,
+            num_updates=len(batch.updates),
+            num_samples=batch.num_samples,
+        )
+    )
+    for update_index, samples in enumerate(batch.updates):
+        for chunk in sample_chunks(samples, update_index, chunk_bytes):
+            yield trainer_pb2.TrainStepRequest(chunk=chunk)
+
+
+def sample_chunks(
+    samples: Sequence[Sample], update_index: int = 0, chunk_bytes: int = SAMPLE_CHUNK_BYTES
+) -> Iterator[trainer_pb2.SampleChunk]:
+    """Yield samples in messages of at most chunk_bytes, but of at least one sample."""
+    starts = chunk_starts(list(map(_wire_bytes, samples)), chunk_bytes)
+    for start, end in pairwise([0, *starts, len(samples)]):
+        yield _chunk(update_index, samples[start:end])
+
+
+def _wire_bytes(sample: Sample) -> int:
+    """Return the bytes that a sample adds to a message at most."""
+    completion = len(sample.completion.token_ids)
+    ids = _ID_BYTES * (len(sample.prompt.token_ids) + completion)
+    return ids + _SAMPLED_BYTES * completion + len(sample.sample_id.encode()) + _OVERHEAD_BYTES
+
+
+def _chunk(update_index: int, samples: Sequence[Sample]) -> trainer_pb2.SampleChunk:
+    """Build the wire form of samples of one update; ragged fields are flattened in sample order."""
+    # Joined first: protobuf takes one long array faster than many short ones.
+    token_ids, logprobs = array("I"), array("f")
+    for sample in samples:
+        token_ids.extend(sample.prompt.token_ids)
+        token_ids.extend(sample.completion.token_ids)
+        logprobs.extend(sample.completion.logprobs)
+    masked = any(sample.completion.loss_mask is not None for sample in samples)
+    return trainer_pb2.SampleChunk(
+        update_index=update_index,
+        sample_ids=[sample.sample_id for sample in samples],
+        prompt_lengths=[len(sample.prompt.token_ids) for sample in samples],
+        completion_lengths=[len(sample.completion.token_ids) for sample in samples],
+        advantages=[sample.advantage for sample in samples],
+        trainable=[sample.trainable for sample in samples],
+        token_ids=token_ids,
+        rollout_logprobs=logprobs,
+        loss_mask=map(bool, policy_tokens(samples)) if masked else (),
+    )

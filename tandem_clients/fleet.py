@@ -10,7 +10,7 @@ to the new one.
 from collections.abc import Sequence
 from typing import Protocol
 
-from coordinator.clients.replica import Replica
+from tandem_clients.replica import Replica
 
 # Between two looks while services are missing: they take seconds to start.
 LOOK_INTERVAL_S = 0.1
@@ -33,3 +33,26 @@ class Fleet(Protocol):
     def admit(self, replicas: Sequence[Replica]) -> None:
         """Give work to these replicas from now on, and to no others."""
         ...
+
+
+class FixedFleet:
+    """A fleet that does not change: these replicas and no others, which all serve until they fail.
+
+    Args:
+        replicas: by name.
+    """
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self._replicas = tuple(replicas)
+
+    async def look(self) -> tuple[Replica, ...]:
+        """Return all replicas."""
+        return self._replicas
+
+    def serving(self) -> tuple[Replica, ...]:
+        """Return all replicas."""
+        return self._replicas
+
+    def admit(self, replicas: Sequence[Replica]) -> None:
+        """Refuse: none can join, and none leaves."""
+        raise NotImplementedError("the replicas of a fixed fleet serve from the start")

@@ -1,22 +1,22 @@
-"""The data that steps pass on: prompts, groups of completions, scores, a batch, the figures of a sync.
+"""The data that steps pass on: prompts, orders, groups of completions, scores, a batch, the figures of a sync.
 
 Legend: P prompts (one group each), G completions per prompt, S = P * G samples, T tokens of one completion.
-Token ids and log-probs are kept as compact `array.array`s (4 bytes an item): protobuf fields are copied from and into
-them faster than with NumPy, which boxes every item, and they take a tenth of a list's memory.
+None of them knows protobuf: the clients of the services do. Token ids and log-probs are kept as compact `array.array`s
+(4 bytes an item): protobuf fields are copied from and into them faster than with NumPy, which boxes every item, and
+they take a tenth of a list's memory.
 What there is one of for each sample (Completion, ScoredText, Sample) is not frozen: a frozen one takes three times as
 long to make, between generation and training.
 """
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
-
-from tandem_api.trainer.v1 import trainer_pb2
 
 # Whose prompts were scored: a key of the configuration's section `data`.
 DataKey = Literal["train", "heldout"]
@@ -50,6 +50,38 @@ class Prompt:
     def place(self) -> str:
         """The row's file and number, as in messages about the data: `data/gsm8k.jsonl:77`."""
         return f"{self.file}:{self.row}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How completions are sampled; the defaults keep the full distribution, which training needs."""
+
+    # 0 is greedy.
+    temperature: float
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+    # Texts that end a completion.
+    stop: tuple[str, ...] = ()
+    top_p: float = 1.0
+    # -1: all tokens.
+    top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """Which policy version to sample, how many completions per prompt, and how."""
+
+    policy_version: int
+    num_completions: int
+    sampling: Sampling
+    # With it a group's completions are a function of it, the group's id, the prompt and the weights. None: random.
+    seed: int | None = None
+
+    def group_seed(self, group_id: str) -> int | None:
+        """Return the seed of a group, whose id holds iteration, place and row; None: its completions are random."""
+        return None if self.seed is None else xxhash.xxh3_64_intdigest(f"{self.seed}/{group_id}".encode())
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,6 +119,15 @@ class Group:
     def sample_id(self, index: int) -> str:
         """Return the name of a sample, as in the trainer's errors: `i12.g3.row77#5`."""
         return f"{self.group_id}#{index}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationPart:
+    """What a replica streams of a call."""
+
+    groups: tuple[Group, ...]
+    # Seconds of the engine's work for this call so far.
+    engine_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,11 +227,6 @@ class AdvantageResult:
     dropped_P: NDArray[np.bool_]
 
 
-# Upper bounds on the wire: a token id as a varint; a log-prob, and the token's place in the mask; for the rest of a
-# sample: its lengths, advantage, flag (21 with the prefix of its name), and the fields that a message has once (53).
-_ID_BYTES, _SAMPLED_BYTES, _OVERHEAD_BYTES = 5, 4 + 1, 96
-
-
 @dataclass(kw_only=True, slots=True)
 class Sample:
     """One completion with its prompt and advantage, as the trainer gets it."""
@@ -207,12 +243,14 @@ class Sample:
         """Name of its group, see Group.sample_id."""
         return self.sample_id.rpartition("#")[0]
 
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes that it adds to a message at most."""
-        completion = len(self.completion.token_ids)
-        ids = _ID_BYTES * (len(self.prompt.token_ids) + completion)
-        return ids + _SAMPLED_BYTES * completion + len(self.sample_id.encode()) + _OVERHEAD_BYTES
+
+def policy_tokens(samples: Sequence[Sample]) -> "array[int]":
+    """Return, sample by sample, 1 for each completion token that the policy has sampled and 0 for the others."""
+    out = array("B")
+    for sample in samples:
+        mask = sample.completion.loss_mask
+        out.frombytes(b"\1" * len(sample.completion.token_ids) if mask is None else mask.tobytes())
+    return out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,22 +259,13 @@ class TrainBatch:
 
     step_id: str
     policy_version: int
-    num_samples: int
-    num_updates: int
-    chunks: tuple[trainer_pb2.SampleChunk, ...]
+    # Those of each optimizer update, in their order.
+    updates: tuple[tuple[Sample, ...], ...]
 
-    def requests(self) -> Iterator[trainer_pb2.TrainStepRequest]:
-        """Yield the request stream: a header, then the chunks in ascending order of their update."""
-        yield trainer_pb2.TrainStepRequest(
-            header=trainer_pb2.TrainStepHeader(
-                step_id=self.step_id,
-                policy_version=self.policy_version,
-                num_updates=self.num_updates,
-                num_samples=self.num_samples,
-            )
-        )
-        for chunk in self.chunks:
-            yield trainer_pb2.TrainStepRequest(chunk=chunk)
+    @property
+    def num_samples(self) -> int:
+        """Samples over all updates."""
+        return sum(map(len, self.updates))
 
 
 # Parts of a step that are the model's own work.

@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import Sequence
 
-from coordinator.clients.replica import Replica
-from coordinator.clients.trainer import Trainer
 from servicekit.logs import get_logger
 from servicekit.redis.records import Failure, ServiceRecord
 from servicekit.redis.registry import Registry
 from servicekit.security.tls import Identity
+from tandem_clients.replica import Replica
+from tandem_clients.trainer import Trainer
 
 ROLLOUT_ROLE, TRAINER_ROLE = "rollout", "trainer"
 
