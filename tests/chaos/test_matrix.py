@@ -23,9 +23,10 @@ PREPARE only; from PAUSE on nobody needs Redis.
 
 import re
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -157,12 +158,26 @@ def matrix() -> list[Cell]:
     ]
 
 
-def marked(cell: Cell) -> Any:
-    """Cells for every run of the tests: all that kill, and what freezes somebody while weights are on their way."""
-    return pytest.param(cell, marks=() if cell.killed or cell.phase == "transfer" else pytest.mark.slow)
+def covering(cells: Sequence[Cell]) -> list[Cell]:
+    """Choose cells in which every pair of values occurs that occurs in any: the most new pairs first.
+
+    A pair is of target, phase, harm, install and transport; 35 are the least, since each target meets each phase.
+    """
+    pairs = {cell: set(combinations(vars(cell).items(), 2)) for cell in cells}
+    missing, chosen = set().union(*pairs.values()), list[Cell]()
+    while missing:
+        chosen.append(max(cells, key=lambda cell: len(pairs[cell] & missing)))
+        missing -= pairs[chosen[-1]]
+    return chosen
 
 
-@pytest.mark.parametrize("cell", map(marked, matrix()), ids=[str(cell) for cell in matrix()])
+def marked(cells: Sequence[Cell]) -> list[Any]:
+    """Mark as slow what is not in every run of the tests."""
+    often = covering(cells)
+    return [pytest.param(cell, marks=() if cell in often else pytest.mark.slow) for cell in cells]
+
+
+@pytest.mark.parametrize("cell", marked(matrix()), ids=str)
 def test_cell(cell: Cell, fleets: Fleets) -> None:
     with fleets.whole() as fleet:
         run_cell(cell, fleet)

@@ -14,7 +14,7 @@ from tests.e2e.conftest import SMALL, Tandem, rows_of, summary_of
 from tests.fakes.cuda_machine import cuda_machine
 from tests.house.repository import REPO
 
-pytestmark = [pytest.mark.integration, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.alone, pytest.mark.timeout(900)]
 # Two trainer ranks and two replicas, as in the demo: all four GPUs.
 WHOLE = {**SMALL, "trainer.tensor_parallel": 2, "rollout.replicas": 2}
 

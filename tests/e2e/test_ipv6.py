@@ -21,7 +21,7 @@ from tests.kit.redis import RedisProcess
 from tests.kit.replicas import at, in_a_pod_at
 from tests.networks import ENDS, needs_ipv6, needs_namespaces, two_networks
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), needs_ipv6]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900), needs_ipv6]
 RUN_ID, RUN_S = "ipv6", 240.0
 SETTINGS = {
     **SMALL,

@@ -18,7 +18,7 @@ from tests.kit.processes import START_S, Services
 from tests.kit.redis import RedisProcess
 from tests.kit.waiting import until
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 CHANGES = SMALL | {
     "run.iterations": 1000,
     "run.evaluate_every": 1000,

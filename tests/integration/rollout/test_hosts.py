@@ -17,7 +17,7 @@ from tests.kit.round import CALL_S
 from tests.kit.waiting import until
 
 # An engine starts in 15 s on idle cores, and in minutes where others work.
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 
 PROMPT = [7, 8, 9, 10] * 4
 INSTALL = {"in_place": pb.INSTALL_MODE_IN_PLACE, "staged": pb.INSTALL_MODE_STAGED}

@@ -13,7 +13,7 @@ from tandem_config.schema import RunConfig
 from tests.kit.models import make_model
 from weightsync.model.spec import ModelSpec
 
-pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(900)]
 
 
 def test_the_ranks_own_error_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from tests.kit.models import logprobs, make_model
 from tests.kit.replicas import Replica, Trainer, in_a_pod_at, lone_replica
 from tests.networks import ENDS, WORKER_LINK, needs_ipv6, needs_namespaces, two_networks
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600), *needs_namespaces]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900), *needs_namespaces]
 
 PROMPT = [7, 8, 9, 10] * 4
 OWN_SHM = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh")
@@ -49,7 +49,7 @@ def test_ranks_on_another_network_are_synced_by_messages_and_a_cut_ends_both(
         family,
     ]
     told = subprocess.run(
-        ["ip", "netns", "exec", namespaces[0], *story], capture_output=True, text=True, timeout=500, check=False
+        ["ip", "netns", "exec", namespaces[0], *story], capture_output=True, text=True, timeout=800, check=False
     )
     assert told.returncode == 0, told.stderr[-5000:]
 

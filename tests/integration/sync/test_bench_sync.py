@@ -10,7 +10,7 @@ import pytest
 from tests.unit.tools.test_bench_sync import CONTRACT
 from tools.bench_sync.methods.registry import BUSY, METHODS
 
-pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(900)]
 
 CASE = "tiny, TP2 -> TP2"
 

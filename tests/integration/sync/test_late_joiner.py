@@ -14,7 +14,7 @@ from tests.kit.replicas import Replicas
 from tests.kit.round import CALL_S
 from weightsync.layouts.layout import Parallel
 
-pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(900)]
 
 TRAINER = Parallel(tensor=2, pipeline=2)
 PROMPT = [7, 8, 9, 10]

@@ -20,7 +20,7 @@ from tests.kit.round import CALL_S, run_round, service_at
 from tests.kit.stores import same
 from weightsync.layouts.layout import Parallel
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "tp2-pp2": {"tensor_parallel": 2, "pipeline_parallel": 2},

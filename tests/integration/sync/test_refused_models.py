@@ -14,7 +14,7 @@ from tests.kit.processes import Services
 from tests.kit.replicas import Replicas
 from weightsync.layouts.layout import Parallel
 
-pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(900)]
 
 
 def test_dense_layers_of_a_mixture_are_refused_in_prepare(services: Services, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from tests.kit.waiting import until
 from weightsync.layouts.layout import Parallel
 from weightsync.round.phases import PREPARE
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 TRAINER = Parallel(tensor=2)
 PROMPTS = [[7, 8, 9, 10], [11, 12, 13]]

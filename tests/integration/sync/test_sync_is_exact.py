@@ -16,7 +16,7 @@ from tests.kit.processes import Services
 from tests.kit.replicas import Replicas
 from weightsync.layouts.layout import Parallel
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 PROMPTS = [[7 + i, 8, 9, 10 + i] * (i + 1) for i in range(6)]
 NUM_TOKENS = 12
