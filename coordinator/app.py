@@ -170,7 +170,7 @@ def _reach_cluster(config: RunConfig, environment: ServiceEnvironment, events: E
 
 
 def release_unled(config: RunConfig, environment: ServiceEnvironment, why: str) -> None:
-    """Give the GPUs back of a run that cannot begin, unless a coordinator leads it. Logs what fails. Blocking."""
+    """Release the GPUs of a run that cannot begin, unless a coordinator holds its lease. Logs what fails. Blocking."""
     if config.fleet.kind != "kubernetes" or config.fleet.release_after_s is None:
         return
     try:

@@ -176,7 +176,7 @@ async def _attempt(app: App) -> bool:
             return False
         finally:
             await cancel(following)
-        if app.leaving.yields:
+        if app.leaving.ended_for_trainer:
             app.leaving.renew()
             if guard is None:
                 raise TrainerLost("the trainer was asked to end; the run is saved")
@@ -248,7 +248,7 @@ def say_how_it_ended(state: RunState) -> None:
 
 
 def take_reserve(run_dir: Path) -> None:
-    """Write the reserve file; a failure is only logged, since the run fails on a full disk anyway."""
+    """Write the reserve file; a failure is only logged, because the run fails on a full disk anyway."""
     try:
         # Zeros suffice on common file systems; one that compresses would need random bytes.
         write_bytes_atomic(run_dir / RESERVE_FILE, bytes(RESERVE_BYTES))

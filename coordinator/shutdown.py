@@ -73,8 +73,8 @@ class Leaving:
         self.left = False
 
     @property
-    def yields(self) -> bool:
-        """Whether the run has ended since its trainer ends, and may continue with the next one."""
+    def ended_for_trainer(self) -> bool:
+        """Whether the run stopped because its trainer shuts down: it may resume with the next trainer."""
         return self.left and not self.stopping
 
     def yield_to_trainer(self) -> None:
@@ -95,10 +95,10 @@ class Leaving:
         if self.saves:
             await asyncio.wait([work], timeout=timeout_s)
             if not work.done():
-                log.warning("no checkpoint at the stop: not done within run.stop_timeout_s", seconds=timeout_s)
+                log.warning("shutdown: checkpoint not saved within run.stop_timeout_s", seconds=timeout_s)
         await cancel(work)
         if not work.cancelled() and work.exception() is not None:
-            log.warning("no checkpoint at the stop", error=str(work.exception()))
+            log.warning("shutdown: checkpoint not saved", error=str(work.exception()))
             return True
         return work.cancelled() or self.left
 
@@ -109,7 +109,7 @@ class Leaving:
                 return
 
     async def unless_asked(self, action: Coroutine[Any, Any, T]) -> T | None:
-        """Await the action. Returns: its result; None: it was cancelled, since the run is to end."""
+        """Await the action. Returns: its result; None: it was cancelled, because the run is to end."""
         first = await first_of({"action": action, "asked": self.asked})
         return first.value if first.name == "action" else None
 

@@ -167,7 +167,7 @@ def _prepare(stack: ExitStack, config: RunConfig, resume: Path | None, indices: 
     """Lock the run's folder until `stack` ends, and write the configuration files and the data's indices into it.
 
     Args:
-        indices: emptied, since they would take memory as long as the run.
+        indices: emptied, because they would take memory as long as the run.
     Raises: ConfigError, OSError: the folder cannot be locked or written to.
     """
     from launcher.run.run import RunRequest

@@ -187,7 +187,7 @@ def _split(groups: Sequence[FinishedGroup]) -> Iterator[list[FinishedGroup]]:
 
 
 def _reply(groups: Sequence[FinishedGroup], engine_s: float) -> pb.GenerateGroupsResponse:
-    """Make a reply; messages are added in place, since a list of finished ones would be copied (twice the time)."""
+    """Make a reply; messages are added in place, because a list of finished ones would be copied (twice the time)."""
     reply = pb.GenerateGroupsResponse(engine_s=engine_s)
     for group in groups:
         add = reply.groups.add(group_id=group.group_id).completions.add

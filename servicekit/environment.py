@@ -32,7 +32,7 @@ _REDIS_FILES = ("redis_ca", "redis_cert", "redis_key")
 class ServerEnvironment(BaseModel):
     """Environment of any process that serves gRPC: where it listens, and how it and its callers know each other."""
 
-    # Without inputs in errors, since REDIS_URL has a password.
+    # Without inputs in errors, because REDIS_URL has a password.
     model_config = ConfigDict(frozen=True, hide_input_in_errors=True)
 
     run_token: str = Field(
@@ -105,7 +105,7 @@ class ServerEnvironment(BaseModel):
 class ServiceEnvironment(ServerEnvironment):
     """Environment of a service process of a run; the launcher or the pod sets it."""
 
-    # Before redis_url, since they become options of it.
+    # Before redis_url, because they become options of it.
     redis_ca: str = Field("", alias="TANDEM_REDIS_CA", description="PEM file: the authority of a rediss:// server.")
     redis_cert: str = Field(
         "", alias="TANDEM_REDIS_CERT", description="PEM file: certificate of this service, if Redis requires one."

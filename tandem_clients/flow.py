@@ -264,7 +264,7 @@ class TrainBatch:
 
     @property
     def num_samples(self) -> int:
-        """Samples over all updates."""
+        """Count the samples of all updates."""
         return sum(map(len, self.updates))
 
 

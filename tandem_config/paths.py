@@ -14,7 +14,7 @@ from tandem_config.sections.reward import CodeReference, split_reference
 
 
 def absolute(path: Path) -> Path:
-    """Make a path absolute and without `..`; symbolic links are kept, since their target may move."""
+    """Make a path absolute and without `..`; symbolic links are kept, because their target may move."""
     return Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow links
 
 

@@ -192,18 +192,18 @@ def choose(run_dir: Path, which: str) -> UndamagedCheckpoint:
     if which == "best":
         best = read_best(run_dir)
         if best is None or best.iteration not in there:
-            raise ConfigError(f"{run_dir} {_why_no_best(there)}: give an iteration, {_those(there)}")
+            raise ConfigError(f"{run_dir} {_why_no_best(there)}: give an iteration, {_listed(there)}")
         which = str(best.iteration)
     if not which.isdecimal():
-        raise ConfigError(f"there is no checkpoint {which!r}: give last, best or an iteration, {_those(there)}")
+        raise ConfigError(f"there is no checkpoint {which!r}: give last, best or an iteration, {_listed(there)}")
     folder = there.get(int(which))
     if folder is None:
         raise ConfigError(
-            f"{run_dir} has no checkpoint of iteration {which}: give last, best or an iteration, {_those(there)}"
+            f"{run_dir} has no checkpoint of iteration {which}: give last, best or an iteration, {_listed(there)}"
         )
     damage = _damage(int(which), folder, deep=True)
     if damage is not None:
-        raise DamagedCheckpoint(f"{damage}: choose another one, {_those(there)}")
+        raise DamagedCheckpoint(f"{damage}: choose another one, {_listed(there)}")
     return UndamagedCheckpoint(iteration=int(which), folder=folder, skipped=[])
 
 
@@ -221,7 +221,7 @@ def _why_no_best(there: Mapping[int, Path]) -> str:
     return "has no best checkpoint (evaluation.best)"
 
 
-def _those(there: Collection[int]) -> str:
+def _listed(there: Collection[int]) -> str:
     return f"here {', '.join(map(str, there))}" if there else "of which there is none yet"
 
 
@@ -275,7 +275,7 @@ def none_left(run_dir: Path, damages: Sequence[object]) -> DamagedCheckpoint:
 def set_aside(damage: Damage) -> Path | None:
     """Rename a damaged checkpoint, so that it can be inspected and is not in the way of new ones.
 
-    Returns: its new folder; None: it was not renamed, since it is unfinished or does not exist.
+    Returns: its new folder; None: it was not renamed, because it is unfinished or does not exist.
     """
     aside = damage.folder.with_name(f"{_SET_ASIDE}{damage.folder.name}")
     if damage.unfinished or not damage.folder.exists():

@@ -136,7 +136,7 @@ class _RankZero:
         timeout_s = self._settings.config.run.stop_timeout_s
         first = await first_of({"saved": servicer.until_saved(), "ranks": end_of(ended)}, timeout_s=timeout_s)
         if first.name == DEADLINE:
-            log.warning("no checkpoint at the stop: not done within run.stop_timeout_s", seconds=timeout_s)
+            log.warning("shutdown: checkpoint not saved within run.stop_timeout_s", seconds=timeout_s)
 
     async def _shut_down(self, server: GrpcServer, commander: Commander, ended: "asyncio.Future[None]") -> int:
         """Refuse new calls, finish running ones, stop all ranks. Returns: the exit code."""

@@ -202,7 +202,7 @@ class Worker:
             lease_ttl_s=self._settings.config.sync.lease_ttl_s,
             on_lost=self._fail,
             disk_folder=self._settings.config.sync.published_folder(environment.run_dir),
-            lends=not self._settings.config.trainer.offload.parameters,
+            expose_memory=not self._settings.config.trainer.offload.parameters,
         )
 
 

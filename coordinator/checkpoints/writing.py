@@ -37,7 +37,7 @@ log = get_logger(__name__)
 
 
 class NotWritten(Internal):
-    """A checkpoint was not written, e.g. since the disk is full; trainer and run are as they were."""
+    """A checkpoint was not written, e.g. because the disk is full; trainer and run are as they were."""
 
 
 @dataclass(frozen=True, kw_only=True)

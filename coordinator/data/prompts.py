@@ -126,7 +126,7 @@ def _load(section: DataSection, source: RowSource, formats: PromptFormat, scratc
     store = RowStore(scratch)
     index = None if scratch is None else read_index(scratch, index_key(section, source, formats), source)
     if index is not None:
-        log.info("data as checked by the launcher", prompts=index.scan.num_used, file=str(source.files[0].path))
+        log.info("data: using the launcher's index", prompts=index.scan.num_used, file=str(source.files[0].path))
         for file in source.files:
             if file.path in index.places:
                 store.fill(file, index.places[file.path])

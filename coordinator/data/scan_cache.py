@@ -3,8 +3,7 @@
 The launcher reads all rows to check them; the coordinator, which starts a moment later, and again after a crash, need
 not render and tokenize them once more. An index has the name of its key: the files (place, size, times, inode) and the
 settings that decide what a pass finds. Other files or settings have no index, and there is nothing to compare. A change
-that leaves the times as they are would have to happen in the same tick of the clock: files that have just been written
-get no index.
+within one tick of the clock would leave the times as they are, so files that have just been written get no index.
 """
 
 import io

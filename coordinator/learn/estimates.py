@@ -64,14 +64,14 @@ def _estimate(
     copies_P: Sequence[int],
 ) -> Estimate:
     kind, _, k = name.partition("@")
-    there_PG = ~np.isnan(scores_PG)
-    measured_P = there_PG.sum(axis=1) >= (int(k) if kind == "pass" else 1)
+    present_PG = ~np.isnan(scores_PG)
+    measured_P = present_PG.sum(axis=1) >= (int(k) if kind == "pass" else 1)
     values = [
         _value(
             kind,
             int(k),
-            [float(score) for score in scores_PG[p][there_PG[p]]],
-            _those(answers_PG[p], there_PG[p]),
+            [float(score) for score in scores_PG[p][present_PG[p]]],
+            _present_answers(answers_PG[p], present_PG[p]),
             right_from,
         )
         for p in map(int, np.flatnonzero(measured_P))
@@ -90,8 +90,8 @@ def _value(kind: str, k: int, scores_G: list[float], answers_G: list[str], right
     raise ValueError(f"unknown measure {kind!r}")
 
 
-def _those(answers_G: Sequence[str], there_G: NDArray[np.bool_]) -> list[str]:
-    return [answer for answer, there in zip(answers_G, there_G, strict=True) if there]
+def _present_answers(answers_G: Sequence[str], present_G: NDArray[np.bool_]) -> list[str]:
+    return [answer for answer, present in zip(answers_G, present_G, strict=True) if present]
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:

@@ -1,7 +1,7 @@
 """Step 4: groups to rewards. Decodes completions, lets every reward score them, and adds up the weighted scores.
 
-Scores that fail become what the reward's `on_error` says, within budgets: a few odd texts must not end a run, and a
-broken reward must not train one.
+Scores that fail become what the reward's `on_error` says. A few failures are tolerated; a reward that fails often stops
+the run, which would train on wrong rewards.
 """
 
 import asyncio
@@ -131,7 +131,7 @@ async def _score(part: Part, items: Sequence[ScoredText]) -> Scores:
 def added(found: Sequence[tuple[Part, Scores]]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Add the weighted scores of S samples.
 
-    Returns: [S] rewards; [S] True: the sample has none, since a score failed with `on_error: drop`, or no reward that
+    Returns: [S] rewards; [S] True: the sample has none, because a score failed with `on_error: drop`, or no reward that
         is trained on applies.
     """
     scores_RS = [_scores(scores) for _, scores in found]

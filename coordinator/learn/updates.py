@@ -67,7 +67,7 @@ def select_samples(
         advantages_PG: [P, G], from the statistics of *all* completions (masking comes after them).
         dropped_P: [P] True: leave the group out.
         truncated: "mask" makes completions that were cut off by the length limit not trainable.
-        missing_PG: [P, G] True: leave the sample out, since it has no reward; None: there is none.
+        missing_PG: [P, G] True: leave the sample out, because it has no reward; None: there is none.
     """
     mask_truncated = truncated == "mask"
     if missing_PG is None:

@@ -1,7 +1,7 @@
 """Compares a resumed run with its checkpoint: the order of its prompts, which must be the same; rewards; evaluations.
 
 A position in the data is meaningless in another order. Settings are compared by tandem_config/comparing/resuming.py;
-other code of a reward is reported, since the scores before and after it do not compare. An evaluation set that has
+other code of a reward is reported, because the scores before and after it do not compare. An evaluation set that has
 other prompts, or is sampled or scored otherwise, begins anew: its baseline, its latest figures, the best policy by it.
 """
 

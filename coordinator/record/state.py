@@ -15,7 +15,7 @@ from tandem_config.schema import HELDOUT
 from tandem_files.atomic import no_check, write_bytes_atomic
 from tandem_files.metrics_file import set_of
 
-# Weight syncs whose times are kept; bounded, since the file is written in every iteration.
+# Weight syncs whose times are kept; bounded, because the file is written in every iteration.
 KEPT_SYNCS = 256
 
 

@@ -22,7 +22,7 @@ class WorkedReward(Reward):
     """A reward that compares a completion's text with the answer in worker processes.
 
     A job's value is a score, or `{"unreadable": why}` if no completion could match its answer, or `{"found": text}`:
-    the score is 0.0, since the completion has this in place of the answer.
+    the score is 0.0, because the completion has this in place of the answer.
     """
 
     def __init__(self, task: Task, *, num_workers: int) -> None:

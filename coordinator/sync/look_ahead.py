@@ -1,4 +1,4 @@
-"""Looks at the services while the trainer works, so that a weight sync need not: a look that is fresh is its roll call.
+"""Checks the participants during training, so that a weight sync can skip its own check if the result is fresh.
 
 A look is fresh for AHEAD_S, while the connections to all services stand and all of its replicas serve. What it cannot
 show is noticed all the same: a changed group by its epoch, which is confirmed before a round, a service that no longer

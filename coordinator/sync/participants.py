@@ -122,7 +122,7 @@ class RollCall:
         probe_timeout_s: a service whose status does not arrive in this time is absent.
         slots_timeout_s: a service with a rank without its slot for so long is absent.
         timeout_s: how long to wait for the trainer and min_replicas replicas to be present.
-        ending: once it is set, since the run is to end, no service is waited for.
+        ending: once it is set, because the run is to end, no service is waited for.
         is_queued: whether replicas are held in a queue.
         left_out: gets the replicas that were waited for in vain.
     """
@@ -321,7 +321,7 @@ class RollCall:
         """Return the group once all slots are held, slots_timeout_s or `left_s` is over, or the run is to end."""
         deadline_s = time.monotonic() + min(left_s, self._slots_timeout_s)
         while True:
-            # In a thread, since it polls Redis; in slices, since a thread cannot be cancelled when the run is.
+            # In a thread, because it polls Redis; in slices, because a thread cannot be cancelled when the run is.
             slice_s = max(0.0, min(deadline_s - time.monotonic(), _WAIT_SLICE_S))
             group = await asyncio.to_thread(self._group.settle, slots, slice_s)
             if set(slots) <= set(group.members) or time.monotonic() >= deadline_s or self._ending.is_set():

@@ -1,4 +1,4 @@
-"""What one publication of weights has come to: its rounds, their failures, and whether another round may help."""
+"""State of one attempt to publish weights: its rounds so far, their failures, and whether another round may help."""
 
 import time
 from collections.abc import Sequence, Set

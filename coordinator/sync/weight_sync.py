@@ -61,7 +61,7 @@ class WeightSync:
         disk_folder: where the transport "disk" writes.
         forecast: predicts the duration of rounds; None: no prediction.
         observed: records syncs and fleet snapshots.
-        ending: once it is set, since the run is to end, no service is waited for, and no round is tried again.
+        ending: once it is set, because the run is to end, no service is waited for, and no round is tried again.
         warn: gets warnings for the operator, as text.
         pause_s: before a round is tried again with no replica left out; it grows.
     Attributes:
@@ -357,7 +357,7 @@ class WeightSync:
         try:
             await asyncio.to_thread(self._lead.confirm, present.epoch)
         except (Aborted, Unavailable) as error:
-            log.info("participants seen ahead are not confirmed", error=str(error))
+            log.info("participants of the check during training are not confirmed: checking again", error=str(error))
             self._ahead.forget()
             return None
         return present

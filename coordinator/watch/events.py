@@ -63,7 +63,7 @@ class EventLog:
     def watch(self, after: int) -> AsyncIterator[Event]:
         """Yield the retained events after sequence number `after`, then new ones, until the log is closed.
 
-        Raises: InvalidRequest: there is no event of that number yet, e.g. since the coordinator was restarted.
+        Raises: InvalidRequest: there is no event of that number yet, e.g. because the coordinator was restarted.
         """
         if after > self._last:
             raise InvalidRequest(f"after_sequence {after} is beyond the last event {self._last}: watch from 0")
@@ -83,7 +83,7 @@ class EventLog:
             await changed.wait()
 
     def _newer(self, after: int) -> list[Event]:
-        """Copy the newer events, since the log grows while a slow watcher reads."""
+        """Copy the newer events, because the log grows while a slow watcher reads."""
         skip = max(0, len(self._events) - (self._last - after))
         return list(self._events)[skip:]
 

@@ -19,7 +19,7 @@ _PART_BUCKETS = fine_buckets(0.001, 3600)
 
 
 class LateGauge:
-    """A gauge that is exported from its first value on, since the 0 before it is not a measurement."""
+    """A gauge that is exported from its first value on, because the 0 before it is not a measurement."""
 
     def __init__(self, name: str, documentation: str) -> None:
         self._gauge = Gauge(name, documentation, registry=None)

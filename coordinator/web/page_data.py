@@ -55,7 +55,9 @@ class Picture(Conditions):
             "current": {name: self.history.last(name) for name, _, _ in CURVES},
             "tiles": [self._tile(metric) for metric in METRICS if metric.tile],
             "heldout_title": self.heldout.title,
-            "curves": [self._curve(name, title, unit) for name, title, unit in (*CURVES, *further(self.history.names))],
+            "curves": [
+                self._curve(name, title, unit) for name, title, unit in (*CURVES, *extra_curves(self.history.names))
+            ],
             "iterations": [_divided(row, "iteration_s", "", ITERATION_PARTS) for row in shown],
             "train_steps": [_divided(row, "train_s", "train_", STEP_PARTS) for row in shown if row.get("train_s")],
             "alerts": [{"name": one.name, "text": one.text} for one in (*alerts(self), *self.more_alerts)],
@@ -88,10 +90,10 @@ def _in_units(points: Sequence[tuple[float, float]]) -> tuple[str, list[tuple[fl
     return _UNITS[power], [(iteration, value / 1024**power) for iteration, value in points]
 
 
-def further(names: Collection[str]) -> list[tuple[str, str, str]]:
+def extra_curves(names: Collection[str]) -> list[tuple[str, str, str]]:
     """Find the fields of rows that are drawn beside CURVES, with titles and units; rewards in the rows' order.
 
-    >>> further(["reward/math_mean", "reward/math_std", "reward/format_mean", "eval/aime/pass@8", "loss"])
+    >>> extra_curves(["reward/math_mean", "reward/math_std", "reward/format_mean", "eval/aime/pass@8", "loss"])
     [('reward/math_mean', 'Reward: math (unweighted)', ''), ('reward/format_mean', 'Reward: format (unweighted)', ''), \
 ('eval/aime/pass@8', 'aime: pass@8', '')]
     """

@@ -1,4 +1,4 @@
-"""Runs in a reward worker: limits of time and memory for code that looks at neither."""
+"""Runs in a reward worker. Limits the CPU time and the memory of reward code that does not check them itself."""
 
 import math
 import resource
@@ -29,7 +29,7 @@ class Timer(Protocol):
 class CpuTimer:
     """Raises `Late` in the main thread after some seconds *of this process's own CPU time*.
 
-    CPU time, since a busy host must not turn right answers into zeros; the coordinator watches the clock.
+    CPU time, because a busy host must not turn right answers into zeros; the coordinator watches the clock.
     """
 
     def __init__(self, timeout_s: float) -> None:

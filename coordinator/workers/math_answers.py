@@ -243,7 +243,7 @@ def _without_exponent(match: re.Match[str]) -> str:
 
 
 def _are_tiny_and_apart(gold: list[Any], found: list[Any]) -> bool:
-    """Whether two numbers differ that math-verify takes for equal, since it compares six decimals."""
+    """Whether two numbers differ that math-verify takes for equal, because it compares six decimals."""
     numbers = [
         next((value.evalf() for value in values if getattr(value, "is_number", False) and value.is_real), None)
         for values in (gold, found)

@@ -176,7 +176,7 @@ def _asynchronous(code: Callable[..., Any], signature: Signature) -> Callable[[A
 
 
 class _Kept(SourceFileLoader):
-    """Finds and loads one module from a text that was read before; caches no bytecode, since the file may differ."""
+    """Finds and loads one module from a text that was read before; caches no bytecode, because the file may differ."""
 
     def __init__(self, name: str, source: Mapping[str, str]) -> None:
         super().__init__(name, source["file"])

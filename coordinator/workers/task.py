@@ -19,7 +19,7 @@ class Task:
         name: a name in tasks.TASKS.
         settings: arguments of that task (JSON).
         timeout_s: seconds that a job may take.
-        wall_clock: whether that is by the clock, since a job may wait; else seconds of the CPU.
+        wall_clock: whether that is by the clock, because a job may wait; else seconds of the CPU.
         start_timeout_s: seconds until a worker is ready.
         memory_mib: data that a worker may allocate; sympy maps less than half a GiB.
         window: jobs sent to a worker ahead of their answers: it need not wait for the next one.

@@ -91,7 +91,7 @@ def _check_home() -> Iterator[ConfigProblem]:
 
 
 def is_writable(folder: Path) -> bool:
-    """Whether files can be created in `folder`: tried, since permission bits say nothing of a read-only mount."""
+    """Whether files can be created in `folder`: tried, because permission bits say nothing of a read-only mount."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             return True

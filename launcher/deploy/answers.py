@@ -1,4 +1,4 @@
-"""The answers that an overlay is made from, and what is wrong with them by themselves."""
+"""The answers that define an overlay, and the checks of them that need no other file."""
 
 import re
 from dataclasses import asdict, dataclass, field, fields

@@ -26,7 +26,7 @@ class FileJob:
         variables: of the container.
         volume: name of the claim's volume.
         mount: where it is.
-        near: labels of pods on whose node it prefers to run, since a claim may be of one node.
+        near: labels of pods on whose node it prefers to run, because a claim may be of one node.
     """
 
     what: str

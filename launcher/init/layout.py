@@ -18,7 +18,7 @@ _SIZES = (1, 2, 4, 8, 16)
 _HOST_SHARE = 0.5
 # A replica should hold as many completions, or all of an iteration.
 _COMPLETIONS = 64
-# Bytes of each parameter, in any type: looked at first, since the layout of a large mixture of experts takes seconds.
+# Bytes of each parameter, in any type: looked at first, because the layout of a large mixture of experts takes seconds.
 _LEAST_BYTES_TRAINER, _LEAST_BYTES_ROLLOUT = 16, 2
 
 

@@ -12,7 +12,7 @@ from servicekit.lifecycle.temporary import OwnedFolder, remove_orphans
 
 NAME = "redis"
 _PREFIX = "tandem-"
-# Kept, since this process holds their locks until it ends.
+# Kept, because this process holds their locks until it ends.
 _owned: list[OwnedFolder] = []
 _READY_DEADLINE_S = 20.0
 # The bundled server answers after 12 ms; a short poll costs nothing and is bounded by the deadline.

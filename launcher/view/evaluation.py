@@ -1,4 +1,4 @@
-"""The folders of `tandem evaluate`: which are such, and their results as a table and for `tandem status`."""
+"""Finds the folders of `tandem evaluate`, and shows their results as a table and for `tandem status`."""
 
 from collections.abc import Mapping
 from pathlib import Path

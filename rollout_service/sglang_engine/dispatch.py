@@ -108,7 +108,7 @@ class GroupTokenizerManager(TokenizerManager):
         await self._send_batch_request(tokenized)
 
     def _abort_all(self, prefix: str, states: dict[str, Any]) -> None:
-        """Abort all requests of a call with one message, since the scheduler searches its whole queue per message.
+        """Abort all requests of a call with one message, because the scheduler searches its whole queue per message.
 
         SGLang aborts every request whose id begins with that of the message.
         """

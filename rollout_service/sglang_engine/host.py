@@ -163,7 +163,7 @@ class SglangProcesses:
         if self.engine is not None and not self.failed.done():
             if ask_to_leave is not None:
                 await ask_to_leave()
-            # Wait, since ranks that are killed one by one report each other's death.
+            # Wait, because ranks that are killed one by one report each other's death.
             await asyncio.to_thread(_join_children, LEAVE_S)
         await asyncio.to_thread(self._end_processes)
         self._starter.shutdown(wait=False)

@@ -57,7 +57,7 @@ def _variable(field: str) -> str:
 def receivable_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Collect the tensors that inference reads and a checkpoint has: parameters and persistent buffers, by engine name.
 
-    These are the engine's own tensors, not aliases, since a staged round exchanges their memory.
+    These are the engine's own tensors, not aliases, because a staged round exchanges their memory.
     """
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     for prefix, module in model.named_modules():

@@ -20,7 +20,7 @@ async def announce(
 ) -> bool:
     """Announce the record: immediately if the predecessor refuses connections, else when its lease has run out.
 
-    Services with another configuration get as much time to go, since those that end now are announced for a while.
+    Services with another configuration get as much time to go, because those that end now are announced for a while.
 
     Args:
         ttl_s: seconds that the record outlives this process.
@@ -42,7 +42,7 @@ async def announce(
             if not logged and isinstance(error, ConfigurationSkew):
                 log.warning("waiting for services with another configuration to end", error=str(error))
             elif not logged:
-                log.info("waiting for the name", name=record.name, why=str(error))
+                log.info("service not announced: waiting for its name", name=record.name, why=str(error))
             logged = True
         await first_of({"stop": stop}, timeout_s=RETRY_S)
     return False

@@ -1,4 +1,4 @@
-"""Work beside a step that does not need it: it begins with the step, and is over when the step is."""
+"""Runs a background task tied to a step: started with it, cancelled if it is not done when the step ends."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

@@ -121,7 +121,7 @@ def to_its_end(method: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Corou
     @functools.wraps(method)
     async def shielded(*args: P.args, **kwargs: P.kwargs) -> T:
         task = asyncio.create_task(method(*args, **kwargs), name=method.__qualname__)
-        # The caller gets its error; retrieve it here too, since the caller may have given up.
+        # The caller gets its error; retrieve it here too, because the caller may have given up.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(task)
 

@@ -14,7 +14,7 @@ log = get_logger(__name__)
 def record_failure(role: str, name: str, reason: str, environ: Mapping[str, str] = os.environ) -> None:
     """Record why this process ends; if Redis does not answer, only its log says so. Raises nothing.
 
-    It reads the environment by itself, since the reason may be that another variable is wrong.
+    It reads the environment by itself, because the reason may be that another variable is wrong.
     """
     url, run_id = environ.get("REDIS_URL", ""), environ.get("TANDEM_RUN_ID", "")
     if not url or not run_id:

@@ -56,7 +56,7 @@ class _PlainSource:
 
 
 class _TlsSource:
-    """Makes a new channel for a new certificate, since the credentials of a channel cannot change.
+    """Makes a new channel for a new certificate, because the credentials of a channel cannot change.
 
     Running calls continue on the old channel, which is kept until the next change.
     """

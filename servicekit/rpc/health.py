@@ -40,7 +40,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         self._wake_watchers()
 
     def close(self) -> None:
-        """End the Watch streams after they have sent the last status, since a drain would wait for them."""
+        """End the Watch streams after they have sent the last status, because a drain would wait for them."""
         self._closed = True
         self._wake_watchers()
 

@@ -146,7 +146,7 @@ def _bind_error(bind: str) -> ConfigError:
 
 
 def _check_socket_is_free(path: Path) -> None:
-    """Check that no server uses a socket, since gRPC removes an existing socket file without a check."""
+    """Check that no server uses a socket, because gRPC removes an existing socket file without a check."""
     if not path.parent.is_dir():
         raise ConfigError(f"cannot listen on unix:{path}: there is no folder {path.parent}")
     if not path.exists():

@@ -1,6 +1,6 @@
 """A configuration as short texts, by dotted key, that other processes and later releases can compare.
 
-Paths count by their last part, since each machine has its own mounts. Mappings and long values are digests, so that
+Paths count by their last part, because each machine has its own mounts. Mappings and long values are digests, so that
 what is stored and shown stays short and has no secrets.
 """
 

@@ -18,7 +18,7 @@ ADVICE = (
     "give back what was, or start a new run with an id and a folder of its own (docs/configuration.md, Resuming, says "
     "what may change)"
 )
-# Accepted, since an upgrade must not strand the checkpoints of a run; model and data are compared anyway.
+# Accepted, because an upgrade must not strand the checkpoints of a run; model and data are compared anyway.
 UNRECORDED = (
     "the checkpoint does not say of which run and configuration it is, as an older release wrote it: they were not "
     "compared; the next one will say"

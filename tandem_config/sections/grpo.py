@@ -172,7 +172,7 @@ class GrpoSection(Section):
     logprob_diff_stop: PositiveFloat | None = setting(
         0.25, "rounding in bfloat16 is a tenth of it, a wrong rotary scaling many times it", "nats"
     )
-    """Mean |log pi_trainer - log pi_engine| over an iteration's tokens above which the run ends, since the two do not
+    """Mean |log pi_trainer - log pi_engine| over an iteration's tokens above which the run ends, because the two do not
     compute the same model. null: never."""
 
     @property

@@ -28,7 +28,7 @@ _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 class TextSection(FailureSection):
-    """A reward that works in processes of its own, since one text may take it for ever."""
+    """A reward that works in processes of its own, because one text may take it for ever."""
 
     timeout_s: Timeout = setting(3.0, "math-verify takes 7 ms on average, 0.1 s in one of a hundred", "s")
     """CPU seconds for scoring one completion; one that takes longer is treated as on_error says and counted

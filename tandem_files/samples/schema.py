@@ -10,7 +10,7 @@ import pyarrow as pa
 
 # Samples of the training data; other kinds are the names of evaluation sets.
 TRAIN = "train"
-# What became of a sample in training: its tokens count in the loss; its group was left out, since all of its rewards
+# What became of a sample in training: its tokens count in the loss; its group was left out, because all of its rewards
 # were equal; it was cut off by the length limit and counts in no loss; it has no reward (failed, or none applies); it
 # belongs to an evaluation.
 TRAINED, DROPPED, MASKED, UNSCORED, EVALUATED = "trained", "dropped", "masked", "unscored", "evaluated"
@@ -121,7 +121,7 @@ class StoredSample(SampleHead):
     # Oldest among the tokens.
     policy_version: int
     version_spans: Sequence[TextSpan] = ()
-    # Those in no loss, since they are not the policy's; none in files of older releases.
+    # Those in no loss, because they are not the policy's; none in files of older releases.
     masked_spans: Sequence[MaskedSpan] = ()
     # None: not stored (samples.token_ids).
     token_ids: Sequence[int] | None = None

@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def check_parts(options: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Run the chosen parts; what is found goes into the report at once."""
+    """Run the chosen parts; what is found goes into the report immediately."""
     if "attention" in options.parts:
         from tools.gpu_check.attention import check_attention
 

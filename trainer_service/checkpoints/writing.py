@@ -2,7 +2,7 @@
 
 A rank leaves `NAME.digest` beside a file that is on disk, or `NAME.failed` with the reason. The notes need no
 collective: the order of these belongs to the thread that trains. Rank 0 needs no note of its own errors, and while it
-waits it writes too, since no rank can leave a note where rank 0 cannot.
+waits it writes too, because no rank can leave a note where rank 0 cannot.
 """
 
 import contextlib
@@ -108,7 +108,7 @@ def write_files(folder: Path, files: Sequence[SavedFile]) -> None:
             write_file(folder, file)
         except Exception as error:  # noqa: BLE001 - rank 0 must learn of it, whatever it is
             log.error("checkpoint file not written", path=str(path), error=str(error))
-            with contextlib.suppress(OSError):  # rank 0 may have removed the folder, since another file failed
+            with contextlib.suppress(OSError):  # rank 0 may have removed the folder, because another file failed
                 path.unlink(missing_ok=True)  # it fills the disk, and the note needs some of it
                 _leave_failure(path, str(error) or type(error).__name__)
 

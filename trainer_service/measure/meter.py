@@ -37,7 +37,7 @@ class StepMeter:
 
     def begin(self) -> None:
         """Begin a step."""
-        _ = self._flops_per_s  # before the step, since it is none of its work
+        _ = self._flops_per_s  # before the step, because it is none of its work
         restart_peak(self._device)
 
     def metrics(self, *, tokens: int, flops: float, seconds: float) -> dict[str, float]:

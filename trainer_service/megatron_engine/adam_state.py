@@ -149,7 +149,7 @@ class AdamState:
         """Copy everything to host memory, so that a step of several updates can be undone.
 
         12 bytes per parameter of this rank (a master or a float32 parameter, two moments; a bfloat16 parameter is its
-        master, rounded), allocated once; page-locked with a GPU, since only then copies are fast.
+        master, rounded), allocated once; page-locked with a GPU, because only then copies are fast.
         """
         for steps in self._group_steps:
             steps.read()

@@ -82,7 +82,7 @@ def _virtual(parallel: Parallel) -> int | None:
 
 
 def _leave_uninitialised(weight: torch.Tensor) -> None:
-    """Initialise nothing, since every parameter is read from files.
+    """Initialise nothing, because every parameter is read from files.
 
     perform_initialization=False would also skip mcore's marking of tensor-parallel weights, and its gradient norm would
     then count the shards of rank 0 only.

@@ -91,7 +91,7 @@ def save(
     Args:
         meta: entries that must be equal when the folder is loaded, and the others of checkpoints/files.py.
     Returns: bytes of all shards, on every rank.
-    Raises: Internal: on every rank, if any of them could not write, e.g. since the disk has no room.
+    Raises: Internal: on every rank, if any of them could not write, e.g. because the disk has no room.
     """
     what, partial, leads = f"write checkpoint {folder}", partial_of(folder), dist.get_rank() == 0
     mine = _files(_whole(held), meta, device)

@@ -1,4 +1,4 @@
-"""Samples that stay together, since they share one copy of their prompt: for a rank, and for a micro-batch."""
+"""Samples that stay together, because they share one copy of their prompt: for a rank, and for a micro-batch."""
 
 from dataclasses import dataclass
 

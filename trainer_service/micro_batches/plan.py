@@ -159,7 +159,7 @@ class _Pass:
         mine: samples of each micro-batch of this rank; none: a stand-in.
         stand_in: the sample of stand-ins, [1].
         whole: the samples' tokens.
-        spared: lengths of the prompts that are not computed once more, since they are shared.
+        spared: lengths of the prompts that are not computed once more, because they are shared.
         computed: tokens of all rows, with padding and stand-ins.
     """
 

@@ -26,7 +26,7 @@ def step_metrics(
         sums: [updates, len(names)] summed over all ranks.
         grad_norms: of the updates that were done.
         abs_diff: 99.9 % quantile and largest of the differences from the engine's log-probs.
-        skipped_updates: those that were left out, since something in them was not finite.
+        skipped_updates: those that were left out, because something in them was not finite.
     Returns: loss and grad_norm: mean over updates that were done, NaN if none was (grad_norm before clipping).
         ratio_mean, kl_old, kl_reference, clip_fraction_*, correction_*: mean over the completion tokens that were
         trained on, in each epoch. kl_loss: the part of the loss that is the KL term. entropy, logprob_abs_diff_*: over

@@ -20,7 +20,7 @@ class Publisher:
     Args:
         run_phase: SyncMember.run_phase of this rank; blocks until the phase is done, at most until its deadline.
         weights: has the weights in memory inside of a `with` block: from PREPARE, which looks at them, to the end of
-            the round, since after a TRANSFER that failed messages may still be read from there until ABORT. The block
+            the round, because after a TRANSFER that failed messages may still be read from there until ABORT. The block
             gets its seconds by part (TrainerEngine.weights).
     """
 

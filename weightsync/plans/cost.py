@@ -53,7 +53,7 @@ class MessageSizes:
 
     Attributes:
         segments: segments of a message, as `transports/packing.py` cuts it.
-        staged_src, staged_dst: bytes that go through a buffer at that end, since they are not one block of memory.
+        staged_src, staged_dst: bytes that go through a buffer at that end, because they are not one block of memory.
         staged_src_ops, staged_dst_ops: ops of these bytes.
     """
 
@@ -150,7 +150,7 @@ class Prediction:
 def predict(plan: TransferPlan, sizes: MessageSizes, replicas: int, speeds: Speeds) -> Prediction:
     """Predict the seconds of a round without failures, in closed form; `simulate` is more exact.
 
-    The transfer takes as long as its busiest link or core, since links and cores work concurrently. Every further
+    The transfer takes as long as its busiest link or core, because links and cores work concurrently. Every further
     replica of the chain adds one hop of a message and its check. Each rank is assumed to have its own cores.
     """
     senders, receivers = plan.source.num_ranks, plan.target.num_ranks

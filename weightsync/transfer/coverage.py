@@ -1,4 +1,4 @@
-"""The coverage check: the layout against the engine's parameters, since bytes outside the plan are never verified."""
+"""The coverage check: the layout against the engine's parameters, because bytes outside the plan are never verified."""
 
 from collections.abc import Mapping
 

@@ -40,7 +40,7 @@ class SyncMember:
         host: address at which the other ranks reach this process.
         on_lost: called once, from a thread, with the reason, when another process has taken the slot for good.
         disk_folder: where the transport disk may write and read; None: nowhere.
-        lends: whether the transport colocated may hand out the tensors' own memory, which must stay where it is then,
+        expose_memory: the transport colocated may hand out the tensors' own memory, which must stay where it is then,
             from round to round; false: it hands out copies.
     """
 
@@ -56,14 +56,16 @@ class SyncMember:
         host: str = "127.0.0.1",
         lease_ttl_s: float = 15.0,
         disk_folder: Path | None = None,
-        lends: bool = True,
+        expose_memory: bool = True,
         on_lost: Callable[[str], None] | None = None,
     ) -> None:
         self._slot = slot
         self._shard = shard = OwnShard(spec=spec, slot=slot, parallel=parallel, tensors=tensors)
         facts = json.dumps(own_facts(shard.device))
         self._lease = SlotLease(Rendezvous(redis_url, group), slot, lease_ttl_s, facts, on_lost)
-        self._transfer = Transfer(shard, CommunicatorCache(self._lease, host, shard.device), disk_folder, lends=lends)
+        self._transfer = Transfer(
+            shard, CommunicatorCache(self._lease, host, shard.device), disk_folder, expose_memory=expose_memory
+        )
         role = Role.RANK if shard.is_receiver else Role.TRAINER
         self._guard = PhaseGuard[OpenRound, pb.PhaseReport](
             lambda opened: OpenRound(message=opened, role=role), f"{slot}: "

@@ -43,13 +43,13 @@ class Transfer:
 
     Args:
         disk_folder: where the transport disk may write and read; None: nowhere.
-        lends: see SyncMember.
+        expose_memory: see SyncMember.
     """
 
     def __init__(
-        self, shard: OwnShard, communicators: CommunicatorCache, disk_folder: Path | None, *, lends: bool
+        self, shard: OwnShard, communicators: CommunicatorCache, disk_folder: Path | None, *, expose_memory: bool
     ) -> None:
-        self._shard, self._lends = shard, lends
+        self._shard, self._expose_memory = shard, expose_memory
         self._communicators = communicators
         self._disk_folder = disk_folder
         self._links = Links(shard.slot)
@@ -196,5 +196,5 @@ class Transfer:
             packer=shard.packer(shard.tensors, round_),
             wire_dtype=str(dtype).removeprefix("torch."),
             is_trainer=not shard.is_receiver,
-            lends=self._lends,
+            expose_memory=self._expose_memory,
         )

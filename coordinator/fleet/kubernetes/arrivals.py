@@ -1,4 +1,4 @@
-"""What pods say of services that are not announced: whether to wait for them, and how long.
+"""Decides from the state of the pods whether to wait for a service that is not announced, and how long.
 
 trainer pods             a trainer that is not announced
 starting, rescheduled    is waited for, up to fleet.reschedule_timeout_s: the cluster restarts it
@@ -7,7 +7,7 @@ that is suspended
 dead                     ends the wait: a person must act
 unknown                  is waited for, up to run.startup_timeout_s
 
-All of rollout.replicas whose pods are starting are waited for, up to run.startup_timeout_s, since the first iteration
+All of rollout.replicas whose pods are starting are waited for, up to run.startup_timeout_s, because the first iteration
 begins with those that are present. Replicas that are unschedulable or cannot start are not waited for, but at least
 rollout.min_replicas are needed: while so many may still come, they are waited for as long as a trainer is. Later ones
 are seeded when they come.

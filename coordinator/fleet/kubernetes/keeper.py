@@ -37,7 +37,7 @@ class StuckDetector:
             self._silent_since_s.pop(key, None)
             return ""
         since_s = self._silent_since_s.setdefault(key, now_s)
-        # Without the exact time, since a trouble is reported once per text.
+        # Without the exact time, because a trouble is reported once per text.
         return f"no answer in {self._stuck_after_s:g} s" if now_s - since_s >= self._stuck_after_s else ""
 
     def keep(self, keys: set[object]) -> None:

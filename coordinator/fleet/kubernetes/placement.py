@@ -77,7 +77,7 @@ class RoomForTrainer:
             except (TandemError, OSError) as error:
                 does = "stays at 0" if self._is_empty else "keeps what the trainer may wait for"
                 self._trouble = f"{self._set} {does}: {error}"
-            self._noted.note("placement", self._trouble)  # here, since events are the loop's
+            self._noted.note("placement", self._trouble)  # here, because events are the loop's
             await asyncio.sleep(INTERVAL_S)
 
     def look(self) -> None:
@@ -154,6 +154,6 @@ class RoomForTrainer:
 
 
 def _lack_room(mine: Sequence[Pod]) -> bool:
-    """Whether a trainer pod is unschedulable, since nodes have too little of something."""
+    """Whether a trainer pod is unschedulable, because nodes have too little of something."""
     waiting = [pod.trouble for pod in mine if not pod.node and not pod.goes]
     return any(trouble.startswith("unschedulable") and _NO_ROOM in trouble for trouble in waiting)

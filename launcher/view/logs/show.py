@@ -140,7 +140,7 @@ def show(run_dir: Path, console: Console, wanted: WantedLines, is_running: Calla
 
 
 def _in_order(logs: Iterable[_Log], wanted: WantedLines) -> Iterator[Entry]:
-    """Yield what the logs have gained, by time; of one log in its own order, since some clocks have whole seconds."""
+    """Yield what the logs have gained, by time; of one log in its own order, because some clocks have whole seconds."""
     merged = heapq.merge(*(log.entries() for log in logs), key=lambda entry: entry.time_s)
     yield from (entry for entry in merged if wanted.has(entry))
 

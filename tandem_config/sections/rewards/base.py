@@ -71,6 +71,6 @@ class FailureSection(StopSection):
     """What a completion gets that could not be scored. zero: the score 0; drop: no reward at all, so that it is left
     out of its group's statistics and of training; stop: the run ends. Counted in any case."""
     max_error_share: Fraction = setting(
-        0.05, "a few odd texts must not end a run, a broken reward must not train it", "share"
+        0.05, "a few failures must not end a run, a broken reward must not train it", "share"
     )
     """Share of a batch's completions whose scoring may fail; above it the run ends."""

@@ -131,7 +131,7 @@ def test_the_kernel_ends_a_worker_whose_code_looks_at_no_signal() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -signal.SIGXCPU
 
 
-async def test_what_the_kernel_ends_is_late() -> None:
+async def test_a_worker_killed_by_sigxcpu_counts_as_a_timeout() -> None:
     workers = regex_workers("(4+2)")
     jobs = [{"completion": "42", "answer": "42"}] * 2
     try:

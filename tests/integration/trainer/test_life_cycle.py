@@ -106,4 +106,4 @@ async def test_a_trainer_that_is_asked_to_end_serves_until_what_it_has_trained_i
         assert reply.policy_version == 3
         trainer.processes["trainer-0"].send_signal(signal.SIGTERM)
         assert trainer.exit_codes(trainer.ranks) == [0, 0]
-        assert "no checkpoint at the stop" not in trainer.log("trainer-0").read_text()
+        assert "shutdown: checkpoint not saved" not in trainer.log("trainer-0").read_text()

@@ -11,8 +11,17 @@ import pytest
 from coordinator.learn.advantages import group_advantages
 from coordinator.steps import compute_advantages, measure_divergence
 from servicekit.errors import NotFinite
-from tandem_api.trainer.v1 import trainer_pb2
-from tandem_clients.flow import AdvantageResult, Completion, Divergence, Generation, Group, GroupScores, Prompt
+from tandem_clients.flow import (
+    AdvantageResult,
+    Completion,
+    Divergence,
+    Generation,
+    Group,
+    GroupScores,
+    Prompt,
+    Sample,
+    policy_tokens,
+)
 from tandem_config.schema import GrpoSection
 
 ROLLOUT, OLD, REFERENCE = -1.5, -1.0, -1.25
@@ -28,14 +37,13 @@ class Asked:
     calls: list[tuple[list[str], bool]] = field(default_factory=list)
     spoilt: float = REFERENCE
 
-    async def logprobs(self, chunks: Sequence[trainer_pb2.SampleChunk], *, reference: bool = False) -> Any:
-        self.calls.append(([name for chunk in chunks for name in chunk.sample_ids], reference))
-        size = sum(sum(chunk.completion_lengths) for chunk in chunks)
-        found = np.full(size, REFERENCE if reference else OLD, np.float32)
+    async def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> Any:
+        self.calls.append(([sample.sample_id for sample in samples], reference))
+        mask = np.asarray(policy_tokens(samples), np.bool_)
+        found = np.full(len(mask), REFERENCE if reference else OLD, np.float32)
         if reference:
             found[0] = self.spoilt
-        mask = [token for chunk in chunks for token in chunk.loss_mask]
-        return np.where(mask, found, 0.0) if mask else found
+        return np.where(mask, found, 0.0)
 
 
 def generation() -> Generation:

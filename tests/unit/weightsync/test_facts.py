@@ -94,7 +94,7 @@ def test_what_a_process_tells_of_itself(monkeypatch: pytest.MonkeyPatch) -> None
     facts = own_facts(torch.device("cpu"))
     assert set(facts) == {"tandem", "plan format", "torch", "C++ ABI", "byte order", "device"}
     assert torch.__version__.startswith(facts["torch"] + ".")
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    monkeypatch.setattr("weightsync.transfer.facts.nccl_version", lambda: (2, 27, 3))
     facts = own_facts(torch.device("cuda"), {**os.environ, "NCCL_PROTO": "Simple"})
     assert (facts["NCCL"], facts["NCCL_PROTO"]) == ("2.27.3", "Simple")
     assert set(NCCL_SETTINGS) <= set(facts)

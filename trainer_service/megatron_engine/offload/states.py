@@ -202,7 +202,7 @@ class Offload:
 
 
 def _give_back(device: torch.device) -> None:
-    """Make allocators return what is free, since other processes are to have it."""
+    """Make allocators return what is free, because other processes are to have it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return

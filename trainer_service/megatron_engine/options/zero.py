@@ -111,7 +111,7 @@ def finish_gathering(chunks: Sequence[DistributedDataParallel]) -> None:
 
 
 def gather_next(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Have parameters gathered before they are read next, since AdamW has changed this rank's parts of them.
+    """Have parameters gathered before they are read next, because AdamW has changed this rank's parts of them.
 
     mcore notes that while it reduces gradients, and an update without a micro-batch has none: AdamW's momentum and
     weight decay move parameters nevertheless.

@@ -7,7 +7,7 @@ not begun. It forgets one that is half received, or queued behind a send (pair.c
 `probe` finds a closed connection, `abort` closes all others, and a waiting thread can be left behind (`give_up`,
 watched.py).
 
-nccl.py makes NCCL's groups. The host polls `is_completed`, since its deadline and `abort` replace the groups' own.
+nccl.py makes NCCL's groups. The host polls `is_completed`, because its deadline and `abort` replace the groups' own.
 """
 
 import threading

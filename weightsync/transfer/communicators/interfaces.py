@@ -1,4 +1,4 @@
-"""Finds the network interface of a host's address, since gloo listens on an interface, not at an address."""
+"""Finds the network interface of a host's address, because gloo listens on an interface, not at an address."""
 
 import ipaddress
 from collections.abc import Mapping, Sequence

@@ -46,7 +46,7 @@ class Terms:
     Attributes:
         tensors: its parameters.
         wire_dtype: type that a trainer rank sends, or that a receiver holds.
-        lends: whether its tensors' own memory may be handed out.
+        expose_memory: the colocated transport may hand out the tensors' own memory.
     """
 
     round_: pb.Round
@@ -56,7 +56,7 @@ class Terms:
     packer: Packer
     wire_dtype: str
     is_trainer: bool
-    lends: bool = True
+    expose_memory: bool = True
 
 
 class Links:
@@ -217,7 +217,7 @@ def _attempt_exposure(terms: Terms) -> tuple[Exposure | None, str]:
 def _expose(terms: Terms) -> Exposure:
     """Expose the parameters themselves if they are sent without a cast and stay where they are, else two slots."""
     held = next(iter(terms.tensors.values())).dtype
-    exposure = expose_parameters(terms.tensors) if terms.lends and held == terms.packer.dtype else None
+    exposure = expose_parameters(terms.tensors) if terms.expose_memory and held == terms.packer.dtype else None
     if exposure is None:
         exposure = expose_slots(SLOTS, _largest_payload(terms), terms.packer.device)
     return exposure
@@ -229,7 +229,7 @@ def _largest_payload(terms: Terms) -> int:
 
 def _identity(terms: Terms) -> object:
     """Return a key that changes when the exposed memory is no longer what would be sent."""
-    pointers = tuple(tensor.data_ptr() for tensor in terms.tensors.values()) if terms.lends else ()
+    pointers = tuple(tensor.data_ptr() for tensor in terms.tensors.values()) if terms.expose_memory else ()
     return (pointers, terms.wire_dtype, _largest_payload(terms))
 
 

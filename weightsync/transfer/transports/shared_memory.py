@@ -32,7 +32,7 @@ _FDS_AT_ONCE = 128  # Linux passes at most 253 in one message
 def host_id() -> bytes:
     """Return an id that is equal for processes of one kernel and one network namespace, as abstract sockets need.
 
-    Descriptors can be passed between containers that differ in everything else, since no file system is involved. The
+    Descriptors can be passed between containers that differ in everything else, because no file system is involved. The
     proof is the opening itself, in PREPARE; an error names the ranks that cannot open.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -21,7 +21,7 @@ from kubernetes.client.exceptions import ApiException
 from coordinator.fleet.kubernetes.api.permissions import Permission
 from servicekit.errors import Aborted, InvalidRequest, NotReady, PermissionDenied, TandemError, Unavailable
 
-# Upper bound of Retry-After, since a run waits for it.
+# Upper bound of Retry-After, because a run waits for it.
 LONGEST_RETRY_AFTER_S = 30.0
 _BY_STATUS: Mapping[int, type[TandemError]] = {
     401: PermissionDenied,
