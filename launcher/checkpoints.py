@@ -100,7 +100,7 @@ def checkpoints_command(run_dir: Path, *, deep: bool) -> int:
 
 
 def _row(iteration: int, folder: Path, *, deep: bool) -> _Row | None:
-    """Describe a checkpoint; None: a run that continues beside this has removed it meanwhile."""
+    """Describe a checkpoint; None: a run that continues meanwhile has removed it."""
     size = f"{_num_bytes(folder) / _MIB:.1f} MiB"
     row = _Row(iteration=iteration, size=size, state="unfinished")
     if (folder / COMPLETE).is_file():

@@ -267,7 +267,7 @@ def compiled_environment(folder: Path, environ: Mapping[str, str] = os.environ) 
     """Make the variable with which SGLang finds the kernels of this image; none if it brings none, or the user set it.
 
     Args:
-        folder: gets links to them, and what SGLang compiles beside them: the image's own folder is read-only.
+        folder: gets links to them, and what SGLang compiles next to them: the image's own folder is read-only.
     """
     if environ.get(JIT_CACHE) or not COMPILED.is_dir():
         return {}

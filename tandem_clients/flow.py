@@ -38,7 +38,7 @@ class Prompt:
     text: str = ""
     # Before the chat template; None: the prompt is a text.
     messages: Sequence[Mapping[str, Any]] | None = None
-    # All columns of the row, as JSON would hold them: for rewards, and to show them beside samples.
+    # All columns of the row, as JSON would hold them: for rewards, and to show them next to samples.
     columns: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -85,7 +85,7 @@ class PromptFormat:
         return [next(rendered if text.rendered else plain) for text in texts]
 
     def identity(self) -> dict[str, str]:
-        """Return what rendered prompts depend on beside their rows, by setting: texts, or digests of long ones."""
+        """Return what rendered prompts depend on besides their rows, by setting: texts, or digests of long ones."""
         texts = {name: template.text for name, template in self.templates.items()}
         return {
             "data.chat_template": text_digest(json.dumps([texts, dict(self._special_tokens)], sort_keys=True)),

@@ -1,4 +1,4 @@
-"""Folders that hold a policy as an ordinary Hugging Face model: where they are, and what is in them beside weights.
+"""Folders that hold a policy as an ordinary Hugging Face model: where they are, and what is in them besides weights.
 
 <run_dir>/hf/                          the final policy
           exports/iteration-000020/    one per run.export_every iterations, the newest run.keep_exports
@@ -105,7 +105,7 @@ def noted_template(run_dir: Path | None) -> str | None:
 def copy_companions(
     model: Path, tokenizer: Path | None, out: Path, dtype: str, about: Mapping[str, Any], template: str | None = None
 ) -> None:
-    """Copy into `out` what belongs to a model beside its weights, and mark `out` as an export.
+    """Copy into `out` what belongs to a model besides its weights, and mark `out` as an export.
 
     Args:
         model: folder with config.json.

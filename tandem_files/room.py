@@ -11,7 +11,7 @@ _MIB = 1 << 20
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """Check that files of so many bytes fit into a folder, and the run's small files beside them.
+    """Check that files of so many bytes fit into a folder, and the run's small files besides.
 
     Args:
         folder: it or one of its parents exists.

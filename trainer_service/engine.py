@@ -32,7 +32,7 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """A checkpoint that is written beside the training. done: its bytes; Internal: it was not written."""
+    """A checkpoint that is written during the training. done: its bytes; Internal: it was not written."""
 
     folder: Path
     done: Future[int]
@@ -119,7 +119,7 @@ class TrainerEngine(Protocol):
         """Write the policy as a Hugging Face folder, atomically. Returns: bytes written."""
 
     def finish_profiles(self, timeout_s: float) -> None:
-        """Wait for the files of profiled steps, which are made beside the training, at most for `timeout_s`."""
+        """Wait for the files of profiled steps, which are made during the training, at most for `timeout_s`."""
 
     def close(self) -> None:
         """Destroy the engine's process groups."""

@@ -1,4 +1,4 @@
-"""Host memory for copies of a trainer rank's tensors, page-locked beside a GPU: many tensors in a few large blocks.
+"""Host memory for copies of a trainer rank's tensors, page-locked with a GPU: many in a few large blocks.
 
 torch takes page-locked memory in powers of two (ATen/core/CachingHostAllocator.h): a tensor of 129.5 MiB by itself
 takes 256 (pytorch issue 150517), the copies of a 7B model 1.9 times their bytes. The blocks here are powers of two.

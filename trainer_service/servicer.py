@@ -315,7 +315,7 @@ async def _end_of(saving: Saving) -> int:
 def _note_saved(
     path: str, response: pb.SaveCheckpointResponse, begun_s: float, done: "Future[int] | None" = None
 ) -> None:
-    """Record a checkpoint; `done`: one that was written beside the training, which may have failed."""
+    """Record a checkpoint; `done`: one that was written during the training, which may have failed."""
     if done is not None and (error := done.exception()) is not None:
         log.error("checkpoint not saved", path=path, error=str(error))
         return

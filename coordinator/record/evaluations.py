@@ -3,7 +3,7 @@
 | evaluation.concurrent | the policy after iteration N is evaluated    | and stands in      |
 |-----------------------|----------------------------------------------|--------------------|
 | false                 | after iteration N                            | the row of N       |
-| true                  | beside scoring and training of iteration N+1 | the row of N+1     |
+| true                  | during scoring and training of iteration N+1 | the row of N+1     |
 | both: N = 0           | before iteration 1, which is the baseline    | row 0              |
 | both: N the last      | after it                                     | the row of N       |
 
@@ -100,7 +100,7 @@ class Evaluations:
         """Whether iteration `number` is to be saved as the best; improved: it has made the best policy so far."""
         if self.settings.best is None:
             return False
-        # Evaluated beside the next iteration, a policy cannot be saved any more when it is found to be the best.
+        # Evaluated during the next iteration, a policy cannot be saved any more when it is found to be the best.
         name = self.settings.best.rpartition("/")[0]
         due = [prompts.name for prompts in self.evaluator.due(number)] if self.settings.concurrent else []
         return improved or name in due

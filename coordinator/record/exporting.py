@@ -16,7 +16,7 @@ class Exporter:
 
     Args:
         every: iterations between exports; None: only the final one.
-        keep: number of newest exports to keep, beside the final one.
+        keep: number of newest exports to keep, besides the final one.
         template: the chat template that replaces the tokenizer's; None: none does.
         left: called with what could not be removed of old exports (tandem_files.atomic.remove_each).
     """

@@ -23,7 +23,7 @@ from tandem_files.digests import file_digest, text_digest
 
 # Longer values of settings are compared and shown by their digests, of which messages show the beginning.
 _SHOWN_CHARS, _DIGEST_CHARS = 80, 12
-# What a run with rollout.skip_special_tokens: false, the default, has beside its rewards' own.
+# What a run with rollout.skip_special_tokens: false, the default, has besides its rewards' own.
 _KEPT = {"completions": "with special tokens, but those that end or pad them (rollout.skip_special_tokens: true: none)"}
 # How rewards that compare with an answer read it, since the release that does so otherwise than the one before it.
 _READING = "marked answers first, numbers as the file has them (docs/rewards.md, Where the answer is)"
@@ -126,7 +126,7 @@ class Renewal:
 
 
 def set_facts(config: RunConfig, prompts: Mapping[str, Iterable[Prompt]]) -> dict[str, dict[str, str]]:
-    """Return what the figures of each evaluation set depend on, beside its reward.
+    """Return what the figures of each evaluation set depend on, besides its reward.
 
     Args:
         prompts: by the sets' names.

@@ -90,7 +90,7 @@ class DataOrder(BaseModel):
     seed: int
     shuffle: bool
     sources: list[SourceOrder]
-    # What prompts depend on beside their rows, by setting; texts, or digests of long ones.
+    # What prompts depend on besides their rows, by setting; texts, or digests of long ones.
     settings: dict[str, str]
 
 

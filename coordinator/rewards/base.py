@@ -153,7 +153,7 @@ class Reward(Protocol):
 
     @property
     def takes(self) -> TakenColumns:
-        """Which columns of the rows it takes, beside prompt and answer; known once it is started."""
+        """Which columns of the rows it takes, besides prompt and answer; known once it is started."""
         return TakenColumns()
 
     async def start(self, columns: Sequence[str]) -> None:

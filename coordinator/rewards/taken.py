@@ -30,7 +30,7 @@ def rows_without(scans: Iterable[Scan], takers: Sequence[tuple[str, TakenColumns
 
 @dataclass(frozen=True, kw_only=True)
 class ShownColumns:
-    """Which columns of a row are of interest beside its prompt and answer: those that rewards take.
+    """Which columns of a row are of interest besides its prompt and answer: those that rewards take.
 
     Attributes:
         named: by name.

@@ -17,7 +17,7 @@ from tandem_clients.trainer import Trainer
 
 # Between two looks, and how old one may be.
 INTERVAL_S, AHEAD_S = 1.0, 2.0
-# By then ranks have unpacked a batch that they were sent: a look beside that delays it by some milliseconds.
+# By then ranks have unpacked a batch that they were sent: a look at that time delays it by some milliseconds.
 UNPACKED_S = 0.02
 
 

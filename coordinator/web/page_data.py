@@ -13,7 +13,7 @@ from tandem_files.metrics_table import ACCURACY, ITERATION_PARTS, METRICS, STEP_
 
 # Fields of metrics.jsonl that are drawn, in the page's order, with their titles and units.
 CURVES = tuple((metric.name, metric.title, metric.unit) for metric in METRICS if metric.title)
-# Fields of rows that depend on the configuration beside scores by reward: measures of evaluation sets (`mean@4`).
+# Fields of rows that depend on the configuration besides scores by reward: measures of evaluation sets (`mean@4`).
 _OF_SET = re.compile(r"eval/(.+)/([a-z]+@\d+)")
 _MOST_FURTHER = 24
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
@@ -91,7 +91,7 @@ def _in_units(points: Sequence[tuple[float, float]]) -> tuple[str, list[tuple[fl
 
 
 def extra_curves(names: Collection[str]) -> list[tuple[str, str, str]]:
-    """Find the fields of rows that are drawn beside CURVES, with titles and units; rewards in the rows' order.
+    """Find the fields of rows that are drawn besides CURVES, with titles and units; rewards in the rows' order.
 
     >>> extra_curves(["reward/math_mean", "reward/math_std", "reward/format_mean", "eval/aime/pass@8", "loss"])
     [('reward/math_mean', 'Reward: math (unweighted)', ''), ('reward/format_mean', 'Reward: format (unweighted)', ''), \

@@ -88,7 +88,7 @@ class BadScore(ValueError):
 
 
 def score_of(value: Any) -> Score:
-    """Take what a function returned as a score: a number, or a dict with it as `score`, beside parts of any kind.
+    """Take what a function returned as a score: a number, or a dict with it as `score`, besides parts of any kind.
 
     Returns: the number; None: the reward does not apply; of a dict with the parts that are numbers, finite or not,
         which the run reports; others are left out.

@@ -60,7 +60,7 @@ _VERLS = {
 # Names of other trainers -> the value of a sample that they need.
 _BORROWED = {"solution_str": "completion", "ground_truth": "answer", "extra_info": "", "data_source": ""}
 _BORROWED_BY_BATCHES = _BORROWED | {"answer": "answer"} | {many: _BORROWED[one] for many, one in _VERLS.items()}
-# What TRL gives to every function of a batch beside the samples.
+# What TRL gives to every function of a batch besides the samples.
 ITERATION = "iteration"
 _OF_THE_TRAINER = ("trainer_state", "log_extra", "log_metric")
 # Names that other trainers give to these values, for the message.

@@ -103,7 +103,7 @@ def host_gib() -> float:
 def host_memory(config: RunConfig, spec: ModelSpec, ranks_per_host: int) -> int:
     """Estimate the host memory of the trainer's fullest host, in bytes: its processes, what they keep, an export.
 
-    A checkpoint takes its copy whether it is written beside the training or not (run.checkpoint_async): kept, or while
+    A checkpoint takes its copy whether it is written during the training or not (run.checkpoint_async): kept, or while
     it is written. Of ranks with equal state the first writes.
 
     Raises: ConfigError: the parallel sizes do not fit the model.

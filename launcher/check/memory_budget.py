@@ -89,7 +89,7 @@ class TrainerMemory:
 
     @property
     def _moments(self) -> dict[str, int]:
-        """Bytes beside `resident`."""
+        """Bytes besides `resident`."""
         in_step = {
             "at the forward's peak": self.activations + self.logits,
             "in the output layer's backward pass": self.activations + self.head_backward,
@@ -121,7 +121,7 @@ class RolloutMemory:
     wanted_tokens: int | None
 
     def cache_tokens(self, static: int) -> int:
-        """Return how many tokens of KV cache fit into `static` bytes beside the weights; at most `wanted_tokens`."""
+        """Return how many tokens of KV cache fit into `static` bytes next to the weights; at most `wanted_tokens`."""
         fit = max(0, (static - self.weights) // self.token)
         return fit if self.wanted_tokens is None else min(self.wanted_tokens, fit)
 
@@ -291,7 +291,7 @@ def _projected(spec: ModelSpec, parallel: Parallel) -> tuple[int, int]:
 
 
 def _core_attention(config: RunConfig, spec: ModelSpec, parallel: Parallel) -> int:
-    """Return the bytes that the core attention of a layer keeps, beside its inputs and its output."""
+    """Return the bytes that the core attention of a layer keeps, besides its inputs and its output."""
     tokens, width = _tokens(config, parallel), _width(config)
     q, kv = _projected(spec, parallel)
     if parallel.context > 1 and width == _FLOAT:
@@ -340,7 +340,7 @@ def _copies(config: RunConfig, spec: ModelSpec, parallel: Parallel) -> int:
 
 
 def _mlp(config: RunConfig, spec: ModelSpec, parallel: Parallel, layer: int) -> int:
-    """Return the bytes that the MLP of a layer keeps, or its experts, beside its input."""
+    """Return the bytes that the MLP of a layer keeps, or its experts, besides its input."""
     tokens, split, width = _tokens(config, parallel), _split_tokens(config, parallel), _width(config)
     if not spec.has_experts(layer):
         # gate and up, the activated gate, mcore's up + 0, their product

@@ -31,7 +31,7 @@ class Answers:
         storage_class: of claims that are made; "": the cluster's default one.
         run_claim, models_claim: claims to use.
         gpus_per_node: that pods may ask for; 0: no GPUs (dev-cpu).
-        cpus_per_gpu, memory_gib_per_gpu: that pods ask for beside each GPU.
+        cpus_per_gpu, memory_gib_per_gpu: that pods ask for besides each GPU.
         node_selector: labels of the nodes for trainer and rollouts.
         tolerations: `key[=value]:effect`, of trainer and rollouts.
         dns: addresses of the cluster's DNS Service, which pods may ask; none: not read.

@@ -136,7 +136,7 @@ def _trainer_sizes(choices: Choices, spec: ModelSpec, memory: float | None, most
 
 
 def _of_experts(choices: Choices, spec: ModelSpec, tensor: int) -> dict[str, Any]:
-    """Return what a mixture of experts needs beside tensor parallelism: its experts spread over the same ranks."""
+    """Return what a mixture of experts needs besides tensor parallelism: its experts spread over the same ranks."""
     if spec.num_experts == 0 or tensor == 1:
         return {}
     wanted = {"sequence_parallel": True, "expert_parallel": tensor}

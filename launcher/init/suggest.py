@@ -1,4 +1,4 @@
-"""Suggests what a run needs beside the model and the data: columns, reward, lengths, batch, type."""
+"""Suggests what a run needs besides the model and the data: columns, reward, lengths, batch, type."""
 
 import json
 import math

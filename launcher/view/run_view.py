@@ -86,7 +86,7 @@ class RunView:
         self._console.print(Text(text, style=style))
 
     def doing(self, text: str) -> None:
-        """Show the current activity beside the spinner; does nothing without a terminal."""
+        """Show the current activity next to the spinner; does nothing without a terminal."""
         if not self._console.is_terminal:
             return
         if self._left:

@@ -28,7 +28,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _SAMPLER = "sglang.srt.layers.sampler"
 _SAMPLING_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-# A phase of a sync runs in a thread beside the scheduler's, for whose interpreter lock it waits as long as this; the
+# A phase of a sync runs in a thread next to the scheduler's, for whose interpreter lock it waits as long as this; the
 # default, 5 ms, is longer than most phases of a small model.
 _SWITCH_S = 0.0005
 _kept: list[tuple[Any, Any, Any]] = []  # (member, server, device) of this rank, for its lifetime

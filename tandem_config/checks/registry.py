@@ -1,4 +1,4 @@
-"""The list of all checks across keys, which the modules beside this one fill when they are imported."""
+"""The list of all checks across keys, which the modules next to this one fill when they are imported."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

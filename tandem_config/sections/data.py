@@ -25,7 +25,7 @@ class DataSource(Section):
         description="Rate at which its rows are drawn, relative to the other sources; all sources have one or none.",
     )
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")] | None = Field(
-        None, description="Name in messages and beside samples; null: the file's."
+        None, description="Name in messages and next to samples; null: the file's."
     )
     prompt_key: str | None = Field(None, description="In place of data.prompt_key.")
     answer_key: str | None = Field(None, description="In place of data.answer_key.")

@@ -47,7 +47,7 @@ class GrpoSection(Section):
     preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "decoupled"] | None = setting(
         None, "the defaults are no paper's: GRPO with token-mean"
     )
-    """A published algorithm, by name: sets what docs/numerics.md lists for it, except settings that are given beside
+    """A published algorithm, by name: sets what docs/numerics.md lists for it, except settings that are given besides
     it. An option's preset replaces what a file sets."""
     prompts_per_iteration: int = setting(
         64, "with group_size, 1024 samples: advantages of small noise", "prompts", gt=0, le=2**23
@@ -77,7 +77,7 @@ class GrpoSection(Section):
     stop_token_ids: Annotated[ListOf[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=2**11)] = setting(
         (), "a model folder names its own ends"
     )
-    """Tokens that end a completion, beside those of generation_config.json, config.json and the tokenizer."""
+    """Tokens that end a completion, besides those of generation_config.json, config.json and the tokenizer."""
     stop: Annotated[ListOf[StopText], Field(max_length=32)] = setting((), "a trained model ends by itself")
     """Texts that end a completion, e.g. ['</answer>']. Their tokens are trained too; the last one may hold more text
     than the stop."""

@@ -28,7 +28,7 @@ class RolloutSection(Section):
     max_total_tokens: PositiveInt | None = setting(
         None, "a GPU's memory is there to be used, a host's is shared", "tokens"
     )
-    """KV cache size per engine, in tokens; null: on GPUs what mem_fraction_static leaves beside the weights, on CPUs
+    """KV cache size per engine, in tokens; null: on GPUs what mem_fraction_static leaves next to the weights, on CPUs
     65,536, or two of the longest samples if that is more."""
     context_length: PositiveInt | None = setting(None, "the model's config.json has it", "tokens")
     """Longest prompt + completion, in tokens; null: the model's."""

@@ -135,7 +135,7 @@ def _powers_below(limit: int) -> Iterator[int]:
 
 
 class EvaluationSection(Section):
-    """Evaluations of the policy beside data.heldout; docs/evaluation.md."""
+    """Evaluations of the policy besides data.heldout; docs/evaluation.md."""
 
     sets: ListOf[EvaluationSet] = setting((), "data.heldout makes one, called heldout: a greedy completion per prompt")
     """Sets of prompts, each `{name, data, samples, temperature, top_p, top_k, min_p, repetition_penalty,
@@ -144,7 +144,7 @@ class EvaluationSection(Section):
     """Least score of a right completion, for pass@k."""
     best: str | None = setting(None, "it doubles the checkpoints, and not every run has an evaluation that decides")
     """Metric of the best checkpoint, `<set>/<metric>`, e.g. heldout/mean@1; the higher the better. Its checkpoint is
-    kept beside run.keep_checkpoints. null: none."""
+    kept besides run.keep_checkpoints. null: none."""
     concurrent: bool = setting(False, "a row then has the figures of the policy that it made")
     """Evaluate a policy while the trainer takes its next step, on the replicas that still serve it, instead of before
     it; the figures then stand in the next iteration's row, with their policy version."""

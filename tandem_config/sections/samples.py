@@ -10,7 +10,7 @@ class SamplesSection(Section):
     """Store samples, for `tandem samples` and the page. Only your own user can open the folder."""
     every: PositiveInt = setting(1, "a file of the demo takes 20 KB; a thread of its own writes it", "iterations")
     """Store the samples of every n-th iteration; those of the first and of evaluations always."""
-    max_mib: PositiveInt = setting(2048, "about 600 million tokens of text, beside checkpoints of many GB", "MiB")
+    max_mib: PositiveInt = setting(2048, "about 600 million tokens of text, next to checkpoints of many GB", "MiB")
     """Compressed size of all stored samples. Beyond it iterations are removed: more of the older ones, so that the
     first, the newest and some between them stay."""
     token_ids: bool = setting(False, "the text, with its special tokens, is nearly always enough")

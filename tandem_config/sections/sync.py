@@ -15,7 +15,7 @@ class SyncSection(Section):
     """in_place: no extra memory, generation pauses for the transfer; staged: one spare shard, pause is the flip
     only."""
     allow_staged_nccl: bool = setting(False, "a refusal is cheaper than a hang")
-    """Allow staged weights over NCCL beside the collectives of engines with several ranks: NCCL does not guarantee that
+    """Allow staged weights over NCCL during the collectives of engines with several ranks: NCCL does not guarantee that
     both make progress, and a hang blocks generation until transfer_timeout_s. false: such a round is refused in
     PREPARE."""
     pause: Literal["drain", "keep_kv", "abort_requeue"] = setting(
@@ -31,7 +31,7 @@ class SyncSection(Section):
     """Type of weights as sent and installed: the trainer's, or cast by the trainer (half the bytes)."""
     disk_folder: Path | None = setting(None, "beside the checkpoints; on several hosts it must be a shared folder")
     """Folder of transport disk, the same path for every rank; null: weights/ in the run's folder."""
-    bucket_mib: MessageMib | None = setting(None, "large enough for full bandwidth, small beside a shard", "MiB")
+    bucket_mib: MessageMib | None = setting(None, "large enough for full bandwidth, small compared with a shard", "MiB")
     """Largest message, in MiB (2^20 bytes); a rank has two in memory. null: 256 between GPUs, 32 between CPUs, divided
     by the replicas that the weights pass through (at least 4 and 1)."""
     link_gbit: PositiveFloat = setting(400.0, "a round number for one port per GPU", "Gbit/s")

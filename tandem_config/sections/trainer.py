@@ -108,7 +108,7 @@ class TrainerSection(Section):
         None, "as Megatron's: large enough for a network's bandwidth", "parameters"
     )
     """Parameters that the overlaps reduce or gather at a time; null: 40 million, or a million a rank."""
-    share_prompts: bool = setting(False, "prompts that are short beside their completions gain little")
+    share_prompts: bool = setting(False, "prompts that are short compared with their completions gain little")
     """Compute a prompt once for all of its completions in a micro-batch, instead of once for each."""
     peak_tflops: PositiveFloat | None = setting(None, "data sheets promise what no program reaches", "10^12 FLOP/s")
     """Highest speed of a rank's device in the model's type, which the model-FLOPs utilisation is a share of; null: a

@@ -33,7 +33,7 @@ class SavedPolicy(Mapping[str, torch.Tensor]):
         self._dtype = self._stored if dtype is None else dtype
         self._plan = self._shards.plan_to(hf_layout(spec))
         self._places = {name: place for place, name in enumerate(self._plan.target.params)}
-        # By parameter of the target, so that those of one tensor are beside each other.
+        # By parameter of the target, so that those of one tensor are next to each other.
         self._ops = self._plan.ops[np.argsort(self._plan.ops["dst_param"], kind="stable")]
 
     def __iter__(self) -> Iterator[str]:

@@ -23,16 +23,16 @@ from tandem_files.profiles.folder import step_folder, trace_path
 # pass on a GPU, of 260 bytes each: with 28 layers 150,000. All 184 micro-batches of 1,024 samples of 1,536 tokens would
 # be 3.6 million, a gigabyte, and minutes in which the other ranks wait.
 MICRO_BATCHES = 4
-# In which the table and the packed trace are made, beside the training.
+# In which the table and the packed trace are made, during the training.
 _TABLE_S = 600.0
 
 log = get_logger(__name__)
 
 
 class StepProfiler:
-    """Profiles steps of this rank: of each part the first micro-batches, and all that is done beside them.
+    """Profiles steps of this rank: of each part the first micro-batches, and all that is done besides them.
 
-    Of the first update also the last one: gradients are reduced after it, or beside its backward pass. And a pipeline's
+    Of the first update also the last one: gradients are reduced after it, or during its backward pass. And a pipeline's
     stage has run some forward passes, all that are recorded perhaps, before its first backward pass.
 
     Args:

@@ -232,7 +232,7 @@ class MegatronEngine:
         return logprobs, entropies
 
     def save(self, folder: Path) -> int:
-        """Save weights, a reference policy that is not as it began, and what is configured to be kept beside them."""
+        """Save weights, a reference policy that is not as it began, and what is configured to be kept besides them."""
         meta = self._meta()
         with self._offload.use(*CHECKPOINT, changes=False):
             return checkpoint.save(folder, self._tensors_in(meta), meta, self._device, self._agreement)

@@ -1,4 +1,4 @@
-"""The layouts of the engines, by name. A new engine is a module beside the others and a row here."""
+"""The layouts of the engines, by name. A new engine is a module next to the others and a row here."""
 
 from collections.abc import Callable, Mapping
 

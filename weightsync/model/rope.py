@@ -18,7 +18,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 _LARGEST_FACTOR = 1024  # larger than in any model
 _ORIGINAL = "original_max_position_embeddings"
 _GENERAL = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"))
-# By type, the keys that transformers and SGLang both apply, beside _GENERAL.
+# By type, the keys that transformers and SGLang both apply, besides _GENERAL.
 _KEYS = {
     "linear": frozenset[str](),
     "dynamic": frozenset[str](),

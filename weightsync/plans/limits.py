@@ -1,6 +1,6 @@
 """Limits of a transfer: sizes of messages and segments, and how many are in flight; for transports and simulation."""
 
-# Default of the largest message to a single replica: large enough for full bandwidth, small beside a shard.
+# Default of the largest message to a single replica: large enough for full bandwidth, small compared with a shard.
 DEFAULT_BUCKET_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
 # Lower bound of the default for long chains: at 50 GB/s 4 MiB take 84 us, four times a message's latency, and it is the
 # size at which simulated and measured rounds were compared; at the few GB/s of gloo 1 MiB takes some 400 us, and one

@@ -38,7 +38,7 @@ class SpareShard:
     def reserve(self, slot: str) -> None:
         """Allocate the memory before the round relies on it.
 
-        Raises: ConfigError: there is no room for it beside the served shard.
+        Raises: ConfigError: there is no room for it next to the served shard.
         """
         if self._tensors:
             return

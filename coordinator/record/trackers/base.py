@@ -34,7 +34,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What a tracker shows of a run beside its figures.
+    """What a tracker shows of a run besides its figures.
 
     Attributes:
         name: run.name.
@@ -70,7 +70,7 @@ class Backend(Protocol):
 
     # Its name in the configuration and in messages.
     kind: str
-    # Whether `open` makes it forget later figures; else those of repeated iterations would stand beside the first.
+    # Whether `open` makes it forget later figures; else those of repeated iterations would stand next to the first.
     rewinds: bool
     # Iterations that it may lose when this process is killed; they are sent again, and it ignores those that it has.
     resends: int

@@ -38,7 +38,7 @@ class NodeRoom:
         )
 
     def without(self, pods: Sequence[Mapping[str, Any]]) -> "NodeRoom":
-        """Return what is left beside those of these pods of this node that have not ended."""
+        """Return what is left besides those of these pods of this node that have not ended."""
         asked = [_asked(pod) for pod in pods if not has_ended(pod)]
         left = {name: room - sum(one.get(name, 0) for one in asked) for name, room in self.allocatable.items()}
         return replace(self, allocatable=left)
@@ -156,7 +156,7 @@ def _near(template: Manifest, node: NodeRoom, placed: Sequence[tuple[Manifest, N
 
 
 def _liked(template: Manifest, node: NodeRoom, placed: Sequence[tuple[Manifest, NodeRoom]]) -> int:
-    """Count the pods on a node that a pod prefers to be beside."""
+    """Count the pods on a node that a pod prefers to be next to."""
     terms = [entry["podAffinityTerm"] for entry in _terms(template, "preferred")]
     return sum(where.name == node.name and any(_selects(term, one) for term in terms) for one, where in placed)
 

@@ -91,7 +91,7 @@ def _command(request: FetchRequest) -> list[str]:
 
 
 def _hf_variables(request: FetchRequest) -> list[dict[str, Any]]:
-    # What is half downloaded stays beside the files, so that the next attempt continues; this is for locks only.
+    # What is half downloaded stays next to the files, so that the next attempt continues; this is for locks only.
     found = {"HF_HOME": "/tmp/hf", "HF_HUB_DISABLE_TELEMETRY": "1"}
     found |= {"HF_ENDPOINT": request.endpoint} if request.endpoint else {}
     return [*values(found), *of_secret(request.secret, {"token": "HF_TOKEN"})]

@@ -1,4 +1,4 @@
-"""What runs in a pod beside the files: given to its python with -c, so standard library only, and short.
+"""What runs in a pod next to the files: given to its python with -c, so standard library only, and short.
 
 list ROOT SKIPPED...    a line of JSON per file below ROOT: path, size
 send FILE OFFSET        its bytes from OFFSET on; on stderr, at the end, the SHA-256 of all of it

@@ -33,7 +33,7 @@ class ServerSection(FailureSection):
     what would be sent fails immediately; then one call tries."""
     open_s: PositiveFloat = setting(15.0, "a server that is back is noticed soon, one that is down is left alone", "s")
     """Seconds for which an open circuit stays open."""
-    start_timeout_s: Timeout = setting(120.0, "a reward model that is started beside the run is loaded by then", "s")
+    start_timeout_s: Timeout = setting(120.0, "a reward model that is started with the run is loaded by then", "s")
     """Seconds that a starting run waits for the server."""
 
 
@@ -44,7 +44,7 @@ class RemoteReward(ServerSection):
     """Kind of reward."""
     address: str = setting(..., "no default: it is yours")
     """Of the server: host:port, or unix:/path.sock."""
-    security: Literal["run", "none"] = setting("run", "a server that is started beside the run has what the run has")
+    security: Literal["run", "none"] = setting("run", "a server that is started with the run has what the run has")
     """run: as a service of the run is called, with its certificate (the server's must be for the role `reward`) and its
     token, where it has them; none: plain, without either, for a server of others."""
     batch_size: PositiveInt = setting(

@@ -54,7 +54,7 @@ class _Rotate(Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """Rotate [T, heads, head_dim] in the tables' type; beside the result, half of it exists in that type at a time."""
+    """Rotate [T, heads, head_dim] in the tables' type; besides the result, half of it exists in that type at a time."""
     out = torch.empty_like(x)
     first, second = x.chunk(2, -1)
     rotated_first, rotated_second = out.chunk(2, -1)

@@ -1,4 +1,4 @@
-"""Where a state's bytes are while its own memory is free: page-locked memory beside a GPU, a file beside a CPU.
+"""Where a state's bytes are while its own memory is free: page-locked memory with a GPU, a file without one.
 
 Where the host is the device, memory of the host would free nothing: bytes go to a file of the run's folder that has no
 name, so that nothing of it stays after a crash. Both are reserved at the start, before anything expensive; a step
@@ -19,7 +19,7 @@ from trainer_service.host_memory import host_bytes
 from weightsync.transfer.tensors import memory_of
 
 GIB = 2**30
-# Bytes of a storage that need not fit a power of two: they find room beside others.
+# Bytes of a storage that need not fit a power of two: they find room next to others.
 _REST = 2**26
 
 

@@ -14,9 +14,9 @@
 * **Two lanes.** Operations of such a group share a stream, so a message that is passed on would wait behind incoming
   ones. Hop h of the chain goes over lane h modulo 2: a rank receives on one and sends on the other.
 * **Beside SGLang's own collectives** progress is not guaranteed: NCCL guarantees it for several communicators on one
-  GPU only while their kernels fit beside each other. With `in_place`, the default, generation is paused when the first
+  GPU only while their kernels fit next to each other. With `in_place`, the default, generation is paused when the first
   message moves; the proof and the first bytes in PREPARE are one element each, once per epoch. `staged` would move all
-  messages beside generation: links.py refuses it for engines of several ranks, unless sync.allow_staged_nccl. A
+  messages during generation: links.py refuses it for engines of several ranks, unless sync.allow_staged_nccl. A
   transfer that hangs is given up at the round's deadline: aborted kernels end, and generation continues.
 
 A thread that waits inside NCCL is left behind when the deadline passes or the round is given up (watched.py); and so is

@@ -189,7 +189,7 @@ def check_cards(cards: Sequence[pb.TransportCard], slots: Sequence[str], trainer
 
 
 def check_staged(round_: pb.Round, participants: Participants, device: torch.device) -> None:
-    """Raise ConfigError if messages over NCCL would run beside the collectives of engines that still generate.
+    """Raise ConfigError if messages over NCCL would run during the collectives of engines that still generate.
 
     An engine of one rank has no collectives. All ranks decide by the same data, so all of them refuse.
     """
