@@ -22,7 +22,14 @@ SPREAD = ("tests/chaos/",)
 # Their tests share what takes minutes to make: a Docker engine with images, services with real engines.
 TOGETHER = ("tests/images/", "tests/chaos/test_real_engines.py")
 # The order of work: what takes a worker minutes begins first, what comes in small pieces fills the gaps at the end.
-FIRST = ("tests/images/", "tests/e2e/", "tests/chaos/test_real_engines.py", "tests/integration/", "tests/contract/")
+FIRST = (
+    "tests/images/",
+    "tests/integration/trainer/test_parity.py",
+    "tests/e2e/",
+    "tests/chaos/test_real_engines.py",
+    "tests/integration/",
+    "tests/contract/",
+)
 # And then what leaves process groups behind, whose threads slow down what measures time.
 LAST = ("tests/chaos/", "tests/unit/trainer/")
 

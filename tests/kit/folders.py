@@ -1,12 +1,13 @@
 """Model folders, data and configurations without an engine's weights (numpy only, no torch); the task is addition.
 
-And small file systems, to fill them.
+And small file systems, to fill them; stored samples of made-up runs.
 """
 
 import contextlib
 import json
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from tokenizers import Regex, Tokenizer, decoders
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
+from tandem_files.samples.folder import SampleFolder
+from tandem_files.samples.schema import SCHEMA, TRAINED, StoredSample, storable, table_of
 from weightsync.layouts.hf import hf_layout
 from weightsync.model.spec import ModelSpec
 
@@ -206,3 +209,37 @@ def fill(folder: Path) -> None:
             with contextlib.suppress(OSError):
                 while True:
                     file.write(bytes(size))
+
+
+def stored(group: int = 0, sample: int = 0, **changes: Any) -> StoredSample:
+    """Make a stored sample of iteration 1."""
+    values: dict[str, Any] = {
+        "kind": "train",
+        "iteration": 1,
+        "group_id": f"i1.g{group}.row{group + 1}",
+        "sample": sample,
+        "source": "train.jsonl",
+        "row": group + 1,
+        "prompt": "1+2=",
+        "completion": "3<eos>",
+        "answer": "3",
+        "reward": 1.0,
+        "advantage": 0.5,
+        "prompt_tokens": 4,
+        "num_tokens": 2,
+        "finish_reason": "stop",
+        "use": TRAINED,
+        "policy_version": 0,
+    }
+    return StoredSample(**values | changes)
+
+
+def write_samples(folder: SampleFolder, iteration: int, kind: str, samples: Sequence[StoredSample]) -> int:
+    """Store samples. Returns: the file's bytes."""
+    columns = {name: [getattr(sample, name) for sample in samples] for name in SCHEMA.names}
+    columns["prompt"] = [storable(text) for text in columns["prompt"]]
+    for name in ("reward_parts", "errors"):
+        columns[name] = [list(values.items()) for values in columns[name]]
+    for name in ("version_spans", "masked_spans"):
+        columns[name] = [[asdict(span) for span in spans] for spans in columns[name]]
+    return folder.write(iteration, kind, table_of(len(samples), **columns))

@@ -1,6 +1,7 @@
 """Real service processes for tests: started as the launcher starts them, logs in files, ended by pid."""
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import random
@@ -20,12 +21,27 @@ from servicekit.redis.records import ServiceRecord
 from servicekit.redis.registry import Registry
 from tandem_config.loading import dump_resolved
 from tandem_config.schema import RunConfig
+from tests.kit.forked import ForkedProcess, Zygote
 from tests.kit.waiting import until
 
 START_S = 480.0  # engines import for 10 to 20 s on two idle cores; 240 s were seen on busy, slow ones
 END_S = 60.0
 FREE_PORTS = (20_000, 32_768)
 CHILDREN_END_S = 10.0  # after the process that started them
+# What services import before they read anything of their own, by the package whose name their module has.
+IMPORTS = {
+    "trainer_service": ("trainer_service.worker", "trainer_service.megatron_engine.engine"),
+    "rollout_service": (
+        "rollout_service.app",
+        "rollout_service.worker_app",
+        "rollout_service.sglang_engine.dispatch",
+        "rollout_service.sglang_engine.receiver",
+        "sglang.srt.managers.scheduler",
+    ),
+}
+ALWAYS = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}  # so that the last line of a log is the service's own
+# Read when torch is imported; a replica without a GPU sets it for itself.
+WHEN_IMPORTED = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 def free_port() -> int:
@@ -56,6 +72,12 @@ def semaphores_of(pids: Iterable[int]) -> list[Path]:
 _preloaded: list[str] = []
 
 
+@functools.cache
+def zygote(service: str) -> Zygote:
+    """Start the process whose forks are a package's services, once."""
+    return Zygote(IMPORTS[service], ALWAYS | WHEN_IMPORTED)
+
+
 def fork_server(*modules: str) -> ForkServerContext:
     """Make a context that forks processes from one that has imported these modules, and those of other callers."""
     context = multiprocessing.get_context("forkserver")
@@ -66,13 +88,16 @@ def fork_server(*modules: str) -> ForkServerContext:
 
 @dataclass
 class Services:
-    """Service processes of one run, for a `with` block; `variables` are set for all of them."""
+    """Service processes of one run, for a `with` block; `variables` are set for all of them.
+
+    They are forks of a process that has imported their engines; what the launcher starts in tests/e2e is not.
+    """
 
     redis_url: str
     folder: Path
     run_id: str
     variables: Mapping[str, str] = field(default_factory=dict)
-    processes: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
+    processes: dict[str, "subprocess.Popen[bytes] | ForkedProcess"] = field(default_factory=dict)
 
     @property
     def registry(self) -> Registry:
@@ -92,7 +117,7 @@ class Services:
         """
         scratch = self.folder / name
         scratch.mkdir(exist_ok=True)
-        self.start(name, [module, "--name", name], config, {"TMPDIR": str(scratch)})
+        self.start(name, [module, "--name", name], config, {"TMPDIR": str(scratch)}, service="rollout_service")
 
     def start_trainer(self, config: RunConfig, *arguments: str, module: str = "trainer_service") -> list[str]:
         """Start every rank. Returns: the processes' names.
@@ -103,7 +128,7 @@ class Services:
         world = config.trainer.world_size
         for rank in range(world):
             env = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-            self.start(f"trainer-{rank}", [module, *arguments], config, env)
+            self.start(f"trainer-{rank}", [module, *arguments], config, env, service="trainer_service")
         return [f"trainer-{rank}" for rank in range(world)]
 
     def start(
@@ -113,6 +138,7 @@ class Services:
         config: RunConfig,
         variables: Mapping[str, str] | None = None,
         within: Sequence[str] = (),
+        service: str | None = None,
     ) -> None:
         """Start `python -m module`.
 
@@ -120,6 +146,7 @@ class Services:
             module: its name and its arguments.
             variables: environment variables on top of the run's.
             within: a command that runs the command after it.
+            service: key of IMPORTS: the process is a fork of one that has imported these; None: it is a new one.
         """
         path = self.folder / f"{name}.yaml"
         path.write_text(dump_resolved(config), encoding="utf-8")
@@ -130,13 +157,19 @@ class Services:
             "TANDEM_RUN_DIR": str(self.run_dir),
             "TANDEM_BIND_HOST": "127.0.0.1",
             "TANDEM_TEST_HOOKS": "1",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONWARNINGS": "ignore",  # so that the last line of a log is the service's own
+            **ALWAYS,
         }
+        environment = {**os.environ, **common, **self.variables, **(variables or {})}
+        command = [module[0], "--config", str(path), *module[1:]]
         with self.log(name).open("ab") as log:
+            if service is not None and not within:
+                sizes = config.rollout
+                ranks = sizes.tensor_parallel // sizes.nodes if service == "rollout_service" else 0
+                self.processes[name] = zygote(service).start(command, environment, log.fileno(), ranks)
+                return
             self.processes[name] = subprocess.Popen(
-                [*within, sys.executable, "-m", module[0], "--config", str(path), *module[1:]],
-                env={**os.environ, **common, **self.variables, **(variables or {})},
+                [*within, sys.executable, "-m", *command],
+                env=environment,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,

@@ -1,7 +1,6 @@
 """Real SGLang replicas with the calls that tests make, and a trainer without Megatron that sends them weights."""
 
 import contextlib
-import subprocess
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -54,7 +53,7 @@ class Replica:
         self.services, self.name, self.config, self.model = services, name, config, config.model.path
         self.layout = Parallel(tensor=config.rollout.tensor_parallel, expert=config.rollout.expert_parallel)
         self.redis_url, self.run_id = services.redis_url, services.run_id
-        self.process: subprocess.Popen[bytes] = services.processes[name]
+        self.process = services.processes[name]
         self.log = services.log(name)
 
     def start_worker(self, host: int, where: Mapping[str, str], within: Sequence[str] = ()) -> "Replica":
@@ -136,14 +135,22 @@ def lone_replica(
     redis_url: str,
     variables: Mapping[str, str] | None = None,
     module: str = "rollout_service",
+    spawned: bool = False,
     **rollout: Any,
 ) -> Replica:
-    """Start the only replica of a new run. `variables`: of its processes; `rollout`: settings of that section."""
+    """Start the only replica of a new run.
+
+    Args:
+        variables: of its processes.
+        spawned: its processes are new ones, as users start them, not forks.
+        rollout: settings of that section.
+    """
     # Another name of the address at which it listens, so that a test sees which of the two is announced.
     own = {"TANDEM_ADVERTISE_HOST": "localhost", **(variables or {})}
     services = Services(redis_url, folder, f"test-{uuid.uuid4().hex[:8]}", own)
     config = configuration(model, services.run_id, "float32", rollout={"max_total_tokens": 20000, **rollout}, sync={})
-    services.start("rollout-0", [module, "--name", "rollout-0"], config)
+    service = None if spawned else "rollout_service"
+    services.start("rollout-0", [module, "--name", "rollout-0"], config, service=service)
     return Replica(services, "rollout-0", config)
 
 

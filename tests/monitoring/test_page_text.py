@@ -8,7 +8,7 @@ import pytest
 from coordinator.web.samples import SamplePages
 from coordinator.web.server import DATA, EARLIER, SAMPLES, PageServer
 from tandem_files.samples.folder import SampleFolder
-from tests.kit.samples import stored, write_samples
+from tests.kit.folders import stored, write_samples
 from tests.monitoring.browser import Browser, browser
 
 NASTY = "</script><img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"

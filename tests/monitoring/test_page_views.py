@@ -10,7 +10,7 @@ from coordinator.web.server import DATA, PageServer
 from launcher.view.cli import open_page
 from tandem_files.samples.folder import SampleFolder
 from tandem_files.samples.schema import TextSpan
-from tests.kit.samples import stored, write_samples
+from tests.kit.folders import stored, write_samples
 from tests.monitoring.browser import Browser, browser
 from tests.monitoring.test_page_text import EMPTY
 

@@ -94,7 +94,7 @@ def test_the_death_of_a_rank_ends_the_service_with_a_clear_line(replicas: dict[s
 
 
 def test_sigterm_while_starting_exits_zero_and_leaves_no_process(tmp_path: Path, module_redis: str) -> None:
-    replica = lone_replica(tmp_path, make_model(tmp_path / "m"), module_redis)
+    replica = lone_replica(tmp_path, make_model(tmp_path / "m"), module_redis, spawned=True)
     try:
         until(lambda: len(replica.family()) > 0, 60.0, "the first rank")
         family = replica.family()

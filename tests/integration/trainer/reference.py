@@ -1,8 +1,6 @@
 """Settings, samples and log-probs that the trainer is compared with; the worker processes import this."""
 
 import os
-import subprocess
-import sys
 import uuid
 from dataclasses import fields, replace
 from pathlib import Path
@@ -12,6 +10,7 @@ import numpy as np
 import torch
 
 from tests.kit.models import TRAINED_VOCABULARY
+from tests.kit.processes import zygote
 from trainer_service.micro_batches.samples import Samples
 
 NUM_UPDATES = 2
@@ -167,7 +166,6 @@ def token_logprobs(model: Any, samples: Samples, rows: Any, temperature: float) 
 
 def launch(size: int, folder: Path, worker: str = "tests.integration.trainer.parity_worker") -> None:
     """Raises: RuntimeError: with the last output of the rank that failed."""
-    command = [sys.executable, "-W", "ignore", "-m", worker]
     # Another group's processes have met at a store of their own, which would send these to them.
     files = [str(folder / f"store-{uuid.uuid4().hex}"), str(folder / f"cases-{size}.json"), str(folder)]
     logs = [folder / f"world{size}-rank{rank}.log" for rank in range(size)]
@@ -175,8 +173,8 @@ def launch(size: int, folder: Path, worker: str = "tests.integration.trainer.par
     processes = []
     for rank, log in enumerate(logs):
         with log.open("w") as output:
-            arguments = [*command, str(rank), str(size), *files]
-            processes.append(subprocess.Popen(arguments, env=environment, stdout=output, stderr=output))
+            arguments = [worker, str(rank), str(size), *files]
+            processes.append(zygote("trainer_service").start(arguments, environment, output.fileno()))
     try:
         codes = [process.wait(timeout=TIMEOUT_S) for process in processes]
     finally:

@@ -4,14 +4,15 @@ As a module, this is one rank: it meets the others, then commands or follows. Ar
 Rank 0 prints a JSON line per command, and what failed at the end.
 """
 
+import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +22,58 @@ import torch.distributed as dist
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import DigestMismatch, TandemError
 from servicekit.redis.registry import Registry
+from tests.kit.forked import ForkedProcess
+from tests.kit.processes import zygote
+from tests.kit.waiting import until
 from trainer_service.ranks.commands import FRAME_BYTES, Command, Commander, Wire, follow
 from trainer_service.ranks.liveness import Liveness
 from trainer_service.ranks.world import STORE_KEY, Place, connect, device_of, meet
 
 pytestmark = pytest.mark.integration
-Ranks = list[subprocess.Popen[str]]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank, whose output goes to a file."""
+
+    process: ForkedProcess
+    path: Path
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What it has printed so far; its log is in the same file."""
+        return [json.loads(line) for line in self.path.read_text().splitlines() if line.startswith('{"')]
+
+    def wait_met(self) -> None:
+        until(lambda: any("met" in line for line in self.lines()), 60.0, "a rank that has met the others")
+
+
+Ranks = list[Rank]
 
 
 @pytest.fixture
-def start(redis_server: str, spawn: Callable[..., "subprocess.Popen[str]"]) -> Callable[[str], Ranks]:
+def start(redis_server: str, tmp_path: Path) -> Iterator[Callable[[str], Ranks]]:
     """start(scenario) -> three ranks."""
-    variables = {"REDIS_URL": redis_server, "OMP_NUM_THREADS": "1"}
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    environment = {**os.environ, "REDIS_URL": redis_server, "OMP_NUM_THREADS": "1"}
+    started: Ranks = []
 
     def ranks(scenario: str) -> Ranks:
-        module = "tests.integration.trainer.test_ranks"
-        return [spawn(module, str(rank), "3", scenario, variables=variables, **streams) for rank in range(3)]
+        for rank in range(3):
+            module = ["tests.integration.trainer.test_ranks", str(rank), "3", scenario]
+            path = tmp_path / f"rank-{rank}.out"
+            with path.open("wb") as file:
+                started.append(Rank(zygote("trainer_service").start(module, environment, file.fileno()), path))
+        return started
 
-    return ranks
+    yield ranks
+    for rank in started:
+        rank.process.kill()
+        rank.process.wait(timeout=10)
 
 
-def output(process: "subprocess.Popen[str]") -> list[dict[str, Any]]:
+def output(rank: Rank) -> list[dict[str, Any]]:
     """Everything that a rank printed, once it has ended."""
-    text, _ = process.communicate(timeout=60)
-    return [json.loads(line) for line in text.splitlines()]
+    rank.process.wait(timeout=60)
+    return rank.lines()
 
 
 def test_replies_refusals_and_stop(start: Callable[[str], Ranks], redis_server: str) -> None:
@@ -60,19 +88,19 @@ def test_replies_refusals_and_stop(start: Callable[[str], Ranks], redis_server: 
     assert [line["replies"] for line in lines[3:]] == [
         [f"{rank}:{'x' * size}" for rank in range(3)] for size in EDGES
     ] + [whole]
-    assert [process.wait(timeout=30) for process in ranks] == [0, 0, 0]
+    assert [rank.process.wait(timeout=30) for rank in ranks] == [0, 0, 0]
 
 
 def test_unexpected_error_ends_every_rank_and_is_named(start: Callable[[str], Ranks]) -> None:
     ranks = start("fails")
     assert output(ranks[0])[-1]["failed"] == "rank 1: KeyError: 'lost parameter'"
-    assert [process.wait(timeout=30) for process in ranks] == [1, 1, 1]
+    assert [rank.process.wait(timeout=30) for rank in ranks] == [1, 1, 1]
 
 
 def test_killed_rank_is_named(start: Callable[[str], Ranks]) -> None:
     ranks = start("dies")
     assert output(ranks[0])[-1]["failed"].startswith("rank 1: killed or hanging")
-    assert [process.wait(timeout=30) for process in ranks] == [1, -signal.SIGKILL, 1]
+    assert [rank.process.wait(timeout=30) for rank in ranks] == [1, -signal.SIGKILL, 1]
 
 
 def test_a_frozen_rank_is_named_after_the_commands_own_deadline(start: Callable[[str], Ranks]) -> None:
@@ -90,16 +118,15 @@ def test_ranks_wait_for_one_that_writes_for_longer_than_a_collective_may(
     """A profile, a file: the others have done their part, and neither send it nor get the next command meanwhile."""
     ranks = start(f"slow {slow}")
     assert [line["replies"] for line in output(ranks[0])[1:]] == [["0:", "1:", "2:"]] * 2
-    assert [process.wait(timeout=30) for process in ranks] == [0, 0, 0]
+    assert [rank.process.wait(timeout=30) for rank in ranks] == [0, 0, 0]
 
 
 def test_followers_end_when_rank_0_is_killed(start: Callable[[str], Ranks]) -> None:
     ranks = start("idle")
-    for process in ranks:
-        assert process.stdout is not None
-        assert "met" in process.stdout.readline()
-    ranks[0].kill()
-    assert [process.wait(timeout=30) for process in ranks[1:]] == [1, 1]
+    for rank in ranks:
+        rank.wait_met()
+    ranks[0].process.kill()
+    assert [rank.process.wait(timeout=30) for rank in ranks[1:]] == [1, 1]
 
 
 # Bodies that just fit into the frame of a command or of an outcome, and that just do not: a part's length takes 8 bytes
@@ -205,7 +232,8 @@ def main() -> None:
         else:
             follow(wire, handlers(rank))
     except Exception as error:  # noqa: BLE001 - the boundary of the rank
-        liveness.report(error)
+        with contextlib.suppress(RuntimeError):  # rank 0 is lost
+            liveness.report(error)
         if rank == 0:
             show(failed=liveness.diagnose(error))
         os._exit(1)

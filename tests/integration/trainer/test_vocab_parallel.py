@@ -3,7 +3,7 @@
 As a module, this is one tensor-parallel rank. Arguments: rank, world size, folder with input.pt.
 """
 
-import subprocess
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.kit.processes import zygote
 from trainer_service.megatron_engine.head.logprobs import VocabShard, logprob_entropy
 
 pytestmark = pytest.mark.integration
-REPOSITORY = Path(__file__).parents[3]
 TOKENS, HIDDEN, VOCAB, TEMPERATURE = 33, 12, 101, 0.7
 CHUNKS = {"one": TOKENS, "many": 8}
 # the last of four ranks has padding only
@@ -24,9 +24,9 @@ PADDED = {1: 101, 2: 102, 4: 136}
 
 def run_ranks(folder: Path) -> dict[tuple[int, str], list[dict[str, Any]]]:
     """All ranks of all world sizes at once; what each of them computed."""
-    command = [sys.executable, "-m", "tests.integration.trainer.test_vocab_parallel"]
+    module, stderr = "tests.integration.trainer.test_vocab_parallel", 2
     workers = [
-        subprocess.Popen([*command, str(rank), str(size), str(folder)], cwd=REPOSITORY)
+        zygote("trainer_service").start([module, str(rank), str(size), str(folder)], os.environ, stderr)
         for size in PADDED
         for rank in range(size)
     ]

@@ -1,6 +1,7 @@
 """What goes wrong between two ranks is caught by name, before anything is committed; the next round works."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import replace
 from itertools import pairwise
 
@@ -41,15 +42,31 @@ def is_header(buffer: torch.Tensor) -> bool:
     return bytes(buffer[:8].numpy()) == b"TANDEMW1" and buffer.numel() == HEADER_BYTES
 
 
-def transfer_over(them: Fleet, slot: str, change: Change, round_: pb.Round) -> dict[str, pb.PhaseReport | Exception]:
+def transfer(them: Fleet, round_: pb.Round) -> dict[str, pb.PhaseReport | BaseException]:
+    """TRANSFER; once a rank has failed, the waits of the others are ended, as the coordinator does it."""
+    with ThreadPoolExecutor(len(them.members)) as pool:
+        work = {
+            slot: pool.submit(member.run_phase, pb.ROUND_PHASE_TRANSFER, round_)
+            for slot, member in them.members.items()
+        }
+        done, _ = wait(work.values(), return_when=FIRST_EXCEPTION)
+        if any(each.exception() for each in done):
+            for member in them.members.values():
+                member.run_phase(pb.ROUND_PHASE_ABORT, round_)
+        return {slot: each.exception() or each.result() for slot, each in work.items()}
+
+
+def transfer_over(
+    them: Fleet, slot: str, change: Change, round_: pb.Round
+) -> dict[str, pb.PhaseReport | BaseException]:
     """PREPARE and TRANSFER, with `slot`'s sends tampered with."""
     them.run(pb.ROUND_PHASE_PREPARE, round_)
     transport = them.members[slot]._transfer._prepared.transport  # type: ignore[union-attr]
     transport._comm = TamperedWire(transport._comm, change)  # type: ignore[union-attr]
-    return them.run(pb.ROUND_PHASE_TRANSFER, round_)
+    return transfer(them, round_)
 
 
-def error_of(outcome: dict[str, pb.PhaseReport | Exception], slot: str, kind: type[TandemError]) -> str:
+def error_of(outcome: dict[str, pb.PhaseReport | BaseException], slot: str, kind: type[TandemError]) -> str:
     assert isinstance(outcome[slot], kind), outcome[slot]
     return str(outcome[slot])
 
@@ -78,7 +95,7 @@ def flip(sequence: int) -> Change:
 
 
 def test_a_flipped_byte_is_caught_where_it_would_be_passed_on(chain: Fleet) -> None:
-    outcome = transfer_over(chain, "trainer/0", flip(0), chain.round(1, transfer_timeout_s=2))
+    outcome = transfer_over(chain, "trainer/0", flip(0), chain.round(1))
     message = error_of(outcome, "rollout-0/0", DigestMismatch)
     assert "message 0 from trainer/0" in message
     assert "not passed on" in message
@@ -104,7 +121,7 @@ def neighbours(them: Fleet) -> tuple[Message, Message]:
 
 def small_messages(them: Fleet) -> pb.Round:
     """A round of many messages, so that some are of one size."""
-    return them.round(1, transfer_timeout_s=2, bucket_bytes=512)
+    return them.round(1, bucket_bytes=512)
 
 
 def swap_places(them: Fleet) -> Change:
@@ -152,18 +169,18 @@ def test_a_truncated_message_is_caught(chain: Fleet) -> None:
     for tensors in (chain.stores["rollout-0/0"], chain.stores["rollout-1/0"]):
         for tensor in tensors.values():
             tensor.fill_(torch.nan)
-    outcome = transfer_over(chain, "trainer/1", cut, chain.round(1, transfer_timeout_s=2))
+    outcome = transfer_over(chain, "trainer/1", cut, chain.round(1))
     assert "message 1" in error_of(outcome, "rollout-0/0", DigestMismatch)
 
 
 def test_a_message_of_a_stale_plan_is_caught(chain: Fleet) -> None:
-    round_ = chain.round(1, transfer_timeout_s=2)
+    round_ = chain.round(1)
     chain.run(pb.ROUND_PHASE_PREPARE, round_)
-    transfer = chain.members["trainer/0"]._transfer
-    assert transfer._prepared is not None
-    stale = replace(transfer._prepared.plan, digest="0" * 32)
-    transfer._prepared = replace(transfer._prepared, plan=stale)
-    outcome = chain.run(pb.ROUND_PHASE_TRANSFER, round_)
+    sender = chain.members["trainer/0"]._transfer
+    assert sender._prepared is not None
+    stale = replace(sender._prepared.plan, digest="0" * 32)
+    sender._prepared = replace(sender._prepared, plan=stale)
+    outcome = transfer(chain, round_)
     assert "plan_digest" in error_of(outcome, "rollout-0/0", DigestMismatch)
 
 

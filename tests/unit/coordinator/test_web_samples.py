@@ -15,7 +15,7 @@ from coordinator.web.samples import SamplePages, segments
 from servicekit.errors import ConfigError, InvalidRequest, Unavailable
 from tandem_files.samples.folder import SampleFolder
 from tandem_files.samples.schema import MaskedSpan, TextSpan
-from tests.kit.samples import stored, write_samples
+from tests.kit.folders import stored, write_samples
 
 # Group to the rewards of its samples.
 REWARDS = [[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]]

@@ -11,7 +11,7 @@ import pytest
 from servicekit.errors import ConfigError
 from tandem_files.samples.folder import SampleFolder
 from tandem_files.samples.schema import MaskedSpan, TextSpan, plain
-from tests.kit.samples import stored, write_samples
+from tests.kit.folders import stored, write_samples
 
 FULL = stored(
     columns='{"level": 3}',

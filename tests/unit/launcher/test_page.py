@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from launcher.cli import app
 from tandem_files.samples.folder import SampleFolder
-from tests.kit.samples import stored, write_samples
+from tests.kit.folders import stored, write_samples
 
 
 @pytest.mark.runs("tandem page")

@@ -14,7 +14,7 @@ from launcher.view.samples.choose import SampleQuery, choose
 from launcher.view.samples.draw import draw
 from tandem_files.samples.folder import SampleFolder
 from tandem_files.samples.schema import MaskedSpan, TextSpan
-from tests.kit.samples import stored, write_samples
+from tests.kit.folders import stored, write_samples
 
 
 @pytest.fixture
