@@ -1,6 +1,16 @@
-"""A run's attempts and its end: repeats it from the newest checkpoint when a trainer was lost; records how it ended."""
+"""A run's attempts and its end: repeats it from the newest checkpoint when a trainer was lost; records how it ended.
+
+Failures in a row are counted in the run's folder, because a Kubernetes Job counts those of its whole life:
+
+the attempt that failed                          failures in a row
+has written a checkpoint                         0: the next attempt starts further ahead
+has started from where the last one did          one more
+has started from another checkpoint              1
+was stopped by a signal, or has finished         as before; none
+"""
 
 import asyncio
+import json
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +21,6 @@ from coordinator.checkpoints.loading import marks
 from coordinator.fleet.services import Services, find_services
 from coordinator.inputs import read_inputs
 from coordinator.leader_lease import check_lease, may_write
-from coordinator.record.failure_count import MAX_FAILURES, checkpoint_of, forget_failures, note_failure
 from coordinator.record.state import RunState
 from coordinator.record.summary import build_summary
 from coordinator.shutdown import Exits, TrainerLost, exit_code_of, follow
@@ -23,6 +32,7 @@ from servicekit.lifecycle.tasks import cancel, end_of, first_of
 from servicekit.logs import get_logger
 from tandem_config.loading import dump_resolved
 from tandem_files.atomic import write_bytes_atomic, write_json_atomic
+from tandem_files.checkpoints import newest_iteration
 from tandem_files.run_config import note_config
 from tandem_files.run_folder import STATE_FILE, SUMMARY_FILE
 from weightsync.membership.rendezvous import Evicted
@@ -30,6 +40,9 @@ from weightsync.membership.rendezvous import Evicted
 if TYPE_CHECKING:
     from coordinator.fleet.kubernetes.returns import TrainerGuard
 
+FAILURES_FILE = "failures.json"
+# So many failures from the same checkpoint need a person: the next attempt would fail too.
+MAX_FAILURES = 7
 # A trainer lost so many times in a row without a finished iteration would be lost again.
 MAX_RETURNS = 3
 # File that holds disk space, so that a run can write its last state and log lines when the disk is full.
@@ -262,3 +275,46 @@ def release_reserve(run_dir: Path) -> None:
         (run_dir / RESERVE_FILE).unlink(missing_ok=True)
     except OSError as error:
         log.warning("disk reserve not released", error=str(error))
+
+
+def checkpoint_of(run_dir: Path) -> int:
+    """Return the iteration that an attempt resumes from: of the newest checkpoint, 0 without one."""
+    return newest_iteration(run_dir) or 0
+
+
+def note_failure(run_dir: Path, began: int) -> int:
+    """Count the failure of an attempt.
+
+    Args:
+        began: iteration of the checkpoint that it started from.
+    Returns: failures in a row, this one included; 0: it has written a newer checkpoint.
+    Raises: OSError: the count cannot be written.
+    """
+    newest = checkpoint_of(run_dir)
+    failures = 0 if newest > began else _known(run_dir, began) + 1
+    _write(run_dir, max(newest, began), failures)
+    return failures
+
+
+def forget_failures(run_dir: Path) -> None:
+    """Begin to count anew: the run is over, or is given up, and a person decides."""
+    try:
+        (run_dir / FAILURES_FILE).unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("count of failures not removed", error=str(error))
+
+
+def _known(run_dir: Path, began: int) -> int:
+    """Return the failures in a row from this checkpoint; 0 if the file is missing or damaged."""
+    try:
+        noted = json.loads((run_dir / FAILURES_FILE).read_text(encoding="utf-8"))
+        return int(noted["failures"]) if int(noted["iteration"]) == began else 0
+    except FileNotFoundError:
+        return 0
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        log.warning("count of failures not read, counting anew", error=str(error))
+        return 0
+
+
+def _write(run_dir: Path, iteration: int, failures: int) -> None:
+    write_json_atomic(run_dir / FAILURES_FILE, {"iteration": iteration, "failures": failures})

@@ -28,7 +28,7 @@ from coordinator.record.sinks import FinishedIteration, Sink, Sinks
 from coordinator.record.state import RunState
 from coordinator.schedule.sync import SyncSchedule
 from coordinator.shutdown import Leaving
-from coordinator.sync.take_over import take_over
+from coordinator.sync.weight_sync import WeightSync
 from coordinator.watch.control import RunControl
 from servicekit.errors import Internal, TandemError, WrongVersion, in_part
 from servicekit.lifecycle.tasks import cancel
@@ -36,6 +36,7 @@ from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
 from servicekit.tracing import span
 from tandem_clients.flow import DataKey, IterationRecord
+from tandem_clients.trainer import Trainer
 from tandem_config.comparing.resuming import UNRECORDED, RunComparison
 from tandem_config.schema import RunSection
 from tandem_files.checkpoints import UndamagedCheckpoint
@@ -323,3 +324,31 @@ class Run:
         self.state.status = status
         self.state.wall_s = self._earlier_s + time.monotonic() - self._start_s
         self.state.note(self.run_dir / STATE_FILE, self.lead.check)
+
+
+async def take_over(trainer: Trainer, weights: WeightSync, ours: int, checkpoint: Path | None) -> int:
+    """Bring the trainer to the checkpoint that a restarted run resumes from, at a version that no replica is beyond.
+
+    Versions only grow, and a version names one policy, so the checkpoint's gets a version that no service has had:
+
+    | trainer is at | newest replica     | the run continues                                                          |
+    |---------------|--------------------|----------------------------------------------------------------------------|
+    | ours          | at most ours       | at ours                                                                    |
+    | ours          | beyond ours        | at one beyond all, under which the trainer restores the checkpoint's policy |
+    | another       | anywhere           | the same                                                                   |
+
+    Args:
+        ours: the checkpoint's version.
+        checkpoint: the trainer's folder in it; None: the run has no checkpoint yet, its policy is the initial model.
+    Returns: the run's version from now on; the caller publishes it next.
+    Raises: TandemError: a service's, with its name.
+    """
+    trained = (await trainer.status()).policy_version
+    served = await weights.newest_version()
+    if trained == ours and served <= ours:
+        return ours
+    beyond = max(ours, trained, served) + 1
+    versions = {"trainer_version": trained, "replica_version": served, "checkpoint_version": ours}
+    log.warning("restoring the checkpoint under a new version", **versions, new=beyond)
+    await trainer.restore(checkpoint, beyond)
+    return beyond

@@ -43,7 +43,7 @@ class Exits:
 
     Attributes:
         interrupted: after a signal, if the run is not over.
-        retry: after a failure, if another attempt may do better (record/failure_count.py), else it is EXIT_GIVEN_UP;
+        retry: after a failure, if another attempt may do better (retries.py), else it is EXIT_GIVEN_UP;
             None: failures have the codes 1 and 3, and are not counted.
     """
 

@@ -1,6 +1,7 @@
-"""Writes files and folders atomically: a reader sees the old content or the new one."""
+"""Writes files and folders atomically: a reader sees the old content or the new one. Checks for room before that."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -15,6 +16,9 @@ from servicekit.errors import WRITING
 SCRATCH_SUFFIX = r"\.[0-9a-f]{32}\.tmp"
 # Suffix of what could not be removed, and is to be removed later (make_way).
 LEFT = r"\.left-[0-9a-f]{32}"
+# For what else is written meanwhile: rows, state, samples and logs of a run.
+SPARE_BYTES = 16 << 20
+_MIB = 1 << 20
 
 
 def no_check() -> None:
@@ -134,3 +138,17 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Check that files of so many bytes fit into a folder, and the run's small files besides.
+
+    Args:
+        folder: it or one of its parents exists.
+    Raises: OSError: ENOSPC, with what is needed and free; or the file system does not answer.
+    """
+    parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free, needed = shutil.disk_usage(parent).free, num_bytes + SPARE_BYTES
+    if free < needed:
+        why = f"{needed / _MIB:,.0f} MiB are needed, {free / _MIB:,.0f} MiB are free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {why}", str(folder))

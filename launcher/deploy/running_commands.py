@@ -1,7 +1,8 @@
 """Implements the commands of `tandem deploy` that find a run in a cluster; every function returns the exit code."""
 
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,16 +12,17 @@ from rich.text import Text
 from launcher.deploy.commands import Where, guarded, overlay_of
 from launcher.deploy.results.commands import RunFiles, find_files
 from launcher.deploy.results.removal import check_removable, remove_files
-from launcher.deploy.running.api import OperatorApi
-from launcher.deploy.running.delete import delete_run
+from launcher.deploy.running.api import OperatorApi, names, of_run
 from launcher.deploy.running.diff import changes, left_over, not_compared
+from launcher.deploy.running.kinds import CLAIM, KINDS, MAKES_PODS, Kind
 from launcher.deploy.running.logs import show_logs
-from launcher.deploy.running.run import LiveRun, find_run
+from launcher.deploy.running.run import POD, LiveRun, find_run
 from launcher.deploy.running.status import describe_run, is_over
 from launcher.view.logs.show import WantedLines, time_of
-from servicekit.errors import ConfigError
+from servicekit.errors import ConfigError, DeadlineExceeded, PermissionDenied, TandemError
 from servicekit.lifecycle.exit_codes import EXIT_FAILED, EXIT_OK
 
+_LOOK_AGAIN_S = 1.0
 _STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
 
@@ -91,6 +93,57 @@ def delete_command(
         return EXIT_FAILED if errors else EXIT_OK
 
     return guarded(delete)
+
+
+def delete_run(
+    api: OperatorApi, run: LiveRun, say: Callable[[str], None], *, claims: bool, timeout_s: float
+) -> list[TandemError]:
+    """Delete a run's objects, by their label: what makes pods, then, when the pods are gone, the rest.
+
+    Args:
+        say: prints a line.
+        claims: delete the claims that are labelled as the run's, with what is on them.
+    Returns: what could not be deleted, and why.
+    Raises: DeadlineExceeded: pods are still there after `timeout_s`; names them.
+    """
+    # GPUs would stay behind. Of other kinds, as of Secrets, most runs have none.
+    errors: list[TandemError] = [error for kind, error in run.unread.items() if kind in MAKES_PODS]
+
+    def delete(kinds: Iterable[Kind]) -> None:
+        for kind in kinds:
+            for name in names(run.objects.get(kind, [])):
+                try:
+                    if api.delete(kind, name):
+                        say(f"{kind.name}/{name} deleted")
+                except PermissionDenied as error:
+                    errors.append(error)
+
+    delete(kind for kind in MAKES_PODS if kind is not POD)
+    _await_no_pods(api, run, timeout_s)
+    delete(kind for kind in KINDS if kind not in MAKES_PODS and (claims or kind is not CLAIM))
+    unseen = ", ".join(kind.plural for kind in run.unread if kind not in MAKES_PODS)
+    if unseen:
+        say(f"not looked for: {unseen} (this account may not list them)")
+    kept = [] if claims else names(run.objects.get(CLAIM, []))
+    if kept:
+        say(f"kept: claim {', '.join(kept)} (--claims deletes what is on them too)")
+    return errors
+
+
+def _await_no_pods(api: OperatorApi, run: LiveRun, timeout_s: float) -> None:
+    """Delete pods of no controller, and wait for all others, which end as their grace periods allow."""
+    deadline_s = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while pods := api.find(POD, of_run(run.run)):
+        for pod in pods:
+            if not pod["metadata"].get("ownerReferences") and not pod["metadata"].get("deletionTimestamp"):
+                api.delete(POD, str(pod["metadata"]["name"]))
+        if time.monotonic() > deadline_s:
+            raise DeadlineExceeded(
+                f"pods of run {run.run} have not ended in {timeout_s:g} s: {', '.join(names(pods))}; "
+                f"kubectl describe pod --namespace {api.namespace} says why; then delete again"
+            )
+        pause.wait(_LOOK_AGAIN_S)
 
 
 def _found(run: str, where: Where) -> tuple[OperatorApi, LiveRun]:

@@ -9,8 +9,7 @@ from signal import Signals
 from launcher.run.devices import plan_devices
 from launcher.run.outcome import LaunchOutcome
 from launcher.run.processes import EVALUATOR, plan_evaluation
-from launcher.run.starting import launch_of, start_redis, start_services, stop_services
-from launcher.run.stop_signals import StopSignals
+from launcher.run.starting import StopSignals, launch_of, start_redis, start_services, stop_services
 from launcher.run.supervisor import Supervisor
 from launcher.view.run_view import RunView
 from servicekit.cuda import find_gpus

@@ -12,8 +12,7 @@ from launcher.run.devices import DevicePlan, plan_devices
 from launcher.run.outcome import LaunchOutcome
 from launcher.run.processes import Launch, plan_processes
 from launcher.run.restarts import Restarts
-from launcher.run.starting import launch_of, start_redis, start_services, stop_services
-from launcher.run.stop_signals import StopSignals
+from launcher.run.starting import StopSignals, launch_of, start_redis, start_services, stop_services
 from launcher.run.supervisor import ProcessExit, ProcessSpec, Supervisor
 from launcher.view.follow import ViewTask
 from launcher.view.run_view import RunView

@@ -1,6 +1,11 @@
-"""How processes start and end on this machine, with a line for the user: the same for a run and for an evaluation."""
+"""How processes start and end on this machine, with a line for the user: the same for a run and for an evaluation.
 
-from collections.abc import Sequence
+Ctrl-C, SIGTERM and SIGHUP of the launcher: the first stops the run, the second kills it.
+"""
+
+import asyncio
+import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from launcher.run import redis_server
@@ -9,6 +14,8 @@ from launcher.run.supervisor import ProcessSpec, Supervisor
 from launcher.view.run_view import RunView
 from tandem_files.run_config import LAUNCHED_CONFIG
 from tandem_files.run_folder import read_token
+
+_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 async def start_redis(redis_url: str | None, run_dir: Path, supervisor: Supervisor, view: RunView) -> str:
@@ -47,3 +54,40 @@ async def stop_services(supervisor: Supervisor, view: RunView) -> None:
     for ended in await supervisor.stop():
         view.warning(f"{ended.name} did not end on SIGTERM and was killed; log: {ended.log}")
     view.close()
+
+
+class StopSignals:
+    """The stop signals of this process; a context manager, for the main thread, inside a running loop.
+
+    Args:
+        on_second: called at every signal after the first.
+    """
+
+    def __init__(self, on_second: Callable[[], None]) -> None:
+        self._on_second = on_second
+        # Under nohup, SIGHUP is ignored and has to stay so.
+        self._numbers = [number for number in _NUMBERS if not (number == signal.SIGHUP and _is_ignored(number))]
+        self._first: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
+
+    def __enter__(self) -> "StopSignals":
+        for number in self._numbers:
+            asyncio.get_running_loop().add_signal_handler(number, self._received, number)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in self._numbers:
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    async def wait(self) -> signal.Signals:
+        """Wait for the first signal."""
+        return await asyncio.shield(self._first)
+
+    def _received(self, number: signal.Signals) -> None:
+        if self._first.done():
+            self._on_second()
+        else:
+            self._first.set_result(signal.Signals(number))
+
+
+def _is_ignored(number: signal.Signals) -> bool:
+    return signal.getsignal(number) == signal.SIG_IGN

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from coordinator.sync.take_over import take_over
+from coordinator.run import take_over
 from coordinator.sync.weight_sync import WeightSync
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import TandemError

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 import grpc
 import pytest
 
-from coordinator.sync.take_over import take_over
+from coordinator.run import take_over
 from coordinator.sync.weight_sync import WeightSync
 from servicekit.errors import StaleVersion, TandemError
 from tandem_api.weights.v1 import weights_pb2 as pb

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from coordinator.app import conduct
-from coordinator.record.failure_count import FAILURES_FILE, MAX_FAILURES
+from coordinator.retries import FAILURES_FILE, MAX_FAILURES
 from coordinator.shutdown import Exits
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import Internal

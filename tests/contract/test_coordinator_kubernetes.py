@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.record.failure_count import FAILURES_FILE, MAX_FAILURES
+from coordinator.retries import FAILURES_FILE, MAX_FAILURES
 from launcher.view.status import describe
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import Internal

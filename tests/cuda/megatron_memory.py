@@ -240,7 +240,7 @@ def _made(config: RunConfig) -> Any:
 def _on_host(made: Any, counted: CountedFakes) -> dict[str, int]:
     from trainer_service.checkpoints.writing import HostCopies
     from trainer_service.megatron_engine import checkpoint
-    from trainer_service.megatron_engine.options.zero import gathered
+    from trainer_service.megatron_engine.zero import gathered
 
     made._adam.remember()
     host = counted.locked

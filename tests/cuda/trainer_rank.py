@@ -180,12 +180,12 @@ def tell_shapes(monkeypatch: pytest.MonkeyPatch, hidden_size: int, split: int) -
     """
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    from trainer_service.megatron_engine.schedule import Schedule
+    from trainer_service.megatron_engine.backend import MegatronBackend
 
     shape: list[int] = []
-    through, communicate = Schedule._through, P2PCommunicator._communicate_shapes
+    through, communicate = MegatronBackend._through, P2PCommunicator._communicate_shapes
 
-    def noted(self: Schedule, batches: Any, *args: Any, **kwargs: Any) -> None:
+    def noted(self: MegatronBackend, batches: Any, *args: Any, **kwargs: Any) -> None:
         shapes = {tuple(batch.input_ids.shape) for batch in batches}
         assert len(shapes) == 1, f"micro-batches of several shapes: {shapes}"
         rows, columns = shapes.pop()
@@ -196,29 +196,29 @@ def tell_shapes(monkeypatch: pytest.MonkeyPatch, hidden_size: int, split: int) -
         communicate(*args, **kwargs)
         return list(shape), list(shape)
 
-    monkeypatch.setattr(Schedule, "_through", noted)
+    monkeypatch.setattr(MegatronBackend, "_through", noted)
     monkeypatch.setattr(P2PCommunicator, "_communicate_shapes", told)
 
 
 def note_micro_batches(monkeypatch: pytest.MonkeyPatch, recorded: Recorded) -> list[tuple[str, str]]:
     """Returns: what the host waits for while micro-batches run, as (operation, place); filled as they do."""
-    from trainer_service.megatron_engine.schedule import Schedule
+    from trainer_service.megatron_engine.backend import MegatronBackend
 
     waits: list[tuple[str, str]] = []
-    through = Schedule._through
+    through = MegatronBackend._through
 
     def noted(*args: Any, **kwargs: Any) -> None:
         before = len(recorded.operations)
         through(*args, **kwargs)
         waits.extend((each.name, each.where) for each in recorded.operations[before:] if each.waits)
 
-    monkeypatch.setattr(Schedule, "_through", noted)
+    monkeypatch.setattr(MegatronBackend, "_through", noted)
     return waits
 
 
 def wait_for_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted mistake: the number of a micro-batch's tokens is copied to the device."""
-    from trainer_service.megatron_engine.token_loss import TokenState
+    from trainer_service.step.token_loss import TokenState
 
     def wrong(self: TokenState, name: str, amount: int) -> None:
         self._add(name, torch.tensor(amount, device=self.weights.device))
@@ -228,7 +228,7 @@ def wait_for_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_a_move(monkeypatch: pytest.MonkeyPatch, to: str) -> None:
     """A planted mistake: a step's advantages are on another device than the rest."""
-    from trainer_service.megatron_engine.token_loss import TokenState
+    from trainer_service.step.token_loss import TokenState
 
     right = TokenState.of
 
@@ -308,7 +308,7 @@ def work(config: RunConfig, folder: Path, answer: dict[str, Any]) -> None:
     answer["seconds"] = sorted(engine.train_step(rows, 2).seconds)
     logprobs, entropies = engine.logprobs(rows)
     answer["shapes"] = [list(logprobs.shape), list(entropies.shape), [rows.num_completion_tokens]]
-    groups = engine._runner.optimizer.param_groups
+    groups = engine._backend.optimizer.param_groups
     counts = [values_of(held) for name, held in engine._adam.tensors().items() if name.startswith("step/")]
     answer["adamw"] = [all(group["fused"] for group in groups), sorted({str(each.device) for each in counts})]
     answer["gradients"] = sorted(

@@ -21,7 +21,7 @@ NAMES = {f"{module}.{name}" for module in ("dist", "distributed") for name in CO
 # All of whose collectives are over a group that they are given, of gloo.
 OVER_GLOO = {
     "trainer_service/measure/meter.py",
-    "trainer_service/megatron_engine/agreement.py",
+    "trainer_service/step/agreement.py",
     "trainer_service/ranks/commands.py",
     "trainer_service/worker.py",
     "weightsync/transfer/hf_files.py",
@@ -29,11 +29,10 @@ OVER_GLOO = {
 # Collectives of the device's work, by file: after a step's `meet` each rank does what the others do.
 OF_DEVICES = {
     "trainer_service/megatron_engine/cpu_shim.py": 2,
-    "trainer_service/megatron_engine/engine.py": 1,
     "trainer_service/megatron_engine/head/logprobs.py": 2,
-    "trainer_service/megatron_engine/options/zero.py": 2,
-    "trainer_service/megatron_engine/step.py": 4,
-    "trainer_service/megatron_engine/token_loss.py": 2,
+    "trainer_service/megatron_engine/zero.py": 2,
+    "trainer_service/step/runner.py": 5,
+    "trainer_service/step/token_loss.py": 2,
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem_files.room import check_room
+from tandem_files.atomic import check_room
 from trainer_service.checkpoints.files import EXTRA, OPTIMIZER, WEIGHTS, file_of
 from trainer_service.checkpoints.writing import discard, leave_digest, partial_of, publish
 from weightsync.layouts.layout import Layout, Parallel

@@ -32,12 +32,9 @@ class FlopCosts:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> "FlopCosts":
-        """Derive them from a model's sizes."""
-        queries, hidden = spec.size("q"), spec.hidden_size
-        weights = sum(
-            hidden * (2 * queries + 2 * spec.size("kv") + _mlp(spec, layer)) for layer in range(spec.num_layers)
-        )
-        return cls(token=2 * weights, pair=4 * queries * spec.num_layers, completion=2 * hidden * spec.vocab_size)
+        """Derive them from a model's sizes and its family's rules."""
+        weights, pair = spec.matrix_elements("layer", spec.experts_per_token), 4 * spec.size("q") * spec.num_layers
+        return cls(token=2 * weights, pair=pair, completion=2 * spec.hidden_size * spec.vocab_size)
 
     @property
     def even_length(self) -> float:
@@ -68,10 +65,3 @@ class FlopCosts:
     def prompts(self, lengths: NDArray[np.int64]) -> float:
         """Count the part of prompts in a forward pass."""
         return self.token * float(lengths.sum()) + self.pair * float((lengths * (lengths + 1) // 2).sum())
-
-
-def _mlp(spec: ModelSpec, layer: int) -> int:
-    """Return the columns of the MLP's weights that a token meets, per dimension of its hidden state."""
-    if not spec.has_experts(layer):
-        return 3 * spec.ffn_size
-    return spec.num_experts + 3 * spec.experts_per_token * spec.expert_ffn_size

@@ -21,7 +21,7 @@ from torch import Tensor
 from servicekit.errors import ConfigError
 from trainer_service.checkpoints.parts import FlatPart, Held, values_of
 from trainer_service.host_memory import host_like
-from trainer_service.megatron_engine.options.zero import finish_gathering, gather_again, gather_next, own_parts
+from trainer_service.megatron_engine.zero import finish_gathering, gather_again, gather_next, own_parts
 
 _STATES = ("exp_avg", "exp_avg_sq", "step")
 

@@ -19,10 +19,10 @@ from servicekit.errors import ConfigError
 from tandem_config.schema import OffloadSection, TrainerSection
 from trainer_service.checkpoints.files import EXPERTS
 from trainer_service.megatron_engine import ON_CPU
-from trainer_service.megatron_engine.agreement import WAIT_S, RankAgreement
 from trainer_service.megatron_engine.head.policy_model import PolicyModel
 from trainer_service.megatron_engine.layer_spec import Modules, decoder_spec
-from trainer_service.megatron_engine.offload.states import EngineState, Offload
+from trainer_service.step.agreement import WAIT_S, RankAgreement
+from trainer_service.step.offload import EngineState, Offload
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import padded_vocabulary
 from weightsync.model.megatron_names import in_local_spelling
@@ -100,7 +100,7 @@ def transformer_config(
     """Make megatron-core's description of the model; nothing here needs TransformerEngine or Apex.
 
     Args:
-        options: further arguments, of megatron_engine/options.
+        options: further arguments of it.
     """
     config = TransformerConfig(
         num_layers=spec.num_layers,

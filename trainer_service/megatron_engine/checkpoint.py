@@ -21,9 +21,9 @@ from torch import Tensor
 
 from servicekit.errors import ConfigError, Internal, TandemError
 from servicekit.logs import get_logger
+from tandem_files.atomic import check_room
 from tandem_files.checkpoints import DamagedCheckpoint
 from tandem_files.digests import damages
-from tandem_files.room import check_room
 from trainer_service.checkpoints.files import (
     EXPERTS,
     experts_file,
@@ -50,8 +50,8 @@ from trainer_service.checkpoints.writing import (
     write_files,
 )
 from trainer_service.engine import Saving
-from trainer_service.megatron_engine.agreement import WAIT_S, RankAgreement
-from trainer_service.megatron_engine.options.zero import gathered
+from trainer_service.megatron_engine.zero import gathered
+from trainer_service.step.agreement import WAIT_S, RankAgreement
 from weightsync.layouts.layout import Layout, Parallel
 from weightsync.model.spec import ModelSpec
 

@@ -13,8 +13,7 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 
 from servicekit.errors import ConfigError
-from tandem_files.atomic import replace_folder, sync_file, sync_folder
-from tandem_files.room import check_room
+from tandem_files.atomic import check_room, replace_folder, sync_file, sync_folder
 from trainer_service.checkpoints.files import WEIGHTS
 from trainer_service.checkpoints.shards import SavedShards
 from trainer_service.checkpoints.states import SavedStates

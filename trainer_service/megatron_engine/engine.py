@@ -6,7 +6,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -33,15 +32,15 @@ from trainer_service.measure.meter import StepMeter
 from trainer_service.measure.profiler import StepProfiler
 from trainer_service.megatron_engine import build, checkpoint
 from trainer_service.megatron_engine.adam_state import AdamState
-from trainer_service.megatron_engine.agreement import RankAgreement
+from trainer_service.megatron_engine.backend import MegatronBackend
 from trainer_service.megatron_engine.layer_spec import chosen_modules
-from trainer_service.megatron_engine.offload.states import CHECKPOINT, STEP, EngineState
-from trainer_service.megatron_engine.reference import ReferencePolicy, check_reference
-from trainer_service.megatron_engine.schedule import MicroBatchTensors, Schedule, to_device
-from trainer_service.megatron_engine.step import StepRunner
 from trainer_service.micro_batches.checks import Limits
-from trainer_service.micro_batches.plan import RankShare, measure_all
+from trainer_service.micro_batches.plan import RankShare
 from trainer_service.micro_batches.samples import FloatArray, Samples
+from trainer_service.step.agreement import RankAgreement
+from trainer_service.step.offload import CHECKPOINT, STEP, EngineState
+from trainer_service.step.reference import ReferencePolicy, check_reference
+from trainer_service.step.runner import StepRunner
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.model.spec import ModelSpec
@@ -95,19 +94,17 @@ class MegatronEngine:
             share_prompts=trainer.share_prompts,
         )
         self._profiler = StepProfiler(config.profile, run_dir, device)
-        self._schedule = Schedule(wrapped, self._profiler.micro_batch)
+        self._backend = MegatronBackend(
+            wrapped, optimizer, self._adam, device, trainer.clip_grad, self._profiler.micro_batch
+        )
         self._offload = build.build_offload(trainer.offload, wrapped, optimizer, device, run_dir, self._agreement)
         self._reference = ReferencePolicy(self._parameters, self._offload) if config.grpo.kl_coefficient != 0 else None
         # then checkpoints have it too
         self._refreshes = self._reference is not None and config.grpo.reference_refresh_every is not None
         self._runner = StepRunner(
-            chunks=wrapped,
-            optimizer=optimizer,
-            adam=self._adam,
-            schedule=self._schedule,
+            backend=self._backend,
             grpo=config.grpo,
             ranks=self._ranks,
-            clip_grad=trainer.clip_grad,
             device=device,
             meter=StepMeter(device, self._dtype, trainer.peak_tflops, self._agreement.group),
             agreement=self._agreement,
@@ -216,20 +213,8 @@ class MegatronEngine:
         """Compute log-probs and entropies, by a forward pass only."""
         if reference and self._reference is None:
             raise InvalidRequest("this trainer has no reference policy: grpo.kl_coefficient is 0 in its configuration")
-        out = torch.zeros(2, samples.num_completion_tokens, device=self._device)
-
-        def record(batch: MicroBatchTensors, logprobs: Tensor, entropies: Tensor) -> None:
-            out[0, batch.token_index] = logprobs
-            out[1, batch.token_index] = entropies
-
-        batches = [to_device(batch, self._device) for batch in measure_all(samples, self._ranks)]
         with self.weights() if self._reference is None or not reference else self._reference.in_place():
-            self._schedule.measure(batches, record)
-        if parallel_state.get_tensor_model_parallel_rank() != 0:
-            out.zero_()
-        dist.all_reduce(out)
-        logprobs, entropies = out.cpu().numpy().astype(np.float32)
-        return logprobs, entropies
+            return self._runner.logprobs(samples)
 
     def save(self, folder: Path) -> int:
         """Save weights, a reference policy that is not as it began, and what is configured to be kept besides them."""

@@ -157,13 +157,18 @@ class ModelSpec:
     @property
     def num_elements(self) -> int:
         """Number of parameters, without norms and biases."""
-        hidden = self.hidden_size
-        attention = 2 * hidden * (self.size("q") + self.size("kv"))
-        dense = 3 * hidden * self.ffn_size
-        mixture = self.num_experts * hidden * (1 + 3 * self.expert_ffn_size)
+        return sum(self.matrix_elements(stage, self.num_experts) for stage in ("first", "layer", "last"))
+
+    def matrix_elements(self, stage: str, experts: int) -> int:
+        """Count the elements of a stage's matrices, with so many experts in each layer that has some."""
         sparse = 0 if self.num_experts == 0 else self.num_layers - len(self.dense_layers)
-        layers = self.num_layers * attention + sparse * mixture + (self.num_layers - sparse) * dense
-        return layers + self.vocab_size * hidden * (1 if self.tied else 2)
+        layers = {"all": self.num_layers, "experts": sparse, "dense": self.num_layers - sparse}
+        return sum(
+            self.size(part.rows) * self.size(part.cols)
+            * (layers[rule.layers] if stage == "layer" else 1) * (experts if rule.per_expert else 1)
+            for rule in self.rules() if rule.stage == stage
+            for part in rule.parts if part.cols != "one"
+        )  # fmt: skip
 
     def fingerprint(self) -> str:
         """Return a canonical text of all fields that are set; models with equal texts have equal layouts."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from coordinator.fleet.arrivals import AnnouncedServices, Outlook
 from coordinator.fleet.kubernetes.api.pods import Pod, PodOutlook
 from coordinator.fleet.kubernetes.cluster import Cluster
-from coordinator.fleet.kubernetes.engines import engines
+from coordinator.fleet.kubernetes.pod_states import engines
 from servicekit.errors import Unavailable
 from tandem_config.schema import RunConfig
 

@@ -20,9 +20,8 @@ from coordinator.fleet.kubernetes.api.permissions import Permission
 from coordinator.fleet.kubernetes.api.pod_sets import PodSet
 from coordinator.fleet.kubernetes.api.pods import TRAINER, Pod, PodOutlook, selector
 from coordinator.fleet.kubernetes.api.watch import PodWatch
-from coordinator.fleet.kubernetes.engines import engines
-from coordinator.fleet.kubernetes.outlook import queue_of, trainer_outlook
 from coordinator.fleet.kubernetes.placement import RoomForTrainer
+from coordinator.fleet.kubernetes.pod_states import engines, queue_of, trainer_outlook
 from coordinator.fleet.kubernetes.troubles import Troubles
 from coordinator.watch.events import EventLog
 from servicekit.environment import ServiceEnvironment

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from coordinator.fleet.kubernetes.api.pods import Pod
-from coordinator.fleet.kubernetes.engines import engines
+from coordinator.fleet.kubernetes.pod_states import engines
 from servicekit.logs import get_logger
 from tandem_clients.replica import Replica
 from tandem_clients.watched_fleet import WatchedFleet

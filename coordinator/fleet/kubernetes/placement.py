@@ -21,7 +21,7 @@ from coordinator.fleet.kubernetes.api.events import About, EventRecorder
 from coordinator.fleet.kubernetes.api.pod_sets import PodSet
 from coordinator.fleet.kubernetes.api.pods import TRAINER, Pod
 from coordinator.fleet.kubernetes.api.watch import PodWatch
-from coordinator.fleet.kubernetes.outlook import trainers
+from coordinator.fleet.kubernetes.pod_states import trainers
 from coordinator.fleet.kubernetes.troubles import Troubles
 from servicekit.errors import TandemError
 from servicekit.logs import get_logger

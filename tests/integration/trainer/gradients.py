@@ -8,14 +8,14 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from trainer_service.megatron_engine.engine import MegatronEngine
-from trainer_service.megatron_engine.options.zero import _group_of, own_parts
+from trainer_service.megatron_engine.zero import _group_of, own_parts
 from weightsync.transfer.hf_files import gather_tensors
 
 
 def record(engine: MegatronEngine, folder: Path) -> None:
     """Write the gradients of update i of the step that follows to folder / f"{i}.safetensors"; on all ranks."""
-    schedule, updates = engine._schedule, count()
-    train = schedule.train
+    backend, updates = engine._backend, count()
+    train = backend.train
 
     def recorded(*arguments: object) -> None:
         train(*arguments)  # type: ignore[arg-type]
@@ -24,17 +24,17 @@ def record(engine: MegatronEngine, folder: Path) -> None:
             folder.mkdir(exist_ok=True)
             save_file(gathered, folder / f"{next(updates)}.safetensors")
 
-    schedule.train = recorded  # type: ignore[method-assign, assignment]
+    backend.train = recorded  # type: ignore[method-assign, assignment]
 
 
 def stop_recording(engine: MegatronEngine) -> None:
     """Undo `record`."""
-    del engine._schedule.train
+    del engine._backend.train
 
 
 def _local(engine: MegatronEngine) -> dict[str, torch.Tensor]:
     """Return the gradients of this rank's parameters, by megatron-core's names."""
-    parts = own_parts(engine._runner.optimizer)
+    parts = own_parts(engine._backend.optimizer)
     local = {name: parameter.main_grad for name, parameter in engine._parameters.items()}
     if parts is None:
         return local

@@ -28,7 +28,7 @@ def run_case(case: dict[str, Any], out: Path) -> None:
     after = dict(engine.train_step(make_samples(seed=2), NUM_UPDATES).metrics)
     engine.load_checkpoint(out / "checkpoint")
     again = dict(engine.train_step(make_samples(seed=2), NUM_UPDATES).metrics)
-    own = [name for chunk in engine._runner.chunks for name, _ in chunk.named_parameters()]
+    own = [name for chunk in engine._backend.chunks for name, _ in chunk.named_parameters()]
     report = {"after": after, "again": again, "names": sorted(engine.tensors()), "own": sorted(own)}
     (out / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
     engine.close()

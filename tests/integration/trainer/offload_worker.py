@@ -12,7 +12,7 @@ from tests.integration.trainer.parity_worker import run_all
 from tests.integration.trainer.reference import CONFIG, NUM_UPDATES, make_samples
 from trainer_service.checkpoints.parts import values_of
 from trainer_service.megatron_engine.engine import MegatronEngine
-from trainer_service.megatron_engine.offload.states import CHECKPOINT, STEP
+from trainer_service.step.offload import CHECKPOINT, STEP
 from weightsync.transfer.tensors import tensor_checksums
 
 ALL = {"parameters": True, "gradients": True, "optimizer": True}

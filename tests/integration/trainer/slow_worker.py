@@ -20,7 +20,7 @@ from trainer_service.checkpoints import writing
 from trainer_service.checkpoints.states import SavedStates
 from trainer_service.measure import meter
 from trainer_service.megatron_engine import adam_state, checkpoint, engine
-from trainer_service.megatron_engine.offload import states
+from trainer_service.step import offload as states
 from weightsync.transfer.transports.packing import Packer
 
 DEVICE_S, SLOW_S = 2.0, 3.5

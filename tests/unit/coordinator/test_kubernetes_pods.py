@@ -15,9 +15,8 @@ from coordinator.fleet.kubernetes.api.errors import Expired, Throttled, translat
 from coordinator.fleet.kubernetes.api.pods import Pod, PodOutlook, read_pod, seen_at, selector
 from coordinator.fleet.kubernetes.api.watch import Crashes
 from coordinator.fleet.kubernetes.cluster import Cluster
-from coordinator.fleet.kubernetes.engines import engines
 from coordinator.fleet.kubernetes.keeper import StuckDetector
-from coordinator.fleet.kubernetes.outlook import trainer_outlook
+from coordinator.fleet.kubernetes.pod_states import engines, trainer_outlook
 from coordinator.fleet.kubernetes.troubles import Troubles
 from coordinator.fleet.view import FleetView
 from coordinator.watch.events import EventLog

@@ -15,8 +15,8 @@ from coordinator.record.progress import Progress
 from coordinator.record.state import RunState
 from coordinator.watch.events import EventLog
 from servicekit.errors import Internal, TandemError, Unavailable
+from tandem_files.atomic import SPARE_BYTES, check_room
 from tandem_files.checkpoints import list_all, newest_sound, step_folder
-from tandem_files.room import SPARE_BYTES, check_room
 from tests.kit.folders import fill, held, small_disk
 from tests.unit.coordinator.test_state import state_at
 

@@ -20,10 +20,10 @@ from tandem_config.schema import RunConfig
 from tests.house.repository import REPO
 from tests.kit.folders import write_config
 from tests.unit.trainer.test_shared_prompts import grouped
-from trainer_service.megatron_engine.token_loss import TokenState
 from trainer_service.micro_batches.chunks import CHUNK_BYTES
 from trainer_service.micro_batches.packed import context_share, pack
 from trainer_service.micro_batches.plan import RankShare, plan_step
+from trainer_service.step.token_loss import TokenState
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import padded_vocabulary
 from weightsync.model.spec import ModelSpec, preset

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainer_service.host_memory import host_bytes, host_like
-from trainer_service.megatron_engine.offload.copies import LockedCopies, _pieces
+from trainer_service.step.offload import LockedCopies, _pieces
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.model.spec import preset

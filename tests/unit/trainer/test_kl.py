@@ -11,11 +11,11 @@ from coordinator.learn.kl import KL_ESTIMATORS as OF_COORDINATOR
 from tandem_config.schema import GrpoSection
 from tests.unit.trainer.batches import random_samples
 from tests.unit.trainer.objective_references import divergence
-from trainer_service.megatron_engine.schedule import MicroBatchTensors
-from trainer_service.megatron_engine.token_loss import SUMS, TokenState
+from trainer_service.megatron_engine.backend import MicroBatchTensors
 from trainer_service.micro_batches.packed import pack
 from trainer_service.objectives.aggregation import update_weights
 from trainer_service.objectives.kl import KL_ESTIMATORS, kl_estimate
+from trainer_service.step.token_loss import SUMS, TokenState
 
 TOKENS, VOCABULARY = 40, 11
 every_estimator = pytest.mark.parametrize("estimator", KL_ESTIMATORS)

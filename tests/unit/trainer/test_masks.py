@@ -15,11 +15,10 @@ from tests.unit.trainer.objective_references import divergence
 from tests.unit.trainer.test_kl import VOCABULARY, Batch
 from tests.unit.trainer.test_packing import ranks
 from trainer_service.measure.flops import FlopCosts
-from trainer_service.megatron_engine.token_loss import SUMS
 from trainer_service.micro_batches.packed import context_share, pack
 from trainer_service.micro_batches.plan import plan_step
-from trainer_service.objectives.quantile import quantile_of
-from trainer_service.objectives.step_metrics import step_metrics
+from trainer_service.objectives.step_metrics import quantile_of, step_metrics
+from trainer_service.step.token_loss import SUMS
 
 Array = NDArray[np.float64]
 BOUNDS = {"correction_low": 0.7, "correction_high": 1.6}

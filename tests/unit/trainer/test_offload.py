@@ -14,10 +14,10 @@ from tests.integration.trainer.reference import NUM_UPDATES, make_samples
 from tests.unit.trainer.test_reference_policy import same, state_of
 from tests.unit.trainer.test_steps import overflowing
 from trainer_service.checkpoints.parts import values_of
-from trainer_service.megatron_engine.agreement import RankAgreement
 from trainer_service.megatron_engine.engine import MegatronEngine
-from trainer_service.megatron_engine.offload import copies
-from trainer_service.megatron_engine.offload.states import CHECKPOINT, STEP, EngineState, Offload
+from trainer_service.step import offload as copies
+from trainer_service.step.agreement import RankAgreement
+from trainer_service.step.offload import CHECKPOINT, STEP, EngineState, Offload
 
 SAMPLES = make_samples(16)
 ALL = ("parameters", "gradients", "optimizer")

@@ -17,8 +17,8 @@ from torch import Tensor
 from tandem_config.schema import RunConfig
 from tests.integration.trainer.reference import CONFIG, make_samples, masked, token_logprobs
 from tests.kit.models import save_model
+from trainer_service.megatron_engine.backend import MicroBatchTensors, to_device
 from trainer_service.megatron_engine.engine import MegatronEngine
-from trainer_service.megatron_engine.schedule import MicroBatchTensors, to_device
 from trainer_service.micro_batches.packed import PackedRow, pack
 from trainer_service.micro_batches.samples import Samples
 
@@ -92,9 +92,7 @@ def results(engine: MegatronEngine, batches: Sequence[PackedRow]) -> dict[str, T
         out["loss"] += loss.detach()
         return loss
 
-    for chunk in engine._runner.chunks:
-        chunk.zero_grad_buffer()
-    engine._schedule.train([to_device(batch, CPU) for batch in batches], on_tokens)
+    engine._backend.train([to_device(batch, CPU) for batch in batches], on_tokens)
     grads = {name: parameter.main_grad.clone() for name, parameter in engine._parameters.items()}
     return out | grads
 

@@ -10,7 +10,7 @@ import torch
 from tests.integration.trainer.reference import NUM_UPDATES, make_samples
 from tests.unit.trainer.live_bytes import LiveBytes
 from trainer_service.megatron_engine.engine import MegatronEngine
-from trainer_service.megatron_engine.token_loss import TokenState
+from trainer_service.step.token_loss import TokenState
 
 SAMPLES = make_samples(16)
 # One row of all tokens, so that the activations of layers outweigh everything else.

@@ -14,7 +14,7 @@ from tests.integration.trainer.reference import NUM_UPDATES, make_samples, token
 from tests.kit.models import load
 from trainer_service.checkpoints.parts import values_of
 from trainer_service.megatron_engine.engine import MegatronEngine
-from trainer_service.megatron_engine.reference import ReferencePolicy
+from trainer_service.step.reference import ReferencePolicy
 
 SAMPLES = make_samples(16)
 NEAR = 1e-5

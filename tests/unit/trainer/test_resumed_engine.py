@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from servicekit.errors import ConfigError, Internal
 from tandem_config.schema import RunConfig
+from tandem_files.atomic import SPARE_BYTES
 from tandem_files.digests import damages, file_digest, read_manifest, write_manifest
-from tandem_files.room import SPARE_BYTES
 from tandem_files.run_folder import note_launch
 from tests.kit.checkpoints import read_rank, unread
 from tests.kit.folders import small_disk

@@ -65,7 +65,7 @@ def test_a_step_of_masked_samples_equals_that_of_transformers(
 
 
 def test_adamw_runs_as_one_kernel(make_engine: Make) -> None:
-    groups = make_engine()._runner.optimizer.param_groups
+    groups = make_engine()._backend.optimizer.param_groups
     assert groups
     assert all(group["fused"] for group in groups)
 
@@ -88,7 +88,7 @@ def test_epochs_that_divide_prompts_keep_groups_whole() -> None:
 
 
 def test_every_step_has_orders_of_its_own(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainer_service.megatron_engine import step
+    from trainer_service.step import runner
 
     keys: list[list[int]] = []
 
@@ -97,7 +97,7 @@ def test_every_step_has_orders_of_its_own(make_engine: Make, monkeypatch: pytest
         assert divide == "samples"
         return reordered(samples, num_updates, key)
 
-    monkeypatch.setattr(step, "reordered", note)
+    monkeypatch.setattr(runner, "reordered", note)
     engine = make_engine(epochs=2)
     for _ in range(2):
         engine.train_step(SAMPLES, NUM_UPDATES)
@@ -137,16 +137,16 @@ def test_an_update_that_is_not_finite_is_left_out(make_engine: Make, how: str, m
 
 def spoil_token(monkeypatch: pytest.MonkeyPatch, token: int) -> None:
     """Make a token's log-prob NaN wherever it is computed."""
-    from trainer_service.megatron_engine.schedule import Schedule
+    from trainer_service.megatron_engine.backend import MegatronBackend
 
-    run = Schedule._loss
+    run = MegatronBackend._loss
 
     def loss(self: Any, on_tokens: Any, batch: Any, found: Any) -> Any:
         logprobs, entropies = found
         spoilt = torch.where(batch.token_index == token, torch.nan, logprobs)
         return run(self, on_tokens, batch, (spoilt, entropies))
 
-    monkeypatch.setattr(Schedule, "_loss", loss)
+    monkeypatch.setattr(MegatronBackend, "_loss", loss)
 
 
 def test_the_budget_is_the_run_s_and_ends_it(make_engine: Make, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def deploy(cluster: FakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     # The fake answers within milliseconds.
     monkeypatch.setattr("launcher.deploy.running.logs.FOLLOW_S", 0.05)
-    monkeypatch.setattr("launcher.deploy.running.delete._LOOK_AGAIN_S", 0.05)
+    monkeypatch.setattr("launcher.deploy.running_commands._LOOK_AGAIN_S", 0.05)
     monkeypatch.setattr("launcher.deploy.results.helper_pod._LOOK_AGAIN_S", 0.05)
     monkeypatch.setattr("launcher.deploy.results.fetch._LONGEST_PAUSE_S", 0.05)
     monkeypatch.setattr("launcher.view.status._ANSWER_S", 3.0)

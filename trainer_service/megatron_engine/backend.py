@@ -1,4 +1,4 @@
-"""Runs micro-batches through megatron-core's pipeline schedule; the last stage gets log-probs and entropies."""
+"""Implements `StepBackend` on megatron-core: micro-batches through its pipeline schedule, and its AdamW."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -7,14 +7,20 @@ from itertools import chain, repeat
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
+from trainer_service.megatron_engine.adam_state import AdamState
 from trainer_service.megatron_engine.attention.packing import RowPacking
 from trainer_service.megatron_engine.head.policy_model import ChosenTokens
 from trainer_service.micro_batches.packed import PackedRow
+from trainer_service.step.backend import TokenFunction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +34,6 @@ class MicroBatchTensors:
     token_index: Tensor  # [t]
     packing: RowPacking
     counted: bool
-
-
-# (micro-batch, log-probs [t], entropies [t]) -> scalar loss; called on the last stage only
-TokenFunction = Callable[[MicroBatchTensors, Tensor, Tensor], Tensor]
 
 
 def to_device(batch: PackedRow, device: torch.device) -> MicroBatchTensors:
@@ -51,19 +53,52 @@ def to_device(batch: PackedRow, device: torch.device) -> MicroBatchTensors:
     )
 
 
-class Schedule:
-    """Runs forward and backward passes of a list of micro-batches on all ranks of a copy of the model.
+class MegatronBackend:
+    """The model's chunks on this rank, and AdamW.
 
     Args:
         on_micro_batch: called when the forward pass of one begins, or of a stage's part of one; with whether it is the
             last one before gradients are reduced.
     """
 
-    def __init__(self, chunks: list[DistributedDataParallel], on_micro_batch: Callable[[bool], None]) -> None:
-        self._chunks, self._on_micro_batch = chunks, on_micro_batch
+    def __init__(
+        self,
+        chunks: list[DistributedDataParallel],
+        optimizer: ChainedOptimizer,
+        adam: AdamState,
+        device: torch.device,
+        clip_grad: float,
+        on_micro_batch: Callable[[bool], None],
+    ) -> None:
+        self.chunks, self.optimizer = chunks, optimizer
+        self._device, self._clip_grad, self._on_micro_batch, self._stepped = (
+            device,
+            clip_grad,
+            on_micro_batch,
+            adam.stepped,
+        )
+        self.remember, self.restore, self.gather = adam.remember, adam.restore, adam.gather
         layers = [layer for chunk in chunks for layer in chunk.modules()]
         self._dispatchers = [layer.token_dispatcher for layer in layers if isinstance(layer, MoELayer)]
         self._run = get_forward_backward_func()
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank is the first tensor-parallel one of the last stage."""
+        return bool(parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0)
+
+    def token_group(self) -> dist.ProcessGroup | None:
+        """Return the context-parallel group."""
+        is_split = parallel_state.get_context_parallel_world_size() > 1
+        return parallel_state.get_context_parallel_group() if is_split else None
+
+    def copies_group(self, *, with_token_group: bool) -> dist.ProcessGroup:
+        """Return the data-parallel group."""
+        return parallel_state.get_data_parallel_group(with_context_parallel=with_token_group)
+
+    def load(self, rows: Sequence[PackedRow]) -> list[MicroBatchTensors]:
+        """Copy micro-batches to the device."""
+        return [to_device(row, self._device) for row in rows]
 
     def measure(
         self, batches: Sequence[MicroBatchTensors], on_tokens: Callable[[MicroBatchTensors, Tensor, Tensor], None]
@@ -79,12 +114,31 @@ class Schedule:
             self._through(batches, record, forward_only=True)
 
     def train(self, batches: Sequence[MicroBatchTensors], on_tokens: TokenFunction) -> None:
-        """Run forward and backward passes, and reduce gradients over data-parallel ranks, tied embeddings and norms.
+        """Compute an update's gradients in main_grad buffers, reduced over data-parallel ranks, tied embeddings, norms.
 
-        Every data-parallel rank must call this, with equally many micro-batches; without any, nothing is done.
+        Every data-parallel rank must call this, with equally many micro-batches.
         """
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
         self._through(batches, on_tokens, forward_only=False)
         self._forget_graph()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # else its time would count as the optimizer's
+
+    def gradient_norm(self) -> float:
+        """Compute the global L2 norm before clipping."""
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
+    def apply(self, norm: float, learning_rate: float) -> None:
+        """Clip by the global norm, then step AdamW."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        for part in self.optimizer.chained_optimizers:
+            clip_grad_by_total_norm_fp32(part.get_parameters(), self._clip_grad, norm)
+        self.optimizer.step_with_ready_grads()
+        self._stepped()
 
     def _forget_graph(self) -> None:
         """Let go of the pass's autograd graph, which mcore's token dispatchers would keep until the next pass.
@@ -99,12 +153,12 @@ class Schedule:
     def _through(self, batches: Sequence[MicroBatchTensors], on_tokens: TokenFunction, *, forward_only: bool) -> None:
         if not batches:
             return
-        interleaved = len(self._chunks) > 1
-        lasts = chain(repeat(False, len(batches) * len(self._chunks) - 1), [not forward_only])
+        interleaved = len(self.chunks) > 1
+        lasts = chain(repeat(False, len(batches) * len(self.chunks) - 1), [not forward_only])
         self._run(
             forward_step_func=partial(self._forward, on_tokens, lasts),
-            data_iterator=[iter(batches) for _ in self._chunks] if interleaved else iter(batches),
-            model=self._chunks if interleaved else self._chunks[0],
+            data_iterator=[iter(batches) for _ in self.chunks] if interleaved else iter(batches),
+            model=self.chunks if interleaved else self.chunks[0],
             num_microbatches=len(batches),
             # ignored: with variable_seq_lengths the stages send each other the shape of each micro-batch
             seq_length=batches[0].input_ids.shape[1],

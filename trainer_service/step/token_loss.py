@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tandem_config.schema import GrpoSection
-from trainer_service.megatron_engine.schedule import MicroBatchTensors
 from trainer_service.micro_batches.samples import Samples
 from trainer_service.objectives.aggregation import update_weights
 from trainer_service.objectives.corrections import correct
 from trainer_service.objectives.kl import kl_estimate, kl_k3
 from trainer_service.objectives.policy import OBJECTIVES
-from trainer_service.objectives.quantile import count_by_size, empty_counts
+from trainer_service.objectives.step_metrics import count_by_size, empty_counts
 from trainer_service.objectives.tokens import Sequences, Tokens
+from trainer_service.step.backend import MicroBatch
 
 # What is summed over tokens that were measured, whether or not they are trained on.
 MEASURED_SUMS = ("measured_tokens", "compared_tokens", "entropy", "logprob_abs_diff")
@@ -87,7 +87,7 @@ class TokenState:
             abs_diff_counts=empty_counts(device),
         )
 
-    def measure(self, batch: MicroBatchTensors, logprobs: Tensor, entropies: Tensor) -> None:
+    def measure(self, batch: MicroBatch, logprobs: Tensor, entropies: Tensor) -> None:
         """Record log-probs [t] and entropies [t] of the policy that the step started from."""
         index = batch.token_index
         if index.numel() == 0:
@@ -107,7 +107,7 @@ class TokenState:
         self._add("entropy", torch.where(finite, entropies, 0.0))
         self._note_not_finite(index, logprobs)
 
-    def measure_reference(self, batch: MicroBatchTensors, logprobs: Tensor, entropies: Tensor) -> None:
+    def measure_reference(self, batch: MicroBatch, logprobs: Tensor, entropies: Tensor) -> None:
         """Record log-probs [t] of the reference policy."""
         self.reference_logprobs[batch.token_index] = logprobs
         self.reference_measured[batch.token_index] = True
@@ -139,7 +139,7 @@ class TokenState:
         dist.all_reduce(both, group=self.share_group)
         return torch.where(both[1] > 0, both[0], logprobs)
 
-    def loss(self, batch: MicroBatchTensors, logprobs: Tensor, entropies: Tensor) -> Tensor:
+    def loss(self, batch: MicroBatch, logprobs: Tensor, entropies: Tensor) -> Tensor:
         """Compute a micro-batch's part of the update's loss; scalar, differentiable."""
         if not batch.counted:
             return logprobs.sum() * 0.0

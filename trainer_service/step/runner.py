@@ -7,13 +7,11 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Generic
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import ChainedOptimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from servicekit.errors import NotFinite
@@ -23,16 +21,13 @@ from tandem_config.schema import GrpoSection
 from trainer_service.engine import StepResult
 from trainer_service.measure.flops import FlopCosts
 from trainer_service.measure.meter import StepMeter
-from trainer_service.megatron_engine.adam_state import AdamState
-from trainer_service.megatron_engine.agreement import RankAgreement
-from trainer_service.megatron_engine.reference import ReferencePolicy
-from trainer_service.megatron_engine.schedule import MicroBatchTensors, Schedule, to_device
-from trainer_service.megatron_engine.token_loss import MEASURED_SUMS, SUMS, TokenState
-from trainer_service.micro_batches.packed import PackedRow
-from trainer_service.micro_batches.plan import RankShare, plan_step, plan_updates
-from trainer_service.micro_batches.samples import Samples, reordered
-from trainer_service.objectives.quantile import quantile_of
-from trainer_service.objectives.step_metrics import step_metrics
+from trainer_service.micro_batches.plan import RankShare, measure_all, plan_step, plan_updates
+from trainer_service.micro_batches.samples import FloatArray, Samples, reordered
+from trainer_service.objectives.step_metrics import quantile_of, step_metrics
+from trainer_service.step.agreement import RankAgreement
+from trainer_service.step.backend import B, StepBackend
+from trainer_service.step.reference import ReferencePolicy
+from trainer_service.step.token_loss import MEASURED_SUMS, SUMS, TokenState
 
 MAX_NAMED_SAMPLES = 16
 
@@ -40,16 +35,12 @@ log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRunner:
-    """Runs GRPO steps with the parts of an engine."""
+class StepRunner(Generic[B]):
+    """Runs GRPO steps, and forward passes alone."""
 
-    chunks: list[DistributedDataParallel]
-    optimizer: ChainedOptimizer
-    adam: AdamState
-    schedule: Schedule
+    backend: StepBackend[B]
     grpo: GrpoSection
     ranks: RankShare
-    clip_grad: float
     device: torch.device
     meter: StepMeter
     costs: FlopCosts
@@ -77,48 +68,61 @@ class StepRunner:
         Raises: NotFinite: on every rank; weights and AdamW's state are restored.
         """
         self.meter.begin()
-        watch, grpo = Stopwatch(self.around), self.grpo
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        watch, grpo, backend = Stopwatch(self.around), self.grpo, self.backend
         with watch.part("pack"):
             plan = plan_step(samples, num_updates, grpo, self.ranks)
-            state = TokenState.of(samples, grpo, self.device, self._context_group, self._share_group)
-            measured, updates = self._load(plan.measured), [self._load(batches) for batches in plan.updates]
+            state = TokenState.of(samples, grpo, self.device, backend.token_group(), self._share_group)
+            measured, updates = backend.load(plan.measured), [backend.load(rows) for rows in plan.updates]
             if num_updates * grpo.epochs > 1:
-                self.adam.remember()
+                backend.remember()
             self.agreement.meet()  # page-locked memory, a profiler: the first time they take a rank long
         with watch.part("old_logprobs"):
-            self.schedule.measure(measured, state.measure)
+            backend.measure(measured, state.measure)
         if self.reference is not None:
             with watch.part("reference"), self.reference.in_place():
                 for batches in updates:
-                    self.schedule.measure(batches, state.measure_reference)
+                    backend.measure(batches, state.measure_reference)
         with watch.part("old_logprobs"):
             state.share_measured()
         if grpo.on_non_finite == "skip":
             state.forgive()  # the update whose loss has such a token will show it
-        done = _Done(skips_left=skips_left)
+        done = _Done(learning_rate=learning_rate, skips_left=skips_left)
         for epoch in range(grpo.epochs):
             if epoch > 0:
                 with watch.part("pack"):
                     samples = reordered(samples, num_updates, [*order_key, epoch], grpo.updates_divide)
                     plans = plan_updates(samples, num_updates, grpo, self.ranks)
-                    updates = [self._load(batches) for batches in plans]
+                    updates = [backend.load(rows) for rows in plans]
                     state.begin_epoch(samples)
             for update, batches in enumerate(updates):
                 self._update(batches, state, done, (samples, update), watch)
         with watch.part("optimizer"):
-            self.adam.gather()  # before anything but a forward pass reads parameters: publishing, saving, a reference
-        metrics = self._metrics(done, state, learning_rate, samples)
+            backend.gather()  # before anything but a forward pass reads parameters: publishing, saving, a reference
+        metrics = self._metrics(done, state, samples)
         metrics |= {"packing_efficiency": plan.packing_efficiency, "prompt_sharing": plan.prompt_sharing}
         flops = plan.flops(samples, self.costs, epochs=grpo.epochs, reference=self.reference is not None)
         tokens = int(samples.lengths.sum())
         performance = self.meter.metrics(tokens=tokens, flops=flops, seconds=watch.total_s())
         return StepResult(metrics=metrics, performance=performance, seconds=watch.parts)
 
-    def _metrics(self, done: "_Done", state: TokenState, learning_rate: float, samples: Samples) -> dict[str, float]:
+    def logprobs(self, samples: Samples) -> tuple[FloatArray, FloatArray]:
+        """Compute log-probs and entropies of all completion tokens by forward passes; see `TrainerEngine.logprobs`."""
+        out = torch.zeros(2, samples.num_completion_tokens, device=self.device)
+
+        def record(batch: B, logprobs: Tensor, entropies: Tensor) -> None:
+            out[0, batch.token_index] = logprobs
+            out[1, batch.token_index] = entropies
+
+        self.backend.measure(self.backend.load(measure_all(samples, self.ranks)), record)
+        if not self.backend.counts:
+            out.zero_()
+        dist.all_reduce(out)
+        logprobs, entropies = out.cpu().numpy().astype(np.float32)
+        return logprobs, entropies
+
+    def _metrics(self, done: "_Done", state: TokenState, samples: Samples) -> dict[str, float]:
         largest = self._reduced_max(state.abs_diff_max)
-        if not self._counts:
+        if not self.backend.counts:
             state.abs_diff_counts.zero_()
         dist.all_reduce(state.abs_diff_counts)
         return step_metrics(
@@ -126,7 +130,7 @@ class StepRunner:
             SUMS,
             done.norms,
             (quantile_of(state.abs_diff_counts.cpu().numpy(), largest), largest),
-            learning_rate,
+            done.learning_rate,
             samples,
             skipped_updates=done.skipped,
             kl_in_loss=self.grpo.kl_in_loss,
@@ -134,7 +138,7 @@ class StepRunner:
 
     def _update(
         self,
-        batches: list[MicroBatchTensors],
+        batches: list[B],
         state: TokenState,
         done: "_Done",
         of: tuple[Samples, int],
@@ -146,9 +150,9 @@ class StepRunner:
             of: the samples, and the number of the update among theirs, for messages.
         """
         with watch.part("forward_backward"):
-            self._gradients(batches, state)
+            self.backend.train(batches, state.loss)
         with watch.part("optimizer"):
-            norm = self._gradient_norm()
+            norm = self.backend.gradient_norm()
             sums = self._reduced(state.take_sums(), norm)
             if float(sums[SUMS.index("not_finite")]) > 0:
                 self._leave_out(norm, state, done, of)
@@ -156,14 +160,10 @@ class StepRunner:
                     if name not in MEASURED_SUMS:
                         sums[index] = 0.0
             else:
-                self._apply(norm)
+                self.backend.apply(norm, done.learning_rate)
                 done.norms.append(norm)
             done.sums.append(sums)
         state.measures_old = False
-
-    @property
-    def _context_group(self) -> dist.ProcessGroup | None:
-        return parallel_state.get_context_parallel_group() if self.ranks.context_parallel > 1 else None
 
     @property
     def _share_group(self) -> dist.ProcessGroup | None:
@@ -175,29 +175,12 @@ class StepRunner:
         over_copies = self.grpo.epochs > 1 and self.ranks.data_parallel > 1
         over_chunks = self.ranks.share_prompts and self.ranks.context_parallel > 1
         if over_chunks and not over_copies:
-            return self._context_group
-        return parallel_state.get_data_parallel_group(with_context_parallel=over_chunks) if over_copies else None
-
-    def _load(self, batches: list[PackedRow]) -> list[MicroBatchTensors]:
-        return [to_device(batch, self.device) for batch in batches]
-
-    def _gradients(self, batches: list[MicroBatchTensors], state: TokenState) -> None:
-        """Compute the update's gradients in the model's main_grad buffers; zeros if no sample has a gradient."""
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        self.schedule.train(batches, state.loss)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # else its time would count as the optimizer's
-
-    def _gradient_norm(self) -> float:
-        """Compute the global L2 norm before clipping; NaN or inf if any gradient is."""
-        self.optimizer.prepare_grads()
-        return float(self.optimizer.get_grad_norm())
+            return self.backend.token_group()
+        return self.backend.copies_group(with_token_group=over_chunks) if over_copies else None
 
     def _reduced(self, sums: Tensor, norm: float) -> Tensor:
         """Reduce the sums over all tokens of the update, which are on the last stage, equal on its tensor ranks."""
-        if not self._counts:
+        if not self.backend.counts:
             sums.zero_()
         if not math.isfinite(norm):
             sums[SUMS.index("not_finite")] += 1
@@ -208,10 +191,6 @@ class StepRunner:
         dist.all_reduce(value, dist.ReduceOp.MAX)
         return float(value)
 
-    @property
-    def _counts(self) -> bool:
-        return bool(parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0)
-
     def _leave_out(self, norm: float, state: TokenState, done: "_Done", of: tuple[Samples, int]) -> None:
         """Leave an update out whose loss or gradient is not finite.
 
@@ -221,9 +200,9 @@ class StepRunner:
         dist.all_reduce(bad, dist.ReduceOp.MAX)
         what = _describe(bad.cpu(), norm, *of, number=len(done.sums))
         if done.skipped >= done.skips_left:
-            self.adam.gather()
+            self.backend.gather()
             if done.sums:
-                self.adam.restore()
+                self.backend.restore()
             spent = self.grpo.on_non_finite == "skip"
             why = f"; grpo.non_finite_budget ({self.grpo.non_finite_budget}) is spent" if spent else ""
             raise NotFinite(f"{what}{why}; the weights are unchanged")
@@ -232,18 +211,12 @@ class StepRunner:
         if dist.get_rank() == 0:
             log.warning("optimizer update left out", reason=what, left=done.skips_left - done.skipped)
 
-    def _apply(self, norm: float) -> None:
-        """Clip gradients by the global norm, then step AdamW, which has momentum where gradients are zero too."""
-        for part in self.optimizer.chained_optimizers:
-            clip_grad_by_total_norm_fp32(part.get_parameters(), self.clip_grad, norm)
-        self.optimizer.step_with_ready_grads()
-        self.adam.stepped()
-
 
 @dataclass(kw_only=True)
 class _Done:
     """What is done of a step: sums of each update, norms of those that were not left out."""
 
+    learning_rate: float
     skips_left: int
     skipped: int = 0
     sums: list[Tensor] = field(default_factory=list)

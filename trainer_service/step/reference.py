@@ -16,7 +16,7 @@ from torch import Tensor
 from servicekit.errors import ConfigError
 from tandem_config.schema import RunConfig
 from trainer_service.host_memory import host_like
-from trainer_service.megatron_engine.offload.states import EngineState, Offload
+from trainer_service.step.offload import EngineState, Offload
 from weightsync.layouts.layout import Layout
 from weightsync.model.spec import ModelSpec
 from weightsync.transfer.hf_files import load_shards

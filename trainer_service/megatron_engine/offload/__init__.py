@@ -1,1 +1,0 @@
-"""Memory of what the trainer does not use goes to the host meanwhile, and comes back bitwise (`trainer.offload`)."""
