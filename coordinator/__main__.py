@@ -1,8 +1,8 @@
 """`python -m coordinator --config FILE [--resume] [--interrupted-exit CODE] [--retry-exit CODE]`: coordinates one run.
 
 servicekit.lifecycle.exit_codes has the exit codes. A Kubernetes Job takes 0 for "the run is complete", so there a run
-that a signal has interrupted exits with another code; and it counts failures over its whole life, so there a failure
-exits with a code that it ignores, as long as the coordinator itself has not counted too many in a row.
+that a signal has interrupted exits with another code; and it counts failures over its whole life. So there a failure
+exits with a code that it ignores, unless the coordinator itself has counted too many in a row.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Notices that an engine stands still, and ends its service, as the death of a rank does.
 
-A process that ends is started again by whoever runs it (launcher, compose, kubelet), and its calls fail, so that their
+A process that ends is started again by whoever runs it (launcher, compose, kubelet). Its calls fail, so that their
 groups go to other replicas. An engine that is frozen, by a hung kernel or a stopped process, does neither by itself.
 
 what stands still                  while                                                  is lost after

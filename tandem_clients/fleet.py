@@ -3,8 +3,7 @@
     announced  it is in the registry                            look()
     serving    it has committed the current policy: gets work   serving(), admit()
 
-A replica that restarts is a new `Replica` (same name, new process), so that knowledge of the old process is not applied
-to the new one.
+A replica that restarts is a new `Replica` of the same name: knowledge of the old process is not applied to the new one.
 """
 
 from collections.abc import Sequence

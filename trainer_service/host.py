@@ -3,7 +3,7 @@
 The first process of the trainer's container. It starts each rank as a `python -m trainer_service` with RANK, LOCAL_RANK
 and WORLD_SIZE; the ranks of all hosts find each other through the registry. SIGTERM goes to every rank. When one rank
 ends, the others are ended too, and the exit code is that of the first that failed. A Job (of a JobSet) takes 0 for "the
-work is done", so there a trainer that a signal has ended exits with another code (--interrupted-exit).
+work is done". So there a trainer that a signal has ended exits with another code (--interrupted-exit).
 """
 
 import argparse

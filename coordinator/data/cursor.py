@@ -48,8 +48,8 @@ class _Ahead:
 class DataCursor:
     """Iterates over a part's prompts without end, in a new order in each epoch of a source; its position can be saved.
 
-    Sources take turns: the next prompt is always of the source that is furthest behind its share, so that the share of
-    each is as its weight says in every stretch of a run, without chance.
+    Sources take turns: the next prompt is always of the source that is furthest behind its share. So in every stretch
+    of a run each has its share, not only on average.
 
     Args:
         texts: by source, hashes of its prompts' texts, to draw different prompts before copies; None: rows are drawn.

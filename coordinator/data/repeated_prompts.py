@@ -70,8 +70,8 @@ def different_first(rows: NDArray[np.uint32], prompts: NDArray[np.int64]) -> NDA
     """Put all different prompts before second copies, these before third ones, and copies far from each other.
 
     All rounds have the same order of prompts: of those with one copy, one half is before those with two and the other
-    behind them, and so on inwards. So between two copies there is the rest of a round, and between the last copies of
-    an epoch and the next epoch's first the prompts with fewer.
+    behind them, and so on inwards. So between two copies there is the rest of a round. Between the last copies of an
+    epoch and the next epoch's first are the prompts with fewer.
 
     Args:
         rows: in a random order.

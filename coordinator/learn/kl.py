@@ -1,8 +1,8 @@
 """Step 5, with `grpo.kl_in: reward`: what the divergence from the reference policy takes off rewards. Pure NumPy.
 
-The reward of a completion becomes r - coefficient x the sum over its tokens of KL(pi_old || pi_ref), before baseline
-and standard deviation, as in verl (apply_kl_penalty) and TRL's RLOO. A group's members may be on any of the trainer's
-ranks; here they are together, and advantages have one place. So the trainer only measures log-probs.
+The reward of a completion becomes r - coefficient x the sum over its tokens of KL(pi_old || pi_ref). Baseline and
+standard deviation come after it, as in verl (apply_kl_penalty) and TRL's RLOO. A group's members may be on any of the
+trainer's ranks; here they are together, and advantages have one place. So the trainer only measures log-probs.
 
 Legend: P prompts, G completions per prompt, S samples (those with a reward), T completion tokens of all of them; of
 `delta_T` those that the policy has sampled.

@@ -3,8 +3,8 @@
 The trainer decides which samples go through the model together (trainer_service/micro_batches). Legend: P prompts, G
 completions per prompt, S samples.
 
-The age of a sample, its staleness, is the number of versions between the policy that sampled its oldest token and the
-one that trains on it.
+The age of a sample, its staleness, is a number of versions: from the policy that sampled its oldest token to the one
+that trains on it.
 """
 
 from collections import Counter

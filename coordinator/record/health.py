@@ -1,7 +1,7 @@
 """Judges from the rows of metrics.jsonl whether a run learns, for `tandem run`, `status`, `top`, page and summary.
 
 The thresholds of alerts are in tandem_files/metrics_table.py. Curves are averaged over a third of the run, 2 to 10
-iterations, so that short runs have warnings too and a single bad iteration of a long run gives none.
+iterations. Short runs have warnings too, and a single bad iteration of a long run gives none.
 
 Rewards have any sign and scale: 0 or 1, -1 or 1, -6 to -5, 0 to 100. Their differences are therefore measured in the
 reward's own spread: the largest standard deviation of an iteration's rewards, averaged as the curves are; the largest,
@@ -35,8 +35,9 @@ _NOTICEABLE = 0.2
 # Standard deviations of the reward below its best that are a collapse: of rewards of 0 or 1 that have been right half
 # of the time, 0.25.
 _COLLAPSED = 0.5
-# A fall of _NOTICEABLE is a collapse, too, where the reward has kept at most this share of what its best was above its
-# worst, and the fall is this many standard errors of a window's mean: the best of many windows is 3 of them too good.
+# A fall of _NOTICEABLE is a collapse, too, on two conditions. The reward has kept at most this share of what its best
+# was above its worst. The fall is this many standard errors of a window's mean: the best of many windows is 3 of them
+# too good.
 _LEFT_OF_GAIN = 0.2
 _STANDARD_ERRORS = 6
 # Standard deviation / mean that is rounding, of scores in float32.

@@ -116,8 +116,8 @@ class Publication:
     def next_group(self) -> list[Replica]:
         """Return the replicas of the next round.
 
-        First those that have served, then joiners, then each that has failed before by itself, if it is due, or if too
-        few have the weights without it.
+        First come those that have served, then joiners. Then comes each that has failed before by itself, if it is due,
+        or if too few have the weights without it.
         """
         pending = [replica for replica in self.present if replica not in self.committed]
         well = [replica for replica in pending if replica not in self.left_out]

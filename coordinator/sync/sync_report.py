@@ -23,8 +23,8 @@ class RoundReports:
     def add(self, reports: Mapping[str, Reports]) -> None:
         """Add the seconds of one phase; `reports` is by participant.
 
-        A stage lasts from when the last participant had done the stage before until the last one has done it, so that
-        the stages of a phase take no longer than the phase, whichever participant is slow where.
+        A stage lasts from when the last participant had done the stage before until the last one has done it. So the
+        stages of a phase take no longer than the phase, whichever participant is slow where.
         """
         by_rank = {
             (name, rank): dict(report.seconds) for name, ranks in reports.items() for rank, report in enumerate(ranks)

@@ -1,11 +1,12 @@
 """Memory of each trainer rank and rollout rank, in bytes, estimated from the settings: no GPU, no torch.
 
 The trainer is counted as trainer_service.megatron_engine builds it, with flash attention. The micro-batch is taken as
-full, and all of its tokens as completion tokens. Memory peaks either at the output layer, with the activations that
-every layer keeps (forward, or as the backward pass begins), where a layer's activations are computed again
-(trainer.recompute), where its attention reads copies of keys and values (trainer.share_prompts, context parallelism),
-or in the optimizer (gradients are clipped, and masters rounded, one tensor at a time). The tokens of a mixture of
-experts are taken as evenly spread over the experts. Prompts and completions that share them have their longest length.
+full, and all of its tokens as completion tokens. Memory peaks at one of four places: at the output layer, with the
+activations that every layer keeps (forward, or as the backward pass begins); where a layer's activations are computed
+again (trainer.recompute); where its attention reads copies of keys and values (trainer.share_prompts, context
+parallelism); in the optimizer (gradients are clipped, and masters rounded, one tensor at a time). The tokens of a
+mixture of experts are taken as evenly spread over the experts. Prompts and completions that share them have their
+longest length.
 
 Not counted: what CUDA, NCCL and the allocator's fragments take (1 to 3 GiB); an engine's activations (SGLang's own
 estimate is 1.5 MiB for each token of a prefill chunk; they are freed before a weight sync); other temporary tensors
@@ -312,8 +313,8 @@ def _unkept_inputs(config: RunConfig, spec: ModelSpec, parallel: Parallel) -> in
 def _scores(config: RunConfig, parallel: Parallel, tokens: int, q: int, heads: int) -> int:
     """Return the bytes that attention keeps under context parallelism in float32, which has no fused kernel.
 
-    Queries, keys and values of every head, and the attention weights: a token's chunk, one of 2 * CP of its sequence,
-    attends to those up to its own, on average to CP + 1/2 of them.
+    Queries, keys and values of every head, and the attention weights: a token's chunk, one of 2 * CP, attends to those
+    up to its own, on average to CP + 1/2 of them.
     """
     chunks = 2 * parallel.context
     longest = min(tokens * parallel.context, config.data.max_prompt_tokens + config.grpo.max_new_tokens)
@@ -324,8 +325,8 @@ def _scores(config: RunConfig, parallel: Parallel, tokens: int, q: int, heads: i
 def _copies(config: RunConfig, spec: ModelSpec, parallel: Parallel) -> int:
     """Return the bytes of the keys and values that a layer's attention copies, and of their gradients.
 
-    Each completion of a group has a copy of the prompt, on each context-parallel rank one for either of its two chunks,
-    and those have copies of what is before them in their sequence. 0 where each sequence attends to itself only.
+    Each completion of a group has a copy of the prompt, on each context-parallel rank one for either of its two chunks.
+    Those have copies of what is before them in their sequence. 0 where each sequence attends to itself only.
     """
     context, group = parallel.context, config.grpo.group_size if config.trainer.share_prompts else 1
     if context == 1 and group == 1:

@@ -5,11 +5,11 @@ a replica           the replica                          nothing: the coordinato
 a trainer rank      all ranks and the coordinator        the newest checkpoint, else the initial model
 the coordinator     the coordinator                      the same; trainer and replicas keep running, it takes them over
 
-Nothing starts again before this launch has done an iteration, because what fails during start-up would fail again, nor
-after a configuration error (exit code 2). A coordinator that exits by itself (exit code 1) has reported that the run
-failed, which ends it; with exit code 3 it reports that the trainer is lost, which counts as the trainer's death. A
-replica that dies too often, or of a configuration error, is left out as long as rollout.min_replicas others remain. Any
-other death ends the run, e.g. that of Redis, which holds the state that the services share.
+Nothing starts again before this launch has done an iteration, because what fails during start-up would fail again. Nor
+does anything after a configuration error (exit code 2). A coordinator that exits by itself (exit code 1) has reported
+that the run failed, which ends it; with exit code 3 it reports that the trainer is lost, which counts as the trainer's
+death. A replica that dies too often, or of a configuration error, is left out as long as rollout.min_replicas others
+remain. Any other death ends the run, e.g. that of Redis, which holds the state that the services share.
 """
 
 import time

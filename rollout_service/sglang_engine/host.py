@@ -44,8 +44,8 @@ _PREFIX = "tdm"
 # Tandem's entry point for SGLang (pyproject.toml), and why it may not have run where it is installed.
 _PLUGINS, _PLUGIN = "sglang.srt.plugins", "tandem_weights"
 _NO_PLUGIN = "SGLang's ranks run without Tandem's hooks, and would take no weights"
-# Prefixes of files in /dev/shm: the load of SGLang's ranks, which it does not remove, and the queues (25 MB each)
-# between the ranks of an engine, which processes that are killed do not remove.
+# Prefixes of files in /dev/shm: the load of SGLang's ranks, which it does not remove; and the queues (25 MB each)
+# between the ranks of an engine, which killed processes do not remove.
 _SHARED = ("sglang_loads_", "sgl_shm_")
 
 

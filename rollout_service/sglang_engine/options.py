@@ -19,8 +19,8 @@ from tandem_config.sections.rollout import MAX_GRAPH_REQUESTS
 from weightsync.model.spec import ModelSpec
 from weightsync.transfer.communicators.interfaces import GLOO_INTERFACE, address_of, interface_of
 
-# Below this length a prefix cache does not pay: maintaining its tree costs more than computing prompts again (with
-# 6-token prompts it is 30 % of the whole generation), and SGLang shares no prefix below 32 tokens within a batch.
+# Below this length a prefix cache does not pay. Maintaining its tree costs more than computing prompts again: with
+# 6-token prompts it is 30 % of the whole generation. And SGLang shares no prefix below 32 tokens within a batch.
 SHORTEST_CACHED_PROMPT = 64
 # Tokens of KV cache on CPUs: 64 concurrent completions of 1024 tokens. SGLang's own default would take most of a host's
 # memory.

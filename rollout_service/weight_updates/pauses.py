@@ -37,7 +37,7 @@ class Pauses:
         """Refuse new calls, end the running ones as the mode says, and freeze the engine; nothing if it is frozen.
 
         It is frozen in every mode: a call that its client gave up is over for us before the engine has dropped its
-        requests, and nothing may read the weights from here on.
+        requests. Nothing may read the weights from here on.
 
         Args:
             drain_s: time to drain that the round allows.

@@ -83,6 +83,29 @@ def dialect(text: str) -> list[str]:
     ]
 
 
+MAX_WORDS = 25
+# An enumeration may be longer, as many terms as it has; tables, examples and commands are no sentences.
+COMMAS_OF_A_LIST = 4
+_PARAGRAPHS = re.compile(r"\n\s*\n|\n(?=\s*(?:Args|Returns|Raises|Attributes|Yields):)|\n(?=\s*\* )|\n(?=\s+\w+: )")
+_NO_PROSE = re.compile(r"\S {2,}\S|>>>|^\s*\||[\b]|^\s*tandem ", re.MULTILINE)
+_COMMENTS = re.compile(r"(?:^ *# .*\n?)+", re.MULTILINE)
+
+
+def long_sentences(path: Path) -> list[str]:
+    """The sentences, or parts up to a colon or semicolon, of more than MAX_WORDS in docstrings and comments."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = [ast.get_docstring(node) or "" for node in ast.walk(parse(path)) if isinstance(node, kinds)]
+    source = path.read_text(encoding="utf-8")
+    texts += [re.sub(r"^ *# ", "", block, flags=re.MULTILINE) for block in _COMMENTS.findall(source)]
+    parts = [part for text in texts for part in _PARAGRAPHS.split(text) if not _NO_PROSE.search(part)]
+    sentences = [sentence for part in parts for sentence in re.split(r"(?<=[.!?;:])\s", " ".join(part.split()))]
+    return [
+        f"{len(sentence.split())}: {sentence}"
+        for sentence in sentences
+        if len(sentence.split()) > MAX_WORDS and sentence.count(",") < COMMAS_OF_A_LIST
+    ]
+
+
 def definitions(tree: ast.AST, *, private: bool = False) -> list[tuple[ast.AST, bool]]:
     """Classes, methods and functions that are not inside a function, and whether each is public."""
     found: list[tuple[ast.AST, bool]] = []
@@ -194,6 +217,16 @@ def test_configuration_uses_the_terms_of_the_field() -> None:
 
 def test_names_use_the_terms_of_the_field() -> None:
     assert [f"{name_of(path)}:{what}" for path in followers() for what in odd_names(parse(path))] == []
+
+
+def test_sentences_are_short() -> None:
+    assert [f"{name_of(path)}: {text}" for path in followers() for text in long_sentences(path)] == []
+
+
+def test_a_long_sentence_is_recognised(tmp_path: Path) -> None:
+    path, words = tmp_path / "bad.py", "a word of many " * 7
+    path.write_text(f'"""{words}."""\n# {words}\n\n# no   sentence, {words}\n', encoding="utf-8")
+    assert len(long_sentences(path)) == 2
 
 
 def test_docstrings_of_functions_are_imperative() -> None:

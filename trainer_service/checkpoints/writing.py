@@ -1,8 +1,8 @@
 """Writes the files of a trainer checkpoint, in a thread too: ranks leave notes for rank 0, which publishes the folder.
 
 A rank leaves `NAME.digest` next to a file that is on disk, or `NAME.failed` with the reason. The notes need no
-collective: the order of these belongs to the thread that trains. Rank 0 needs no note of its own errors, and while it
-waits it writes too, because no rank can leave a note where rank 0 cannot.
+collective: the order of these belongs to the thread that trains. Rank 0 needs no note of its own errors. While it waits
+it writes too, because no rank can leave a note where rank 0 cannot.
 """
 
 import contextlib

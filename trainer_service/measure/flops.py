@@ -1,7 +1,7 @@
 """FLOPs of a model's passes over samples, from its sizes: two for each multiplication of a matrix product.
 
-Norms, activations, rotary embeddings, softmaxes and the optimizer are not counted (usual for a model-FLOPs
-utilisation), nor is anything that is computed twice, or for padding.
+Norms, activations, rotary embeddings, softmaxes and the optimizer are not counted, as is usual for a model-FLOPs
+utilisation. Nor is anything that is computed twice, or for padding.
 """
 
 from dataclasses import dataclass

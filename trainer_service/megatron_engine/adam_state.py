@@ -180,8 +180,8 @@ class AdamState:
     def gather(self) -> None:
         """Wait until parameters are whole (trainer.overlap_param_gather); every rank must call it.
 
-        It ends whatever changes them, while they are in memory: a gather that is left to the next forward pass would be
-        one with the reference policy in their place, and with their own memory freed (trainer.offload).
+        It ends whatever changes them, while they are in memory: a gather that is left to the next forward pass would
+        find the reference policy in their place, and their own memory freed (trainer.offload).
         """
         finish_gathering(self._chunks)
 

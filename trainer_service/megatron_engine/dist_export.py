@@ -1,7 +1,7 @@
 """Writes a checkpoint's weights in the format of megatron-core's dist_checkpointing, which Megatron-LM reads.
 
-The model is built at one rank, filled from the shards of any layout, and saved by mcore itself, under the names that
-its own `sharded_state_dict` gives. Needs memory for the whole model.
+The model is built at one rank and filled from the shards of any layout. mcore saves it itself, under the names that its
+own `sharded_state_dict` gives. Needs memory for the whole model.
 """
 
 import importlib.util

@@ -22,9 +22,9 @@ def deal(
 ) -> IntArray:
     """Choose the data-parallel rank of each sample, for the whole step: it is measured and trained on the same rank.
 
-    The active samples of an update, and its others, are each dealt out by falling cost, to the rank that has least,
-    so that every pass over them is balanced. With shared prompts the samples of one prompt stay together, or are
-    divided among so many ranks as gives the one with the most work least. Deterministic: every rank computes the same.
+    The active samples of an update, and its others, are each dealt out by falling cost, to the rank that has least. So
+    every pass over them is balanced. With shared prompts the samples of one prompt stay together, or are divided so
+    that the rank with the most work has least. Deterministic: every rank computes the same.
 
     Args:
         active: [S] whether a sample is trained on.

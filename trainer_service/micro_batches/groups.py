@@ -96,8 +96,8 @@ def repeated(samples: Samples, rows: IntArray) -> IntArray:
 def costs(samples: Samples, groups: list[IntArray], even_length: float) -> NDArray[np.float64]:
     """Return what groups of samples cost, each with one copy of its prompt, in tokens.
 
-    A pair of tokens of which one attends to the other costs 2 / even_length, so that a sequence of L tokens alone
-    costs L (1 + L / even_length).
+    A pair of tokens of which one attends to the other costs 2 / even_length. A sequence of L tokens so costs L (1 + L /
+    even_length).
 
     Args:
         even_length: see `deal`.

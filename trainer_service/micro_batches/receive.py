@@ -44,8 +44,8 @@ async def receive_header(requests: AsyncIterator[pb.TrainStepRequest], max_sampl
 async def receive_chunks(requests: AsyncIterator[pb.TrainStepRequest], step: ReceivedStep, limits: Limits) -> None:
     """Read the messages after the header into `step`, at most the announced samples with the tokens that they may have.
 
-    Raises: InvalidRequest: at the first message that is no chunk, whose fields do not fit its samples, or with more
-        samples than announced or more tokens than they may have.
+    Raises: InvalidRequest: at the first message that is no chunk, whose fields do not fit its samples, or that has too
+        many samples or tokens.
     """
     num_samples = 0
     async for request in requests:

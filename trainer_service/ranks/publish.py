@@ -20,8 +20,8 @@ class Publisher:
     Args:
         run_phase: SyncMember.run_phase of this rank; blocks until the phase is done, at most until its deadline.
         weights: has the weights in memory inside of a `with` block: from PREPARE, which looks at them, to the end of
-            the round, because after a TRANSFER that failed messages may still be read from there until ABORT. The block
-            gets its seconds by part (TrainerEngine.weights).
+            the round. After a TRANSFER that failed, messages may still be read from there until ABORT. The block gets
+            its seconds by part (TrainerEngine.weights).
     """
 
     def __init__(

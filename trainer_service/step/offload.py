@@ -9,8 +9,8 @@
 | reading one, loading the model | the same, which it changes                                            |
 
 A state is a set of storages. Each is resized to 0 bytes and back, as mcore does with its gradient buffers: the storage
-itself stays, so that every view of it (`parameter.data`, `main_grad`, a bucket, the weight sync's) is valid again when
-the bytes are back, wherever they are then. In between nothing may touch the bytes: not even torch notices.
+itself stays. So every view of it (`parameter.data`, `main_grad`, a bucket, the weight sync's) is valid again when the
+bytes are back, wherever they are then. In between nothing may touch the bytes: not even torch notices.
 
 Meanwhile they are in page-locked memory with a GPU, in a file without one. Where the host is the device, memory of the
 host would free nothing: bytes go to a file of the run's folder that has no name, so that nothing of it stays after a

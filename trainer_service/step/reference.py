@@ -1,8 +1,8 @@
 """The reference policy: a copy of this rank's shard in host memory, which is computed with in the parameters' place.
 
-The modules are those of the policy, so a reference costs a device nothing while it is not measured, and one more shard
-of weights while it is, when there are neither gradients nor activations to keep. The policy's own tensors are put aside
-by reference and put back: no bit of them is written, nor of the optimizer's masters and moments.
+The modules are those of the policy, so a reference costs a device nothing while it is not measured. While it is, it
+costs one more shard of weights, when there are neither gradients nor activations to keep. The policy's own tensors are
+put aside by reference and put back: no bit of them is written, nor of the optimizer's masters and moments.
 """
 
 from collections.abc import Iterator, Mapping

@@ -170,7 +170,7 @@ class StepRunner(Generic[B]):
         """The ranks of which one measures a token and another may train on it.
 
         With several epochs a sample moves between copies of the model. Where prompts are shared, a token's place in its
-        sequence, and so its context-parallel rank, depends on which samples of the prompt are in the same pass.
+        sequence depends on which samples of its prompt are in the pass. So does its context-parallel rank.
         """
         over_copies = self.grpo.epochs > 1 and self.ranks.data_parallel > 1
         over_chunks = self.ranks.share_prompts and self.ranks.context_parallel > 1

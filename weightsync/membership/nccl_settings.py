@@ -22,8 +22,8 @@ NCCL_SETTINGS = (
     "NCCL_PROTO",
     "NCCL_SHM_DISABLE",
 )
-# NCCL's kernels wait for their peers, and two communicators of a GPU progress together only if their kernels fit on it
-# and share no hardware queue; else all ranks must launch their operations in one order, with NCCL_LAUNCH_ORDER_IMPLICIT
+# NCCL's kernels wait for their peers. Two communicators of a GPU progress together only if their kernels fit on it and
+# share no hardware queue; else all ranks must launch their operations in one order, with NCCL_LAUNCH_ORDER_IMPLICIT
 # (2.26) too. A weight sync and SGLang's scheduler launch from two threads, in an order of each rank's own. (NCCL's user
 # guide, "Using multiple NCCL communicators concurrently"; NVIDIA/nccl issues 195, 783, 1347.)
 STAGED_MAY_HANG = "moves weights over NCCL beside an engine's own collectives, and NCCL promises no progress to both"

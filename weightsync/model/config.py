@@ -1,7 +1,7 @@
 """Reads the entries of a config.json, and refuses those that the engines do not compute as transformers does.
 
 Transformers 5 defines what a config.json means. An entry that Megatron or SGLang ignores would make another model of
-it, so it is refused here, where check, planner, trainer and rollouts all read a model.
+it. So it is refused here, where check, planner, trainer and rollouts all read a model.
 """
 
 import math

@@ -2,9 +2,9 @@
 
 # Default of the largest message to a single replica: large enough for full bandwidth, small compared with a shard.
 DEFAULT_BUCKET_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
-# Lower bound of the default for long chains: at 50 GB/s 4 MiB take 84 us, four times a message's latency, and it is the
-# size at which simulated and measured rounds were compared; at the few GB/s of gloo 1 MiB takes some 400 us, and one
-# message's handling 30 us.
+# Lower bound of the default for long chains: at 50 GB/s 4 MiB take 84 us, four times a message's latency. At this size
+# simulated and measured rounds were compared; at the few GB/s of gloo 1 MiB takes some 400 us, and one message's
+# handling 30 us.
 LEAST_BUCKET_BYTES = {"cpu": 2**20, "cuda": 4 * 2**20}
 
 # Messages that a rank sends concurrently: the next one is packed while the last one moves.
@@ -14,7 +14,7 @@ RECEIVES = 4
 
 # An op of at least so many bytes is a segment of its own, so that it goes from parameter to parameter without a copy.
 # On CPUs the copy takes longer, at a few GB/s, than what one more gloo message costs (about 30 us). On GPUs a copy of 4
-# MiB takes a few us, one more NCCL operation tens of us, and a digest of its own some 150 us of host time.
+# MiB takes a few us, one more NCCL operation tens of us. A digest of its own takes some 150 us of host time.
 SEGMENT_BYTES = {"cpu": 256 * 1024, "cuda": 4 * 2**20}
 
 
@@ -37,7 +37,7 @@ def default_bucket_bytes(device: str, replicas: int) -> int:
     """Return the default of the largest message, in bytes.
 
     Every replica of a chain adds the time of one hop of a largest message. Therefore the default is divided by the
-    replicas, so that all hops together take as long as one message to a single replica, down to the lower bound.
+    replicas, down to the lower bound: all hops together take as long as one message to a single replica.
 
     Args:
         device: "cpu" or "cuda", of the ranks.

@@ -1,7 +1,7 @@
 """The phases of a round, one row each: all code that handles phases reads this table.
 
-It gives the coordinator's order of calls, the guards of trainer ranks, replicas and their ranks (guard.py), the
-deadlines (deadlines.py), the phases of forecast and simulation, and the table in docs/wire-protocol.md.
+It gives the coordinator's order of calls and the deadlines (deadlines.py), the guards of trainer ranks, replicas and
+their ranks (guard.py). The phases of forecast and simulation, and the table in docs/wire-protocol.md, come from it too.
 """
 
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
 As in a real round: the same messages in the same order, as many in flight, relays that verify a message before they
 forward it, links shared by the messages on them, and one phase after the other with a call to all participants. If a
-replica dies before COMMIT, the round is given up, and the others repeat it in a new epoch when the lease of the dead
+replica dies before COMMIT, the round is given up. The others repeat it in a new epoch when the lease of the dead
 replica has expired. If it dies in COMMIT, only that replica is lost.
 """
 

@@ -1,7 +1,7 @@
 """Finds the manifests of this Tandem, and copies what an overlay is made of beside it.
 
 A copy, not a reference: the folder can be kept in Git and applied from there (Argo CD, Flux) without a checkout of
-Tandem, and a newer Tandem changes a run's objects only when its overlay is written again.
+Tandem. A newer Tandem changes a run's objects only when its overlay is written again.
 """
 
 import os

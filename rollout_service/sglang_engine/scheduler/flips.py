@@ -1,10 +1,10 @@
 """Hooks in SGLang's scheduler that keep requests correct when the policy version changes between their tokens.
 
 **The step in flight.** The overlap scheduler (the default on GPUs) launches a step before it reads the last one's
-result, and an in-place pause leaves that result unread. A change of the version labels tokens as they have been read,
-so the token in flight, sampled by the old version, would be labelled with the new one, and so would a whole request
-whose prefill is in flight. Therefore that result is read at the pause, as the plain scheduler has done by then. The
-loop, which expects one result per step, reads an empty stand-in when it continues.
+result. An in-place pause leaves that result unread. A change of the version labels tokens as they have been read. So
+the token in flight, sampled by the old version, would be labelled with the new one; so would a whole request whose
+prefill is in flight. Therefore that result is read at the pause, as the plain scheduler has done by then. The loop,
+which expects one result per step, reads an empty stand-in when it continues.
 
 **Waiting requests.** The version is part of the prefix cache's key, which is stored in a request. A request that waits
 during the change is computed by the new version alone, so it gets the new key; with the old one it would begin with

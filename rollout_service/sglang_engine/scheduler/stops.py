@@ -49,6 +49,6 @@ def give_stop_text(result: Any, scheduler: Any, folder: str) -> None:
 def watch_for(params: Any, stop: Sequence[str]) -> None:
     """Set the stop strings of a tokenized request's SamplingParams."""
     params.stop_strs = list(stop)
-    # SGLang decodes one token more than this. A token that is seen holds a byte at least, so that no spelling of a stop
+    # SGLang decodes one token more than this. A token that is seen holds a byte at least. So no spelling of a stop
     # string is longer, however the policy cuts it into tokens.
     params.stop_str_max_len = max((len(text.encode()) for text in stop), default=0)

@@ -1,7 +1,7 @@
 """SGLang's own weight updates, used as slime, verl and AReaL use them; see `benchmarks/README.md`.
 
-The trainer's side: tensor-parallel shards of a pipeline stage are gathered on the stage's first rank, which converts
-them to Hugging Face tensors and broadcasts them in a group with all engine ranks: stage after stage, each in buckets.
+The trainer's side: tensor-parallel shards of a pipeline stage are gathered on the stage's first rank. It converts them
+to Hugging Face tensors and broadcasts them in a group with all engine ranks: stage after stage, each in buckets.
 """
 
 import asyncio

@@ -1,11 +1,10 @@
 """A process group of one epoch: gloo for bytes in host memory, NCCL for those on GPUs; none of torch's global groups.
 
-Headers, cards and acknowledgements are host bytes and always go over gloo, so that a peer's death is noticed
-immediately also where the payload goes over NCCL. When a connection closes, gloo ends the waits of operations that have
-not begun. It forgets one that is half received, or queued behind a send (pair.cc, signalException: neither `rx_` nor
-`tx_`): its wait ends at its deadline only, whatever is closed meanwhile. So no code relies on the end of a wait:
-`probe` finds a closed connection, `abort` closes all others, and a waiting thread can be left behind (`give_up`,
-watched.py).
+Headers, cards and acknowledgements are host bytes and always go over gloo. So a peer's death is noticed immediately
+also where the payload goes over NCCL. When a connection closes, gloo ends the waits of operations that have not begun.
+It forgets one that is half received, or queued behind a send (pair.cc, signalException: neither `rx_` nor `tx_`): its
+wait ends at its deadline only, whatever is closed meanwhile. So no code relies on the end of a wait: `probe` finds a
+closed connection, `abort` closes all others, and a waiting thread can be left behind (`give_up`, watched.py).
 
 nccl.py makes NCCL's groups. The host polls `is_completed`, because its deadline and `abort` replace the groups' own.
 """

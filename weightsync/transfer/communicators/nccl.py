@@ -4,10 +4,10 @@
   (TORCH_NCCL_ASYNC_ERROR_HANDLING 3). A group that is made under TORCH_NCCL_BLOCKING_WAIT has no watchdog:
   `is_completed` asks NCCL itself for errors, and `wait` raises them in the thread that called it. Both variables are
   read when a group is made; they are set for that moment only: SGLang's and Megatron's groups keep their own.
-* **Communicators are built in PREPARE.** Without a device, each pair of ranks would get a communicator of its own at
-  its first message, in TRANSFER: 8 to 64 of them on a receiver. A group connected to a device when it is made has one
+* **Communicators are built in PREPARE.** Without a device, each pair of ranks would get one of its own at its first
+  message, in TRANSFER: 8 to 64 of them on a receiver. A group connected to a device when it is made has one
   communicator of all ranks, and its messages use that (`eagerInit_` in ProcessGroupNCCL::pointToPoint).
-* **Pairs are connected in PREPARE, too.** NCCL connects two ranks at their first message, and blocks the sending thread
+* **Pairs are connected in PREPARE, too.** NCCL connects two ranks at their first message. It blocks the sending thread
   until the other end calls, without a deadline. So the pairs of the plan exchange a byte there, one by one in an order
   that is the same on all ranks (messages.py, `links_of`): a rank that waits knows its peer. One group call for all
   pairs would connect faster, but would not say which of them failed, and gloo has none.

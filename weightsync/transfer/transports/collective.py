@@ -1,8 +1,8 @@
 """The transport collective: point-to-point messages, several under way, in the plan's order, from replica to replica.
 
 A message travels as its segments, then its header: contiguous blocks go from parameter to parameter without a copy,
-the rest through a buffer. Each segment is hashed right after its send was posted (by the sender) or after it has
-arrived (by a rank that passes it on), while it is in the core's cache.
+the rest through a buffer. Each segment is hashed while it is in the core's cache: by the sender right after its send
+was posted, by a rank that passes it on after it has arrived.
 """
 
 import time
