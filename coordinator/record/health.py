@@ -35,9 +35,8 @@ _NOTICEABLE = 0.2
 # Standard deviations of the reward below its best that are a collapse: of rewards of 0 or 1 that have been right half
 # of the time, 0.25.
 _COLLAPSED = 0.5
-# A fall of _NOTICEABLE is a collapse, too, on two conditions. The reward has kept at most this share of what its best
-# was above its worst. The fall is this many standard errors of a window's mean: the best of many windows is 3 of them
-# too good.
+# A fall of _NOTICEABLE is a collapse, too, if at most this share of the rise to the best window is left. The fall must
+# be this many standard errors of a window's mean: the best of many windows is 3 of them too good.
 _LEFT_OF_GAIN = 0.2
 _STANDARD_ERRORS = 6
 # Standard deviation / mean that is rounding, of scores in float32.

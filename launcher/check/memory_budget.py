@@ -4,9 +4,8 @@ The trainer is counted as trainer_service.megatron_engine builds it, with flash 
 full, and all of its tokens as completion tokens. Memory peaks at one of four places: at the output layer, with the
 activations that every layer keeps (forward, or as the backward pass begins); where a layer's activations are computed
 again (trainer.recompute); where its attention reads copies of keys and values (trainer.share_prompts, context
-parallelism); in the optimizer (gradients are clipped, and masters rounded, one tensor at a time). The tokens of a
-mixture of experts are taken as evenly spread over the experts. Prompts and completions that share them have their
-longest length.
+parallelism); in the optimizer (gradients are clipped, and masters rounded, one tensor at a time). Tokens are taken as
+evenly spread over experts. Prompts and completions that share them have their longest length.
 
 Not counted: what CUDA, NCCL and the allocator's fragments take (1 to 3 GiB); an engine's activations (SGLang's own
 estimate is 1.5 MiB for each token of a prefill chunk; they are freed before a weight sync); other temporary tensors

@@ -70,14 +70,8 @@ class MegatronBackend:
         clip_grad: float,
         on_micro_batch: Callable[[bool], None],
     ) -> None:
-        self.chunks, self.optimizer = chunks, optimizer
-        self._device, self._clip_grad, self._on_micro_batch, self._stepped = (
-            device,
-            clip_grad,
-            on_micro_batch,
-            adam.stepped,
-        )
-        self.remember, self.restore, self.gather = adam.remember, adam.restore, adam.gather
+        self.chunks, self.optimizer, self._adam = chunks, optimizer, adam
+        self._device, self._clip_grad, self._on_micro_batch = device, clip_grad, on_micro_batch
         layers = [layer for chunk in chunks for layer in chunk.modules()]
         self._dispatchers = [layer.token_dispatcher for layer in layers if isinstance(layer, MoELayer)]
         self._run = get_forward_backward_func()
@@ -138,7 +132,19 @@ class MegatronBackend:
         for part in self.optimizer.chained_optimizers:
             clip_grad_by_total_norm_fp32(part.get_parameters(), self._clip_grad, norm)
         self.optimizer.step_with_ready_grads()
-        self._stepped()
+        self._adam.stepped()
+
+    def remember(self) -> None:
+        """Keep the weights and AdamW's state."""
+        self._adam.remember()
+
+    def restore(self) -> None:
+        """Undo the updates since then."""
+        self._adam.restore()
+
+    def gather(self) -> None:
+        """Complete the parameters of an optimizer that is divided among ranks."""
+        self._adam.gather()
 
     def _forget_graph(self) -> None:
         """Let go of the pass's autograd graph, which mcore's token dispatchers would keep until the next pass.

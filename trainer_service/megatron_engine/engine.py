@@ -94,9 +94,8 @@ class MegatronEngine:
             share_prompts=trainer.share_prompts,
         )
         self._profiler = StepProfiler(config.profile, run_dir, device)
-        self._backend = MegatronBackend(
-            wrapped, optimizer, self._adam, device, trainer.clip_grad, self._profiler.micro_batch
-        )
+        micro_batch, clip_grad = self._profiler.micro_batch, trainer.clip_grad
+        self._backend = MegatronBackend(wrapped, optimizer, self._adam, device, clip_grad, micro_batch)
         self._offload = build.build_offload(trainer.offload, wrapped, optimizer, device, run_dir, self._agreement)
         self._reference = ReferencePolicy(self._parameters, self._offload) if config.grpo.kl_coefficient != 0 else None
         # then checkpoints have it too

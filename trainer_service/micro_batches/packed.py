@@ -12,10 +12,10 @@ class PackedRow:
     """One row of T tokens: B samples, each without its last token, which predicts nothing.
 
     The row is s sequences. One is a whole sample, or a prompt that several samples share, or the completion of one of
-    those. That attends to the prompt's tokens and to its own. It has t completion tokens to predict, those that are the
-    policy's: the logits at `positions[k]` predict token k; several completions' first tokens are predicted at one
-    position if they share a prompt. Padding is 0s: after a sequence, up to a multiple that context parallelism needs;
-    at the row's end one more sequence, up to a multiple that sequence parallelism needs.
+    those, which attends to its prompt too. The row has t completion tokens to predict, those that are the policy's: the
+    logits at `positions[k]` predict token k; several completions' first tokens are predicted at one position if they
+    share a prompt. Padding is 0s: after a sequence, up to a multiple that context parallelism needs; at the row's end
+    one more sequence, up to a multiple that sequence parallelism needs.
 
     A context-parallel rank's row (`context_share`) is chunks of these sequences, which attend to all before them.
     """

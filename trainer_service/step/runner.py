@@ -121,7 +121,8 @@ class StepRunner(Generic[B]):
         return logprobs, entropies
 
     def _metrics(self, done: "_Done", state: TokenState, samples: Samples) -> dict[str, float]:
-        largest = self._reduced_max(state.abs_diff_max)
+        dist.all_reduce(state.abs_diff_max, dist.ReduceOp.MAX)
+        largest = float(state.abs_diff_max)
         if not self.backend.counts:
             state.abs_diff_counts.zero_()
         dist.all_reduce(state.abs_diff_counts)
@@ -186,10 +187,6 @@ class StepRunner(Generic[B]):
             sums[SUMS.index("not_finite")] += 1
         dist.all_reduce(sums)
         return sums
-
-    def _reduced_max(self, value: Tensor) -> float:
-        dist.all_reduce(value, dist.ReduceOp.MAX)
-        return float(value)
 
     def _leave_out(self, norm: float, state: TokenState, done: "_Done", of: tuple[Samples, int]) -> None:
         """Leave an update out whose loss or gradient is not finite.
