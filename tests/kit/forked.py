@@ -27,6 +27,7 @@ from servicekit.lifecycle.children import die_with_parent
 
 _MESSAGE_BYTES = 1 << 17
 _HIGH_FD = 200
+ANSWER_S = 480.0  # the first answer comes after the imports
 
 
 class ForkedProcess:
@@ -77,6 +78,7 @@ class Zygote:
 
     def __init__(self, modules: Sequence[str], variables: Mapping[str, str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(ANSWER_S)
         self._lock = threading.Lock()
         with theirs:
             self._process = subprocess.Popen(
@@ -87,7 +89,7 @@ class Zygote:
             )
 
     def ask(self, request: dict[str, Any], fds: Sequence[int] = ()) -> Any:
-        """Send a request. Returns: its answer. Raises: RuntimeError: the zygote has ended."""
+        """Send a request. Returns: its answer. Raises: RuntimeError: the zygote has ended; TimeoutError."""
         with self._lock:
             socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
             answer = self._socket.recv(_MESSAGE_BYTES)

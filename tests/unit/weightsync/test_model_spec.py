@@ -1,11 +1,13 @@
 """What ModelSpec reads of a config.json beyond sizes: rotary scaling, and experts in both spellings."""
 
+import math
 from typing import Any
 
 import pytest
 
 from servicekit.errors import ConfigError
 from tests.kit.stores import tiny_spec
+from weightsync.layouts.hf import hf_layout
 
 ROPE = {
     "rope_type": "llama3",
@@ -71,3 +73,12 @@ def test_models_with_other_scalings_are_not_the_same_and_without_one_keep_their_
 def test_experts_are_read_in_both_spellings(name: str, normalised: bool) -> None:
     spec = tiny_spec("qwen3_moe", **EXPERTS, **{name: 4}, norm_topk_prob=normalised)
     assert (spec.num_experts, spec.norm_topk_prob) == (4, normalised)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_elements_are_those_of_all_matrices(family: str, tied: bool) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [1]}
+    spec = tiny_spec(family, tie_word_embeddings=tied, **experts if family == "qwen3_moe" else {})
+    shapes = hf_layout(spec).param_shapes
+    assert spec.num_elements == sum(math.prod(shape) for shape in shapes if len(shape) == 2)
