@@ -92,20 +92,21 @@ class Hop:
 
 
 def route(
-    messages: Sequence[Message], trainer_ranks: int, first_rank_by_replica: Sequence[int], rank: int
+    messages: Sequence[Message], trainer_ranks: int, first_rank_by_replica: Sequence[int], rank: int | None = None
 ) -> list[Hop]:
     """List the hops in which communicator rank `rank` takes part, in the order in which it must process them.
 
     Args:
         trainer_ranks: number of trainer ranks, which come first in the communicator.
         first_rank_by_replica: communicator rank of TP rank 0 of each replica of this layout, in chain order.
+        rank: None: the hops of all ranks.
     """
     hops = []
     for message in messages:
         sender = message.src
         for hop, first in enumerate(first_rank_by_replica):
             receiver = first + message.dst
-            if rank in (sender, receiver):
+            if rank is None or rank in (sender, receiver):
                 hops.append(Hop(message=message, hop=hop, sender=sender, receiver=receiver))
             sender = receiver
     return hops

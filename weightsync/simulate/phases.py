@@ -11,7 +11,7 @@ from weightsync.plans.messages import Message
 from weightsync.plans.plan import TransferPlan
 from weightsync.round.phases import ROUND
 from weightsync.simulate.clock import Clock, Machine, SimulatedLink
-from weightsync.simulate.ranks import Rank, Walk, Weights, steps_of
+from weightsync.simulate.ranks import Rank, Walk, Weights, hops_by_rank
 
 _IN_CALL_BEFORE = frozenset(rule.name for rule in ROUND if rule.in_call_before)
 
@@ -95,8 +95,8 @@ def _transfer(fleet: SimulatedFleet, replicas: Sequence[int], until_s: float) ->
         ranks += [_rank(speeds.rollout_link, fleet.speed_of(replica)) for _ in range(width)]
     machine, weights = Machine(clock, speeds.cores), Weights.of(fleet.sizes, speeds)
     walk = Walk(clock=clock, machine=machine, speeds=speeds, ranks=ranks, weights=weights)
-    for rank, steps in enumerate(steps_of(fleet.messages, trainers, width, len(replicas))):
-        clock.after(speeds.rpc_s, partial(walk.start, rank, steps))
+    for rank, hops in enumerate(hops_by_rank(fleet.messages, trainers, width, len(replicas))):
+        clock.after(speeds.rpc_s, partial(walk.start, rank, hops))
     clock.run(until_s)
     ends = [clock.now if rank.finished_s is None else rank.finished_s for rank in ranks]
     first = {replica: trainers + place * width for place, replica in enumerate(replicas)}

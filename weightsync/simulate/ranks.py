@@ -1,20 +1,15 @@
-"""Simulated ranks: each processes its messages as `transports/collective.py` does, several in flight, in total order.
-
-tests/unit/weightsync/test_walks_agree.py checks, for random plans, that both do the same operations.
-"""
+"""Simulated ranks: each does the steps of `plans/walk.py`, as the transport `collective` does."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
 
 from weightsync.plans.cost import MessageSizes, Speeds
-from weightsync.plans.limits import RECEIVES, SENDS, number_of_buffers
-from weightsync.plans.messages import Message
+from weightsync.plans.limits import number_of_buffers
+from weightsync.plans.messages import Hop, Message, route
+from weightsync.plans.walk import Step, walk
 from weightsync.simulate.clock import Clock, Machine, SimulatedLink
-
-Step = tuple[Literal["send", "relay", "receive"], int, int]  # what, index of the message, rank of the other end
 
 
 @dataclass(eq=False, slots=True)
@@ -62,30 +57,14 @@ class Weights:
         )
 
 
-def steps_of(messages: Sequence[Message], trainer_ranks: int, replica_ranks: int, replicas: int) -> list[list[Step]]:
-    """List the steps of each rank, [ranks], in the order of `messages.route`; the trainer's ranks come first."""
-    steps: list[list[Step]] = [[] for _ in range(trainer_ranks + replicas * replica_ranks)]
-    for index, message in enumerate(messages):
-        sender, what = message.src, "send"
-        for replica in range(replicas):
-            receiver = trainer_ranks + replica * replica_ranks + message.dst
-            steps[sender].append((what, index, receiver))  # type: ignore[arg-type]
-            steps[receiver].append(("receive", index, sender))
-            sender, what = receiver, "relay"
-    return steps
-
-
-@dataclass(eq=False)
-class RankTraffic:
-    """A rank's messages in flight.
-
-    Attributes:
-        outgoing: with the number of buffers that are free again when the message has delivered.
-    """
-
-    free_buffers: int
-    outgoing: deque[tuple[MessageInFlight, int]] = field(default_factory=deque)
-    incoming: deque[MessageInFlight] = field(default_factory=deque)
+def hops_by_rank(messages: Sequence[Message], trainer_ranks: int, replica_ranks: int, replicas: int) -> list[list[Hop]]:
+    """List the hops of each rank, [ranks], in order; the trainer's ranks come first."""
+    firsts = [trainer_ranks + replica * replica_ranks for replica in range(replicas)]
+    by_rank: list[list[Hop]] = [[] for _ in range(trainer_ranks + replicas * replica_ranks)]
+    for hop in route(messages, trainer_ranks, firsts):
+        by_rank[hop.sender].append(hop)
+        by_rank[hop.receiver].append(hop)
+    return by_rank
 
 
 @dataclass(eq=False)
@@ -100,9 +79,9 @@ class Walk:
     flights: dict[tuple[int, int], MessageInFlight] = field(default_factory=dict)  # by message and receiver
     lines: dict[tuple[int, int], deque[MessageInFlight]] = field(default_factory=dict)  # by sender and receiver
 
-    def start(self, rank: int, steps: Sequence[Step]) -> None:
+    def start(self, rank: int, hops: Sequence[Hop]) -> None:
         """Start a rank now."""
-        self._continue(rank, self._steps(rank, steps))
+        self._continue(rank, self._process(rank, hops))
 
     def _continue(self, rank: int, process: "Iterator[float | MessageInFlight]") -> None:
         """Run a rank until it must wait, or has finished."""
@@ -116,77 +95,37 @@ class Walk:
             return
         self.ranks[rank].finished_s = self.clock.now
 
-    def _steps(self, rank: int, steps: Sequence[Step]) -> "Iterator[float | MessageInFlight]":
-        """Do what Transfer.run does on one rank; yield the computations and messages that it waits for."""
-        traffic = RankTraffic(self._num_buffers([index for _, index, _ in steps]))
-        for what, index, peer in steps:
-            if what == "send":
-                yield from self._send(rank, index, peer, traffic)
-        relays = {index: peer for what, index, peer in steps if what == "relay"}
-        to_receive = deque((index, peer) for what, index, peer in steps if what == "receive")
-        while to_receive or traffic.incoming:
-            yield from self._receive_ahead(rank, to_receive, traffic)
-            yield from self._accept(rank, traffic.incoming.popleft(), relays, traffic)
-        while traffic.outgoing:
-            yield from self._finish_send(traffic)
-
-    def _num_buffers(self, indices: Sequence[int]) -> int:
+    def _process(self, rank: int, hops: Sequence[Hop]) -> "Iterator[float | MessageInFlight]":
+        """Do the steps of one rank; yield the computations and messages that it waits for."""
         weights = self.weights
-        size = max((weights.staged_dst[index] for index in indices), default=0)
-        return number_of_buffers(size, max((weights.num_bytes[index] for index in indices), default=0))
-
-    def _send(self, rank: int, index: int, peer: int, traffic: RankTraffic) -> "Iterator[float | MessageInFlight]":
-        yield from self._make_room(traffic)
-        yield self.weights.pack_s[index]
-        flight = self._ready(index, rank, peer)
-        traffic.outgoing.append((flight, 0))
-        yield self.weights.digest_s[index]
-        self._sign(rank, flight)
-
-    def _relay(self, rank: int, index: int, peer: int, traffic: RankTraffic) -> "Iterator[float | MessageInFlight]":
-        yield from self._make_room(traffic)
-        yield self.weights.relay_s[index]
-        flight = self._ready(index, rank, peer)
-        traffic.outgoing.append((flight, self._buffers(index)))
-        self._sign(rank, flight)
-
-    def _make_room(self, traffic: RankTraffic) -> "Iterator[float | MessageInFlight]":
-        while len(traffic.outgoing) >= SENDS:
-            yield from self._finish_send(traffic)
-
-    def _finish_send(self, traffic: RankTraffic) -> "Iterator[float | MessageInFlight]":
-        flight, buffers = traffic.outgoing.popleft()
-        yield flight
-        traffic.free_buffers += buffers
-
-    def _receive_ahead(
-        self, rank: int, to_receive: deque[tuple[int, int]], traffic: RankTraffic
-    ) -> "Iterator[float | MessageInFlight]":
-        while to_receive and len(traffic.incoming) < RECEIVES:
-            index, peer = to_receive[0]
-            while traffic.free_buffers < self._buffers(index):
-                if traffic.incoming:
-                    return
-                yield from self._finish_send(traffic)
-            to_receive.popleft()
-            traffic.free_buffers -= self._buffers(index)
-            traffic.incoming.append(self._ready(index, peer, rank))
-
-    def _accept(
-        self, rank: int, flight: MessageInFlight, relays: dict[int, int], traffic: RankTraffic
-    ) -> "Iterator[float | MessageInFlight]":
-        yield flight
-        index = flight.index
-        if index in relays:  # a relay verifies before it forwards
-            yield self.weights.digest_s[index]
-            yield from self._relay(rank, index, relays[index], traffic)
-        yield self.weights.unpack_s[index]
-        self.ranks[rank].received_bytes += self.weights.num_bytes[index]
-        if index not in relays:
-            traffic.free_buffers += self._buffers(index)
-
-    def _buffers(self, index: int) -> int:
-        return int(self.weights.staged_dst[index] > 0)
+        size, largest = (
+            max((column[hop.message.sequence] for hop in hops), default=0)
+            for column in (weights.staged_dst, weights.num_bytes)
+        )
+        mine: dict[tuple[int, int], MessageInFlight] = {}  # as `flights`
+        buffers = number_of_buffers(size, largest)
+        for step, hop in walk(rank, hops, buffers, lambda message: weights.staged_dst[message.sequence] > 0):
+            index, key = hop.message.sequence, (hop.message.sequence, hop.receiver)
+            match step:
+                case Step.SEND:
+                    yield weights.pack_s[index]
+                    mine[key] = self._ready(hop)
+                    yield weights.digest_s[index]
+                    self._sign(rank, mine[key])
+                case Step.RELAY:
+                    yield weights.relay_s[index]
+                    mine[key] = self._ready(hop)
+                    self._sign(rank, mine[key])
+                case Step.RECEIVE:
+                    mine[key] = self._ready(hop)
+                case Step.SENT | Step.RECEIVED:
+                    yield mine.pop(key)
+                case Step.VERIFIED:
+                    yield mine.pop(key)
+                    yield weights.digest_s[index]
+                case Step.UNPACK:
+                    yield weights.unpack_s[index]
+                    self.ranks[rank].received_bytes += weights.num_bytes[index]
 
     def _sign(self, rank: int, flight: MessageInFlight) -> None:
         """Note that the sender has finished its part."""
@@ -194,8 +133,9 @@ class Walk:
         self._deliver(flight)
         self.ranks[rank].sent_bytes += self.weights.num_bytes[flight.index]
 
-    def _ready(self, index: int, sender: int, receiver: int) -> MessageInFlight:
+    def _ready(self, hop: Hop) -> MessageInFlight:
         """Note that one end is ready; the second one starts the transfer."""
+        index, sender, receiver = hop.message.sequence, hop.sender, hop.receiver
         flight = self.flights.setdefault((index, receiver), MessageInFlight(index))
         flight.ends_ready += 1
         if flight.ends_ready == 2:

@@ -14,7 +14,7 @@ from weightsync.plans.messages import cut_messages, route
 from weightsync.plans.plan import make_plan
 from weightsync.simulate.clock import Clock, Machine, SimulatedLink
 from weightsync.simulate.phases import SimulatedFleet, SlowReplica
-from weightsync.simulate.ranks import steps_of
+from weightsync.simulate.ranks import hops_by_rank
 from weightsync.simulate.round import ReplicaDeath, RoundScenario, simulate
 from weightsync.transfer.transports import packing
 
@@ -59,14 +59,13 @@ def test_the_chain_costs_one_message_per_replica_and_no_further_egress() -> None
     assert set(many.received_bytes.values()) == {shard_bytes(scene())}
 
 
-def test_ranks_walk_in_the_order_of_the_executor() -> None:
+def test_each_rank_has_the_hops_of_the_executor() -> None:
     one = scene(3, tp=2)
-    steps = steps_of(one.fleet.messages, 2, 2, 3)
-    for rank, mine in enumerate(steps):
-        hops = route(one.fleet.messages, 2, [2, 4, 6], rank)
-        expected = [(h.message.sequence, h.sender if h.receiver == rank else h.receiver) for h in hops]
-        assert [(index, peer) for _, index, peer in mine] == expected
-        assert [what == "receive" for what, _, _ in mine] == [hop.receiver == rank for hop in hops]
+    for rank, hops in enumerate(hops_by_rank(one.fleet.messages, 2, 2, 3)):
+        expected = route(one.fleet.messages, 2, [2, 4, 6], rank)
+        assert [(h.message.sequence, h.hop, h.sender, h.receiver) for h in hops] == [
+            (h.message.sequence, h.hop, h.sender, h.receiver) for h in expected
+        ]
 
 
 def test_messages_are_cut_into_segments_as_the_packer_does() -> None:

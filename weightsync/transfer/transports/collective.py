@@ -6,17 +6,17 @@ was posted, by a rank that passes it on after it has arrived.
 """
 
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from servicekit.errors import DigestMismatch, PeerLost
-from weightsync.plans.limits import RECEIVES, SENDS, number_of_buffers
+from weightsync.plans.limits import number_of_buffers
 from weightsync.plans.messages import Hop, Link, Message, links_of
 from weightsync.plans.participants import Participants
 from weightsync.plans.round_plan import RoundPlan
+from weightsync.plans.walk import Step, walk
 from weightsync.transfer.communicators.communicator import Communicator, Pending
 from weightsync.transfer.communicators.watched import run_watched
 from weightsync.transfer.digest import HEADER_BYTES, PayloadDigest
@@ -28,16 +28,11 @@ from weightsync.transfer.transports.transport import TransferJob, TransferStats,
 class _Flight:
     """A message under way: the bytes of each segment, and its header. buffer: None where no segment needs one."""
 
-    hop: Hop
     segments: Sequence[Segment]
     parts: list[torch.Tensor]
     head: torch.Tensor
     buffer: torch.Tensor | None
     works: list[Pending]
-
-    @property
-    def message(self) -> Message:
-        return self.hop.message
 
 
 class Buffers:
@@ -52,27 +47,22 @@ class Buffers:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._size = 0
-        self._number = 0
-        self._used = 0
         self._free: list[torch.Tensor] = []
         self.peak_bytes = 0
 
-    def resize(self, size: int, largest_message: int) -> None:
-        """Set the size to at least this many bytes; drop buffers of an older plan if too small or too many."""
+    def resize(self, size: int, largest_message: int) -> int:
+        """Set the size to at least this many bytes; drop buffers of an older plan if too small or too many.
+
+        Returns: how many may be taken.
+        """
         kept = max(size, self._size)
         if size > self._size or self.peak_bytes > number_of_buffers(kept, largest_message) * kept:
             self._size, self.peak_bytes = size, 0
             self._free.clear()
-        self._number = number_of_buffers(self._size, largest_message)
-        self._used = 0
-
-    def are_left(self) -> bool:
-        """Whether take() may be called."""
-        return self._used < self._number
+        return number_of_buffers(self._size, largest_message)
 
     def take(self) -> torch.Tensor:
         """Take a buffer; give() returns it."""
-        self._used += 1
         if self._free:
             return self._free.pop()
         self.peak_bytes += self._size
@@ -80,7 +70,6 @@ class Buffers:
 
     def give(self, buffer: torch.Tensor) -> None:
         """Return a buffer."""
-        self._used -= 1
         self._free.append(buffer)
 
 
@@ -147,47 +136,40 @@ class _Connecting:
 
 
 class _Walk:
-    """One rank's walk over its hops.
-
-    It waits only for the oldest message, whose other end gets to it too: the order is the same on all ranks.
-    """
+    """Does the steps of this rank's walk."""
 
     def __init__(self, communicator: Communicator, job: TransferJob, hops: Sequence[Hop], buffers: Buffers) -> None:
         self._comm = communicator
         self._job = job
         self._waits = Waits(communicator, job)
         self._packer: Packer = job.packer
-        self._buffers = buffers
-        self._outgoing: deque[_Flight] = deque()
-        self._incoming: deque[_Flight] = deque()
-        self._to_send = [hop for hop in hops if hop.sender == communicator.rank and hop.hop == 0]
-        self._to_receive = deque(hop for hop in hops if hop.receiver == communicator.rank)
-        self._relays = {hop.message.sequence: hop for hop in hops if hop.sender == communicator.rank and hop.hop > 0}
+        self._hops, self._buffers = hops, buffers
+        self._flights: dict[int, _Flight] = {}  # by sequence
         self._stats = TransferStats()
-        buffers.resize(
-            max((self._packer.staged_bytes(hop.message) for hop in hops), default=0),
-            max((self._packer.payload_bytes(hop.message) for hop in hops), default=0),
-        )
 
     def run(self) -> TransferStats:
         start = time.monotonic()
-        for hop in self._to_send:
-            self._make_room()
-            self._send(hop)
-        while self._to_receive or self._incoming:
-            self._receive_ahead()
-            self._accept(self._incoming.popleft())
-        while self._outgoing:
-            self._finish_send()
+        number = self._buffers.resize(
+            max((self._packer.staged_bytes(hop.message) for hop in self._hops), default=0),
+            max((self._packer.payload_bytes(hop.message) for hop in self._hops), default=0),
+        )
+        actions: dict[Step, Callable[[Hop], None]] = {
+            Step.SEND: self._send,
+            Step.SENT: self._sent,
+            Step.RECEIVE: self._receive,
+            Step.RECEIVED: self._received,
+            Step.VERIFIED: lambda hop: self._received(hop, PayloadDigest()),
+            Step.RELAY: self._relay,
+            Step.UNPACK: self._unpack,
+            Step.UNPACKED: self._release,
+        }
+        for step, hop in walk(self._comm.rank, self._hops, number, self._needs_buffer):
+            actions[step](hop)
         self._stats.seconds = time.monotonic() - start
         self._stats.staging_bytes = self._buffers.peak_bytes
         return self._stats
 
     # ---- sending ----
-
-    def _make_room(self) -> None:
-        while len(self._outgoing) >= SENDS:
-            self._finish_send()
 
     def _send(self, hop: Hop) -> None:
         flight = self._flight(hop)
@@ -199,75 +181,59 @@ class _Walk:
             digest.update(part)
         flight.head = self._job.header(hop.message, digest.digest())
         flight.works.append(self._comm.send(flight.head, hop.receiver, hop.message.sequence))
-        self._outgoing.append(flight)
 
-    def _relay(self, flight: _Flight, hop: Hop) -> None:
-        self._make_room()
-        flight.hop = hop
+    def _relay(self, hop: Hop) -> None:
+        flight = self._flights[hop.message.sequence]
         parts = (*flight.parts, flight.head)
         flight.works = [self._comm.send(part, hop.receiver, hop.message.sequence, lane=hop.hop) for part in parts]
-        self._outgoing.append(flight)
 
-    def _finish_send(self) -> None:
-        flight = self._outgoing.popleft()
-        for work in flight.works:
-            self._waits.wait(work, flight.hop.receiver)
+    def _sent(self, hop: Hop) -> None:
+        for work in self._flights[hop.message.sequence].works:
+            self._waits.wait(work, hop.receiver)
         self._stats.num_messages += 1
-        self._stats.bytes_sent += self._packer.payload_bytes(flight.message)
-        self._release(flight)
+        self._stats.bytes_sent += self._packer.payload_bytes(hop.message)
+        self._release(hop)
 
     # ---- receiving ----
 
-    def _receive_ahead(self) -> None:
-        """Post receives for the next messages; for at least one, waiting for a buffer if needed."""
-        while self._to_receive and len(self._incoming) < RECEIVES:
-            hop = self._to_receive[0]
-            while self._needs_buffer(hop) and not self._buffers.are_left():
-                if self._incoming:
-                    return
-                self._finish_send()  # no receive is under way, so sends hold the buffers
-            self._to_receive.popleft()
-            flight = self._flight(hop)
-            for part in (*flight.parts, flight.head):
-                flight.works.append(self._comm.receive(part, hop.sender, hop.message.sequence, lane=hop.hop))
-            self._incoming.append(flight)
+    def _receive(self, hop: Hop) -> None:
+        flight = self._flight(hop)
+        for part in (*flight.parts, flight.head):
+            flight.works.append(self._comm.receive(part, hop.sender, hop.message.sequence, lane=hop.hop))
 
-    def _needs_buffer(self, hop: Hop) -> bool:
-        return self._packer.staged_bytes(hop.message) > 0
-
-    def _accept(self, flight: _Flight) -> None:
-        """Wait for a message, check its header, pass it on if this rank is not the last of its chain, and unpack it."""
-        message, sender = flight.message, flight.hop.sender
-        onward = self._relays.get(message.sequence)
-        digest = PayloadDigest()
+    def _received(self, hop: Hop, digest: PayloadDigest | None = None) -> None:
+        """Wait for a message and check its header; the digest of its bytes is checked here, or else in VERIFY."""
+        message, flight = hop.message, self._flights[hop.message.sequence]
         for part, work in zip(flight.parts, flight.works[:-1], strict=True):
-            self._waits.wait(work, sender)
-            if onward is not None:
+            self._waits.wait(work, hop.sender)
+            if digest is not None:
                 digest.update(part)
-        self._waits.wait(flight.works[-1], sender)
+        self._waits.wait(flight.works[-1], hop.sender)
         expected = self._job.digest_in(flight.head, message)
-        if onward is not None and digest.digest() != expected:  # pass on verified bytes only
+        if digest is not None and digest.digest() != expected:
             raise DigestMismatch(
                 f"{self._comm.slots[self._comm.rank]}: message {message.sequence} from "
-                f"{self._comm.slots[sender]} is not what the trainer sent; it is not passed on"
+                f"{self._comm.slots[hop.sender]} is not what the trainer sent; it is not passed on"
             )
         self._stats.num_messages += 1
         self._stats.bytes_received += self._packer.payload_bytes(message)
         self._stats.received.append((message, expected))
-        if onward is not None:
-            self._relay(flight, onward)
+
+    def _unpack(self, hop: Hop) -> None:
+        flight = self._flights[hop.message.sequence]
         for segment, part in zip(flight.segments, flight.parts, strict=True):
             if segment.lent is None:
                 self._packer.unpack_segment(segment, part)
-        if onward is None:
-            self._release(flight)
 
-    # ---- both ----
+    # ---- buffers ----
+
+    def _needs_buffer(self, message: Message) -> bool:
+        return self._packer.staged_bytes(message) > 0
 
     def _flight(self, hop: Hop) -> _Flight:
         """Lay out a message's bytes: in the parameters, or in a buffer."""
         segments = self._packer.segments(hop.message)
-        buffer = self._buffers.take() if self._needs_buffer(hop) else None
+        buffer = self._buffers.take() if self._needs_buffer(hop.message) else None
         parts = []
         begin = 0
         for segment in segments:
@@ -277,8 +243,11 @@ class _Walk:
                 parts.append(buffer[begin : begin + segment.num_bytes])
                 begin += segment.num_bytes
         head = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-        return _Flight(hop=hop, segments=segments, parts=parts, head=head, buffer=buffer, works=[])
+        flight = _Flight(segments=segments, parts=parts, head=head, buffer=buffer, works=[])
+        self._flights[hop.message.sequence] = flight
+        return flight
 
-    def _release(self, flight: _Flight) -> None:
+    def _release(self, hop: Hop) -> None:
+        flight = self._flights.pop(hop.message.sequence)
         if flight.buffer is not None:
             self._buffers.give(flight.buffer)
