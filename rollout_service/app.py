@@ -33,6 +33,7 @@ from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from tandem_config.comparing.agreeing import agreed_settings
 from tandem_config.schema import RunConfig
 from weightsync.layouts.layout import Parallel
+from weightsync.layouts.registry import ROLLOUT_ENGINE
 from weightsync.membership.coordinator_lease import fence_of
 from weightsync.membership.rendezvous import Rendezvous
 from weightsync.round.client import SERVICE
@@ -229,7 +230,7 @@ class _Replica:
         )
         servicer = RolloutServicer(
             name=self._name,
-            parallel=Parallel(tensor=rollout.tensor_parallel, expert=rollout.expert_parallel),
+            parallel=Parallel(engine=ROLLOUT_ENGINE, tensor=rollout.tensor_parallel, expert=rollout.expert_parallel),
             max_groups=rollout.max_groups_per_call,
             engine=engine,
             ranks=ranks,

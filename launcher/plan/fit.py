@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from servicekit.errors import ConfigError
 from tandem_config.problems import ConfigErrors, problem
@@ -49,7 +50,7 @@ def _suggestion(engine: str, spec: ModelSpec, parallel: Parallel) -> str:
     return ""
 
 
-_NO_EXTRA_LAYERS = {"embedding_counts": False, "loss_counts": False}
+_NO_EXTRA_LAYERS: dict[str, Any] = {"embedding_counts": False, "loss_counts": False}
 
 
 def _fitting(engine: str, spec: ModelSpec, parallel: Parallel, field: str, sizes: Iterable[int]) -> list[int]:

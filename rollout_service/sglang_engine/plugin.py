@@ -77,6 +77,7 @@ def _serve_shards(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     from servicekit.logs import configure_logging
     from servicekit.rpc.sync_server import start_sync_server
     from weightsync.layouts.layout import Parallel
+    from weightsync.layouts.registry import ROLLOUT_ENGINE
     from weightsync.model.spec import ModelSpec
     from weightsync.transfer.session import SyncMember
 
@@ -90,7 +91,7 @@ def _serve_shards(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     member = SyncMember(
         spec=ModelSpec.from_folder(settings.model),
         slot=f"{settings.replica}/{parallel.tp_rank}",
-        parallel=Parallel(tensor=parallel.tp_size, expert=parallel.moe_ep_size),
+        parallel=Parallel(engine=ROLLOUT_ENGINE, tensor=parallel.tp_size, expert=parallel.moe_ep_size),
         tensors=receivable_tensors(runner.model),
         redis_url=settings.redis_url,
         group=settings.group,

@@ -45,6 +45,7 @@ BOUNDS: Table = {
         "last_stage_layers": _SIZE,
         "embedding_counts": Flag(),
         "loss_counts": Flag(),
+        "engine": _OPTIONAL_ID,
     },
     "tandem_api.weights.v1.ReplicaSpec": {"name": _ID, "parallel": SubMessage()},
     "tandem_api.weights.v1.Round": {

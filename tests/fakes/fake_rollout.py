@@ -20,6 +20,7 @@ from tests.fakes.fake_sync import FakeSync
 from tests.fakes.refusal import refuse
 from tests.kit.folders import EOS, NUM_PARAMETERS, answer_of, encode
 from weightsync.layouts.layout import Parallel
+from weightsync.layouts.registry import ROLLOUT_ENGINE
 from weightsync.round.client import run_in_turn
 from weightsync.round.phases import ABORT, COMMIT, TRANSFER, VERIFY, Phase, Role
 
@@ -141,7 +142,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
             name=self.name,
             state=self.state,
             policy_version=self.policy_version,
-            parallel=Parallel(tensor=self.tensor_parallel).to_proto(),
+            parallel=Parallel(engine=ROLLOUT_ENGINE, tensor=self.tensor_parallel).to_proto(),
             versions=common_pb2.SoftwareVersions(packages={"sglang": "0.0", "torch": "0.0"}),
             settings_digest=self.settings_digest,
         )

@@ -15,6 +15,7 @@ from tandem_api.trainer.v1 import trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
 from tests.fakes.fake_sync import FakeSync
 from weightsync.layouts.layout import Parallel
+from weightsync.layouts.registry import TRAINER_ENGINE
 from weightsync.round.phases import Role
 
 
@@ -165,7 +166,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         return pb.GetStatusResponse(
             policy_version=self.policy_version,
-            parallel=Parallel(tensor=self.tensor_parallel).to_proto(),
+            parallel=Parallel(engine=TRAINER_ENGINE, tensor=self.tensor_parallel).to_proto(),
             world_size=self.tensor_parallel,
             versions=common_pb2.SoftwareVersions(packages={"megatron_core": "0.0", "torch": "0.0"}),
             settings_digest=self.settings_digest,

@@ -22,6 +22,7 @@ from tandem_files.digests import MANIFEST, Digest, read_manifest
 from tandem_files.run_paths import FolderKind
 from trainer_service.identity import differences
 from weightsync.layouts.layout import Parallel
+from weightsync.layouts.registry import TRAINER_ENGINE
 
 Value = TypeVar("Value")
 
@@ -156,7 +157,7 @@ def weights_only(tensors: Mapping[str, Value]) -> dict[str, Value]:
 def parallel_of(folder: Path, meta: dict[str, Any]) -> Parallel:
     """Return the parallel sizes of the trainer that wrote a checkpoint. Raises: ConfigError: meta.json has none."""
     try:
-        return Parallel(**meta["parallel"])
+        return Parallel(engine=TRAINER_ENGINE, **meta["parallel"])
     except (KeyError, TypeError):
         raise ConfigError(
             f"{folder / META} has no usable parallel sizes ({meta.get('parallel')!r}): it was not written by this "

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ def import_policy(model: Path, spec: ModelSpec, parallel: Parallel, dtype: torch
             write_stream(partial / file, {name: shapes[name] for name in names}, dtype, tensors)
             leave_digest(partial / file)
         meta: dict[str, Any] = {"model": json.loads(spec.fingerprint()), "dtype": str(dtype).removeprefix("torch.")}
-        meta |= {"parallel": asdict(parallel), "policy_version": 0, OPTIMIZER: False, EXTRA: False}
+        meta |= {"parallel": parallel.sizes(), "policy_version": 0, OPTIMIZER: False, EXTRA: False}
         return publish(partial, out, meta)
     finally:
         discard(partial)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ from trainer_service.step.reference import ReferencePolicy, check_reference
 from trainer_service.step.runner import StepRunner
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
+from weightsync.layouts.registry import TRAINER_ENGINE
 from weightsync.model.spec import ModelSpec
 from weightsync.transfer.hf_files import gather_tensors, load_shards, write_folder
 
@@ -59,7 +60,8 @@ class MegatronEngine:
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         # steps are fewer than the version if a restarted run has skipped numbers; updates left out are over the run
         self._version = self._steps_done = self._skipped_updates = 0
-        self._spec, self._parallel = ModelSpec.from_folder(config.model.path), Parallel(**trainer.parallel_sizes)
+        self._spec = ModelSpec.from_folder(config.model.path)
+        self._parallel = Parallel(engine=TRAINER_ENGINE, **trainer.parallel_sizes)
         # reports every problem of models and sizes before anything is built
         self._layout = megatron_layout(self._spec, self._parallel)
         check_reference(config, self._spec)
@@ -241,7 +243,7 @@ class MegatronEngine:
             about |= {"steps_done": self._steps_done, "skipped_updates": self._skipped_updates}
         # The id of one rank: all must write the same.
         about[RUN_ID] = self._agreement.first_text(run_id_of(self._run_dir))
-        return {**self._reader.meta, "parallel": asdict(self._parallel), **about}
+        return {**self._reader.meta, "parallel": self._parallel.sizes(), **about}
 
     def _tensors_in(self, about: Mapping[str, Any]) -> dict[str, Held]:
         """Return the tensors of a checkpoint. about: the entries of its meta.json."""

@@ -5,7 +5,7 @@ and the block of a rank's parameter, of the same size, that holds it.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,11 +28,10 @@ _SIZES = frozenset(("tensor", "pipeline", "data", "context", "expert", "expert_t
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """Parallel sizes of one side; a size that does not apply is 1.
-
-    The last four are the trainer's unequal pipeline splits.
+    """Parallel sizes of one side, and the engine that has them; a size that does not apply is 1.
 
     Attributes:
+        engine: as in `layouts/registry.py`; "": that of the side.
         first_stage_layers: layers of the first stage; 0: as many as the others.
         last_stage_layers: layers of the last stage; 0: as many as the others.
         embedding_counts: megatron-core's account_for_embedding_in_pipeline_split.
@@ -50,6 +49,7 @@ class Parallel:
     last_stage_layers: int = 0
     embedding_counts: bool = False
     loss_counts: bool = False
+    engine: str = ""
 
     @property
     def world_size(self) -> int:
@@ -65,12 +65,15 @@ class Parallel:
     def from_proto(cls, sizes: weights_pb2.ParallelSizes) -> "Parallel":
         """Read the wire form; an unset size (0) is 1."""
         values: dict[str, Any] = {name: getattr(sizes, name) for name in cls.__dataclass_fields__}
-        values |= {name: max(1, values[name]) for name in _SIZES}
-        return cls(**values)
+        return cls(**values | {name: max(1, values[name]) for name in _SIZES})
+
+    def sizes(self) -> dict[str, int | bool]:
+        """Return the sizes by name, as a checkpoint's meta.json has them."""
+        return {name: size for name, size in asdict(self).items() if name != "engine"}
 
     def to_proto(self) -> weights_pb2.ParallelSizes:
         """Make the wire form."""
-        return weights_pb2.ParallelSizes(**{name: getattr(self, name) for name in self.__dataclass_fields__})
+        return weights_pb2.ParallelSizes(**asdict(self))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -181,6 +181,7 @@ class ParallelSizes(_message.Message):
     LAST_STAGE_LAYERS_FIELD_NUMBER: _builtins.int
     EMBEDDING_COUNTS_FIELD_NUMBER: _builtins.int
     LOSS_COUNTS_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     tensor: _builtins.int
     pipeline: _builtins.int
     data: _builtins.int
@@ -195,6 +196,10 @@ class ParallelSizes(_message.Message):
     last_stage_layers: _builtins.int
     embedding_counts: _builtins.bool
     loss_counts: _builtins.bool
+    engine: _builtins.str
+    """The engine whose layout the sizes describe, by its name in weightsync/layouts/registry.py; empty: the one that its
+    side had before engines had names (megatron, sglang).
+    """
     def __init__(
         self,
         *,
@@ -209,10 +214,11 @@ class ParallelSizes(_message.Message):
         last_stage_layers: _builtins.int = ...,
         embedding_counts: _builtins.bool = ...,
         loss_counts: _builtins.bool = ...,
+        engine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "data", b"data", "embedding_counts", b"embedding_counts", "expert", b"expert", "expert_tensor", b"expert_tensor", "first_stage_layers", b"first_stage_layers", "last_stage_layers", b"last_stage_layers", "loss_counts", b"loss_counts", "pipeline", b"pipeline", "tensor", b"tensor", "virtual_pipeline", b"virtual_pipeline"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "data", b"data", "embedding_counts", b"embedding_counts", "engine", b"engine", "expert", b"expert", "expert_tensor", b"expert_tensor", "first_stage_layers", b"first_stage_layers", "last_stage_layers", b"last_stage_layers", "loss_counts", b"loss_counts", "pipeline", b"pipeline", "tensor", b"tensor", "virtual_pipeline", b"virtual_pipeline"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -60,6 +60,7 @@ def test_sigterm_finishes_what_runs_and_exits_zero(replicas: dict[str, Replica])
     )
     call.start()
     until(lambda: replica.status().running_groups == 1, 10.0, "a running group")
+    assert replica.status().parallel.engine == "sglang"
     os.killpg(replica.process.pid, signal.SIGTERM)  # as a terminal does: the ranks get it too
     assert replica.process.wait(timeout=60) == 0
     call.join(timeout=10)

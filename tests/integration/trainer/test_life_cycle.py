@@ -67,6 +67,7 @@ async def test_stop_resume_and_a_killed_rank(redis_server: str, tiny_model: Path
         # Redis still holds the address of the first start's store
         address = trainer.begin("--resume").ready().address
         status = await call(address, "GetStatus", pb.GetStatusRequest())
+        assert status.parallel.engine == "megatron"
         assert status.policy_version == 1  # rank 1 has found its shard damaged, and all have stepped over it
         assert "shard-tp00-pp01.safetensors has other bytes than were written" in trainer.log("trainer-1").read_text()
 

@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from servicekit.errors import ConfigError
+from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.kit.stores import canonical_tensors, cut, tiny_spec
 from weightsync.layouts.hf import hf_layout
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
+from weightsync.layouts.registry import layout_of
 from weightsync.layouts.sglang import padded_vocabulary, sglang_layout
 from weightsync.model.spec import ModelSpec
+from weightsync.plans.participants import Participants
 
 QKV = "decoder.layers.{}.self_attention.linear_qkv.weight"
 
@@ -191,3 +194,23 @@ def test_dense_layers_of_a_mixture_have_an_ordinary_mlp() -> None:
     assert "model.layers.1.mlp.gate_proj.weight" in names
     assert "model.layers.1.mlp.gate.weight" not in names
     assert "model.layers.0.mlp.gate.weight" in names
+
+
+def test_the_engine_that_sizes_name_has_the_layout_and_else_that_of_the_side() -> None:
+    spec = tiny_spec()
+    sglang, megatron = sglang_layout(spec, Parallel(tensor=2)), megatron_layout(spec, Parallel(tensor=2))
+    assert layout_of("megatron", spec, Parallel(tensor=2, engine="sglang")).params == sglang.params
+    assert layout_of("megatron", spec, Parallel(tensor=2)).params == megatron.params
+    assert sglang.params != megatron.params
+    with pytest.raises(ConfigError, match="no layout of engine 'vllm' in this release, which has megatron, sglang"):
+        layout_of("sglang", spec, Parallel(engine="vllm"))
+
+
+def test_sizes_keep_their_engine_on_the_wire_and_a_checkpoint_has_sizes_only() -> None:
+    named = Parallel(tensor=2, loss_counts=True, engine="sglang")
+    assert Parallel.from_proto(named.to_proto()) == named
+    assert Parallel(**named.sizes()) == Parallel(tensor=2, loss_counts=True)  # type: ignore[arg-type]
+    trainer, (one, other) = Parallel().to_proto(), (Parallel(), Parallel(engine="sglang"))
+    replicas = [pb.ReplicaSpec(name=f"r{i}", parallel=sizes.to_proto()) for i, sizes in enumerate((one, other, one))]
+    chains = Participants.of_round(pb.Round(trainer=trainer, replicas=replicas)).chains()
+    assert chains == {one: ["r0", "r2"], other: ["r1"]}

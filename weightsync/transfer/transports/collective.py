@@ -38,8 +38,6 @@ class _Flight:
 class Buffers:
     """A pool of buffers of one size, kept from round to round, for bytes that cannot go from parameter to parameter.
 
-    It has as many as two of the round's largest messages fill, and at least two.
-
     Attributes:
         peak_bytes: bytes of all buffers allocated so far.
     """
