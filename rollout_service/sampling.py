@@ -4,6 +4,7 @@ import math
 
 from rollout_service.engine import EngineLimits, GroupRequest, SamplingSettings
 from servicekit.errors import InvalidRequest, TooLarge
+from servicekit.rpc.arrays import read_array
 from servicekit.rpc.limits import MAX_COMPLETIONS_PER_CALL
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_config.sections.base import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
@@ -85,16 +86,19 @@ def _read_group(index: int, group: pb.PromptGroup, sampling: SamplingSettings, l
     name = f"group {group.group_id!r}"
     if group.num_completions < 1:
         raise InvalidRequest(f"{name}: num_completions is 0; ask for at least 1")
-    if not group.prompt_ids:
+    try:
+        prompt_ids = read_array(group, "prompt_ids_u32").tolist()
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{name}: {error}") from None
+    if not prompt_ids:
         raise InvalidRequest(f"{name}: prompt_ids is empty; a prompt has at least one token")
-    total = len(group.prompt_ids) + sampling.max_new_tokens
+    total = len(prompt_ids) + sampling.max_new_tokens
     if total > limits.longest_request:
         raise InvalidRequest(
-            f"{name}: {len(group.prompt_ids)} prompt tokens and max_new_tokens {sampling.max_new_tokens} are {total} "
+            f"{name}: {len(prompt_ids)} prompt tokens and max_new_tokens {sampling.max_new_tokens} are {total} "
             f"tokens; at most {limits.longest_request} fit (rollout.context_length, rollout.max_total_tokens, "
             "rollout.mem_fraction_static)"
         )
-    prompt_ids = list(group.prompt_ids)
     highest = max(prompt_ids)
     if highest >= limits.vocab_size:
         raise InvalidRequest(

@@ -14,6 +14,7 @@ from rollout_service.weight_updates.admission import Admission
 from rollout_service.weight_updates.ranks import Ranks
 from rollout_service.weight_updates.updates import WeightUpdates
 from servicekit.errors import InvalidRequest, Unavailable, WrongVersion
+from servicekit.rpc.arrays import packed
 from servicekit.rpc.fence import FenceGuard
 from servicekit.versions import software_versions
 from tandem_api.common.v1 import common_pb2
@@ -193,8 +194,8 @@ def _reply(groups: Sequence[FinishedGroup], engine_s: float) -> pb.GenerateGroup
         add = reply.groups.add(group_id=group.group_id).completions.add
         for completion in group.completions:
             message = add(
-                token_ids=completion.token_ids,
-                logprobs=completion.logprobs,
+                token_ids_u32=packed("token_ids_u32", completion.token_ids),
+                logprobs_f32=packed("logprobs_f32", completion.logprobs),
                 finish_reason=_FINISH[completion.finish],
                 cached_tokens=completion.cached_tokens,
             )

@@ -2,8 +2,7 @@
 
 Legend: P prompts (one group each), G completions per prompt, S = P * G samples, T tokens of one completion.
 None of them knows protobuf: the clients of the services do. Token ids and log-probs are kept as compact `array.array`s
-(4 bytes an item): protobuf fields are copied from and into them faster than with NumPy, which boxes every item, and
-they take a tenth of a list's memory.
+(4 bytes an item), which are the bytes that messages hold, and take a tenth of a list's memory.
 What there is one of for each sample (Completion, ScoredText, Sample) is not frozen: a frozen one takes three times as
 long to make, between generation and training.
 """
@@ -28,7 +27,7 @@ class Prompt:
 
     # 1-based line (JSONL) or row (Parquet), as in errors and sample ids.
     row: int
-    token_ids: Sequence[int]
+    token_ids: "array[int]"
     answer: str
     # The row's file, its name in group ids ("" if the data are a single file), and the name of its source.
     file: str = ""

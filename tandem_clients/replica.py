@@ -3,12 +3,12 @@
 It checks what the replica streams, and turns protobuf into the types of flow.py.
 """
 
-from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import grpc
 
-from servicekit.errors import Internal, rpc_errors
+from servicekit.errors import Internal, InvalidRequest, rpc_errors
+from servicekit.rpc.arrays import packed, read_array
 from servicekit.rpc.channel import open_channel
 from servicekit.security.tls import Identity
 from tandem_api.common.v1 import common_pb2
@@ -113,7 +113,7 @@ def _request(prompts: Mapping[str, Prompt], order: Order) -> rollout_pb2.Generat
         groups=[
             rollout_pb2.PromptGroup(
                 group_id=group_id,
-                prompt_ids=prompt.token_ids,
+                prompt_ids_u32=packed("prompt_ids_u32", prompt.token_ids),
                 num_completions=order.num_completions,
                 seed=order.group_seed(group_id),
             )
@@ -150,8 +150,11 @@ def _read_group(result: rollout_pb2.GroupResult, prompt: Prompt, num_completions
 
 
 def _read_completion(item: rollout_pb2.Completion, place: str, index: int) -> Completion:
-    # A slice of a protobuf field is a list, from which an array is made twice as fast as from the field.
-    token_ids, logprobs, mask = array("I", item.token_ids[:]), array("f", item.logprobs[:]), item.loss_mask[:]
+    try:
+        token_ids, logprobs = read_array(item, "token_ids_u32"), read_array(item, "logprobs_f32")
+        mask = read_array(item, "loss_mask_u8")
+    except InvalidRequest as error:
+        raise MalformedReply(f"{place}, completion {index}: {error}") from None
     spans = tuple([(span.end, span.policy_version) for span in item.version_spans])
     num_tokens, reason = len(token_ids), item.finish_reason
     if not num_tokens or len(logprobs) != num_tokens:
@@ -168,7 +171,7 @@ def _read_completion(item: rollout_pb2.Completion, place: str, index: int) -> Co
         truncated=reason == rollout_pb2.FINISH_REASON_LENGTH,
         oldest_version=spans[0][1] if len(spans) == 1 else min([version for _, version in spans]),
         version_spans=spans,
-        loss_mask=None if all(mask) else array("B", mask),
+        loss_mask=None if all(mask) else mask,
     )
 
 

@@ -4,7 +4,6 @@ It turns samples into messages; their size changes the number of messages, not t
 """
 
 import asyncio
-from array import array
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from servicekit.errors import Unavailable, rpc_errors
 from servicekit.logs import get_logger
+from servicekit.rpc.arrays import read_array
 from servicekit.rpc.channel import DeadlineChannel, open_channel
 from servicekit.rpc.limits import SAMPLE_CHUNK_BYTES, chunk_starts
 from servicekit.security.tls import Identity
@@ -27,9 +27,9 @@ from weightsync.round.client import of_participant
 STEP_TIMEOUT_S = 3600.0
 SAVE_TIMEOUT_S = 1800.0
 STATUS_TIMEOUT_S = 10.0
-# Upper bounds on the wire: a token id as a varint; a log-prob, and the token's place in the mask; for the rest of a
+# Bytes on the wire: of a token id; of a log-prob, and of the token's place in the mask; at most for the rest of a
 # sample: its lengths, advantage, flag (21 with the prefix of its name), and the fields that a message has once (53).
-_ID_BYTES, _SAMPLED_BYTES, _OVERHEAD_BYTES = 5, 4 + 1, 96
+_ID_BYTES, _SAMPLED_BYTES, _OVERHEAD_BYTES = 4, 4 + 1, 96
 
 log = get_logger(__name__)
 
@@ -123,7 +123,7 @@ class Trainer:
         requests = (trainer_pb2.ComputeLogprobsRequest(chunk=chunk, reference=reference) for chunk in chunks)
         with rpc_errors(self.name):
             call = self._stub.ComputeLogprobs(requests, timeout=STEP_TIMEOUT_S)
-            return np.concatenate([np.array(reply.logprobs, np.float32) async for reply in call])
+            return np.concatenate([np.array(read_array(reply, "logprobs_f32")) async for reply in call])
 
     async def save_checkpoint(self, folder: Path, *, background: bool | None = False) -> bool:
         """Write weights, optimizer and RNG state into a folder.
@@ -215,12 +215,7 @@ def _wire_bytes(sample: Sample) -> int:
 
 def _chunk(update_index: int, samples: Sequence[Sample]) -> trainer_pb2.SampleChunk:
     """Build the wire form of samples of one update; ragged fields are flattened in sample order."""
-    # Joined first: protobuf takes one long array faster than many short ones.
-    token_ids, logprobs = array("I"), array("f")
-    for sample in samples:
-        token_ids.extend(sample.prompt.token_ids)
-        token_ids.extend(sample.completion.token_ids)
-        logprobs.extend(sample.completion.logprobs)
+    token_ids = [ids.tobytes() for sample in samples for ids in (sample.prompt.token_ids, sample.completion.token_ids)]
     masked = any(sample.completion.loss_mask is not None for sample in samples)
     return trainer_pb2.SampleChunk(
         update_index=update_index,
@@ -229,7 +224,7 @@ def _chunk(update_index: int, samples: Sequence[Sample]) -> trainer_pb2.SampleCh
         completion_lengths=[len(sample.completion.token_ids) for sample in samples],
         advantages=[sample.advantage for sample in samples],
         trainable=[sample.trainable for sample in samples],
-        token_ids=token_ids,
-        rollout_logprobs=logprobs,
-        loss_mask=map(bool, policy_tokens(samples)) if masked else (),
+        token_ids_u32=b"".join(token_ids),
+        rollout_logprobs_f32=b"".join([sample.completion.logprobs.tobytes() for sample in samples]),
+        loss_mask_u8=policy_tokens(samples).tobytes() if masked else b"",
     )

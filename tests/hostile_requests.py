@@ -111,6 +111,8 @@ class Hostile:
         good = self.random.random() < (0.98 if kind.name in ROUNDS else 0.8)
         if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
             return self.random.random() < 0.5
+        if field.type == FieldDescriptor.TYPE_BYTES:
+            return self.random.choice([b"", bytes(4), self.random.randbytes(3), self.random.randbytes(400)])
         if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
             wrong = [s for s in STRINGS if isinstance(inner, Text) and good and inner.problem(s)]
             return self.random.choice([s for s in STRINGS if s not in wrong] or ["r-1"])

@@ -15,6 +15,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescri
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from servicekit.rpc.arrays import packed
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.trainer.v1 import trainer_pb2
@@ -32,7 +33,10 @@ PAUSES = (pb.PAUSE_MODE_DRAIN, pb.PAUSE_MODE_KEEP_KV, pb.PAUSE_MODE_ABORT_REQUEU
 PARTNER_S = 1.0
 NewValue = Callable[[FieldDescriptor], Any]
 SAMPLES = message()
-GROUPS = [rollout_pb2.PromptGroup(group_id=str(i), prompt_ids=[1 + i, 2], num_completions=2) for i in range(2)]
+GROUPS = [
+    rollout_pb2.PromptGroup(group_id="0", prompt_ids=[1, 2], num_completions=2),
+    rollout_pb2.PromptGroup(group_id="1", prompt_ids_u32=packed("prompt_ids_u32", [2, 2]), num_completions=2),
+]
 SAMPLING = rollout_pb2.SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4)
 
 

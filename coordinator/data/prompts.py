@@ -1,5 +1,6 @@
 """Step 1: prompts. Rows are read, rendered and tokenized when they are taken; before, all are checked once."""
 
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class PromptSource(Sequence[Prompt]):
         return [
             Prompt(
                 row=row.number,
-                token_ids=ids,
+                token_ids=array("I", ids),
                 answer=row.answer,
                 file=str(file.path),
                 file_label=file.label,

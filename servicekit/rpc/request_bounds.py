@@ -31,6 +31,7 @@ _OPTIONAL_ID = Text(longest=128, pattern=r"([A-Za-z0-9][A-Za-z0-9._-]*)?")
 _NAME = Text(longest=512)  # may come from rows of the user's data
 _PATH = Text(longest=4096)
 _TEXT = Text(longest=2**25, pattern=r"(?s).*")
+_ARRAY = Items(most=2**27, each=None)  # bytes, as many as 2**25 ids or log-probs
 _FENCE = SubMessage()
 
 _SIZES = ("tensor", "pipeline", "data", "context", "expert", "expert_tensor", "virtual_pipeline")
@@ -102,6 +103,7 @@ BOUNDS: Table = {
         "advantages": Items(most=2**18, each=None),
         "trainable": Items(most=2**18, each=None),
         "loss_mask": Items(most=2**25, each=None),
+        **dict[str, Bound].fromkeys(("token_ids_u32", "rollout_logprobs_f32", "loss_mask_u8"), _ARRAY),
     },
     "tandem_api.trainer.v1.TrainStepRequest": {"header": SubMessage(), "chunk": SubMessage()},
     "tandem_api.trainer.v1.ComputeLogprobsRequest": {"chunk": SubMessage(), "reference": Flag()},
@@ -135,6 +137,7 @@ BOUNDS: Table = {
     "tandem_api.rollout.v1.PromptGroup": {
         "group_id": _NAME,
         "prompt_ids": Items(most=2**24, each=None),  # rollout_service/sampling.py: the vocabulary's size
+        "prompt_ids_u32": _ARRAY,
         "num_completions": Number(low=0, high=2**16),
         "seed": Number(low=0, high=2**64),
     },

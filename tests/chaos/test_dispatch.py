@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from weightsync.membership.rendezvous import Rendezvous
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
-PROMPTS = {f"g{i}": Prompt(row=i + 1, token_ids=[1, 2], answer="3") for i in range(12)}
+PROMPTS = {f"g{i}": Prompt(row=i + 1, token_ids=array("I", [1, 2]), answer="3") for i in range(12)}
 NUM_COMPLETIONS, NUM_TOKENS = 2, 5
 WAIT_S = 30.0
 LEASE_TTL_S = 1.2

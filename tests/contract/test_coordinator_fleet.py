@@ -1,6 +1,7 @@
 """A fleet that changes while the run goes on: replicas that die, return and join, over real Redis and gRPC."""
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator
 
 import grpc
@@ -99,7 +100,7 @@ async def test_a_replica_that_is_announced_no_more_finishes_its_call(announcer: 
             num_completions=1,
             sampling=Sampling(temperature=1.0, max_new_tokens=4, stop_token_ids=(EOS,)),
         )
-        prompts = {"g0": Prompt(row=1, token_ids=encode("10+20="), answer="30")}
+        prompts = {"g0": Prompt(row=1, token_ids=array("I", encode("10+20=")), answer="30")}
         rollouts = Rollouts(fleet=fleet, max_groups_per_call=1, timeout_s=DEADLINE_S)
         generating = asyncio.create_task(rollouts.generate(prompts, order))
         await asyncio.wait_for(service.asked.wait(), DEADLINE_S)

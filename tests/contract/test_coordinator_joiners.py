@@ -1,6 +1,7 @@
 """A dispatch whose replicas leave or die, over real gRPC: what is kept, who takes over, and when it gives up."""
 
 import asyncio
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -30,7 +31,8 @@ ORDER = Order(
     sampling=Sampling(temperature=1.0, max_new_tokens=4, stop_token_ids=(EOS,)),
 )
 PROMPTS = {
-    f"g{i}": Prompt(row=i + 1, token_ids=encode(f"{10 + i}+{20 + i}="), answer=str(30 + 2 * i)) for i in range(20)
+    f"g{i}": Prompt(row=i + 1, token_ids=array("I", encode(f"{10 + i}+{20 + i}=")), answer=str(30 + 2 * i))
+    for i in range(20)
 }
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from coordinator.app import conduct
 from servicekit.environment import ServiceEnvironment
+from servicekit.rpc.arrays import packed
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_config.schema import RunConfig
 from tandem_files.samples.folder import SampleFolder
@@ -21,8 +22,8 @@ MASK = [True, False, True]
 def a_tool_answers(result: rollout_pb2.GroupResult) -> None:
     """The second of a completion's three tokens is a tool's, in the second completion of each group."""
     for completion in result.completions[1:2]:
-        completion.loss_mask.extend(MASK)
-        completion.logprobs[1] = float("nan")
+        completion.loss_mask_u8 = bytes(MASK)
+        completion.logprobs_f32 = packed("logprobs_f32", [-0.125, float("nan"), -0.125])
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -36,7 +37,7 @@ async def test_masks_reach_the_trainer_and_the_samples(
         assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 0
     found: dict[str, list[bool]] = {}
     for chunk in (chunk for step in trainer.steps for chunk in step.chunks):
-        left = iter(chunk.loss_mask)
+        left = map(bool, chunk.loss_mask_u8)
         found |= {name: list(islice(left, 3)) for name in chunk.sample_ids}
     of_others = [True] * 3 if masked else []
     assert found == {name: MASK if masked and name.endswith("#1") else of_others for name in found}

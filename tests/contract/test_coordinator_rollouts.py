@@ -1,6 +1,7 @@
 """Dispatch of prompts over replicas, over real gRPC: balance, retries, budgets, malformed replies."""
 
 import asyncio
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,8 @@ ORDER = Order(
     policy_version=0, num_completions=3, sampling=Sampling(temperature=1.0, max_new_tokens=4, stop_token_ids=(EOS,))
 )
 PROMPTS = {
-    f"g{i}": Prompt(row=i + 1, token_ids=encode(f"{10 + i}+{20 + i}="), answer=str(30 + 2 * i)) for i in range(20)
+    f"g{i}": Prompt(row=i + 1, token_ids=array("I", encode(f"{10 + i}+{20 + i}=")), answer=str(30 + 2 * i))
+    for i in range(20)
 }
 
 
@@ -186,11 +188,11 @@ def _drop_completion(result: rollout_pb2.GroupResult) -> None:
 
 
 def _drop_logprob(result: rollout_pb2.GroupResult) -> None:
-    del result.completions[1].logprobs[0]
+    result.completions[1].logprobs_f32 = result.completions[1].logprobs_f32[4:]
 
 
 def _drop_tokens(result: rollout_pb2.GroupResult) -> None:
-    del result.completions[1].token_ids[:], result.completions[1].logprobs[:]
+    result.completions[1].token_ids_u32 = result.completions[1].logprobs_f32 = b""
 
 
 def _drop_reason(result: rollout_pb2.GroupResult) -> None:
@@ -202,11 +204,19 @@ def _drop_span(result: rollout_pb2.GroupResult) -> None:
 
 
 def _shorten_mask(result: rollout_pb2.GroupResult) -> None:
-    result.completions[2].loss_mask.extend([True])
+    result.completions[2].loss_mask_u8 = b"\1"
 
 
 def _mask_all(result: rollout_pb2.GroupResult) -> None:
-    result.completions[0].loss_mask.extend([False] * 3)
+    result.completions[0].loss_mask_u8 = bytes(3)
+
+
+def _cut_bytes(result: rollout_pb2.GroupResult) -> None:
+    result.completions[1].token_ids_u32 = result.completions[1].token_ids_u32[:-1]
+
+
+def _send_both(result: rollout_pb2.GroupResult) -> None:
+    result.completions[1].logprobs.append(-1.0)
 
 
 def _rename(result: rollout_pb2.GroupResult) -> None:
@@ -223,6 +233,8 @@ def _rename(result: rollout_pb2.GroupResult) -> None:
         (_drop_span, r"version spans do not cover"),
         (_shorten_mask, r"rollout-0: group g\d+, completion 2 has 3 tokens and a loss mask of 1"),
         (_mask_all, r"completion 0: its loss mask leaves none of its 3 tokens to the policy"),
+        (_cut_bytes, r"completion 1: token_ids_u32 has \d+ bytes, which is no multiple of 4"),
+        (_send_both, r"completion 1: logprobs and logprobs_f32 are both set; send logprobs_f32 alone"),
         (_rename, r"'stranger', which was not asked for"),
     ],
 )

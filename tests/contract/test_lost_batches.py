@@ -81,5 +81,5 @@ def sample_of(index: int) -> Sample:
         oldest_version=0,
         version_spans=((1, 0),),
     )
-    prompt = Prompt(row=index, token_ids=[1], answer="")
+    prompt = Prompt(row=index, token_ids=array("I", [1]), answer="")
     return Sample(sample_id=str(index), prompt=prompt, completion=completion, advantage=0.0, trainable=True)

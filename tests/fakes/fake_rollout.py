@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from servicekit.errors import NotReady, PhaseOrder, StaleVersion, TandemError, Unavailable, WrongVersion
+from servicekit.rpc.arrays import packed, read_array
 from servicekit.rpc.fence import FenceGuard
 from tandem_api.common.v1 import common_pb2
 from tandem_api.rollout.v1 import rollout_pb2 as pb
@@ -170,7 +171,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
         return result
 
     def _completion(self, group: pb.PromptGroup, k: int, sampling: pb.SamplingParams) -> pb.Completion:
-        prompt = list(group.prompt_ids)
+        prompt = read_array(group, "prompt_ids_u32").tolist()
         # Greedy: the same draw at every version, so that a prompt once right stays right.
         salt = self.policy_version if sampling.temperature > 0 else -1
         draw = zlib.crc32(f"{prompt}/{k}/{salt}".encode()) / 2**32
@@ -179,7 +180,12 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
         ids = [*encode(text), EOS][: sampling.max_new_tokens]
         reason = pb.FINISH_REASON_STOP if ids[-1] == EOS else pb.FINISH_REASON_LENGTH
         span = common_pb2.VersionSpan(start=0, end=len(ids), policy_version=self.policy_version)
-        return pb.Completion(token_ids=ids, logprobs=[-0.125] * len(ids), finish_reason=reason, version_spans=[span])
+        return pb.Completion(
+            token_ids_u32=packed("token_ids_u32", ids),
+            logprobs_f32=packed("logprobs_f32", [-0.125] * len(ids)),
+            finish_reason=reason,
+            version_spans=[span],
+        )
 
     def _aborted(self, group: pb.PromptGroup) -> pb.GroupResult:
         aborted = pb.Completion(finish_reason=pb.FINISH_REASON_ABORT)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from servicekit.errors import Internal, InvalidRequest, NotReady, TandemError, Unavailable, WrongVersion
+from servicekit.rpc.arrays import array_length, packed
 from servicekit.rpc.fence import FenceGuard
 from tandem_api.common.v1 import common_pb2
 from tandem_api.trainer.v1 import trainer_pb2 as pb
@@ -111,7 +112,9 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
             if value is None:
                 raise InvalidRequest("there is no reference policy")
             self.measured.append((len(request.chunk.sample_ids), request.reference))
-            yield pb.ComputeLogprobsResponse(logprobs=[value] * sum(request.chunk.completion_lengths))
+            yield pb.ComputeLogprobsResponse(
+                logprobs_f32=packed("logprobs_f32", [value] * sum(request.chunk.completion_lengths))
+            )
 
     async def RunPhase(self, request: weights_pb2.RunPhaseRequest, context: Any) -> weights_pb2.RunPhaseResponse:
         self.fence.admit(request.round.fence)
@@ -193,9 +196,10 @@ def check_step(step: Step) -> None:
     for batch in step.chunks:
         sizes = {len(batch.sample_ids), len(batch.prompt_lengths), len(batch.completion_lengths)}
         sizes |= {len(batch.advantages), len(batch.trainable)}
-        if len(sizes) != 1 or len(batch.token_ids) != sum(batch.prompt_lengths) + sum(batch.completion_lengths):
+        completion = sum(batch.completion_lengths)
+        if len(sizes) != 1 or array_length(batch, "token_ids_u32") != sum(batch.prompt_lengths) + completion:
             raise InvalidRequest("a chunk's fields have different lengths")
-        if len(batch.rollout_logprobs) != sum(batch.completion_lengths):
+        if array_length(batch, "rollout_logprobs_f32") != completion:
             raise InvalidRequest("a chunk's log-probs do not fit its completions")
-        if len(batch.loss_mask) not in (0, len(batch.rollout_logprobs)):
+        if array_length(batch, "loss_mask_u8") not in (0, completion):
             raise InvalidRequest("a chunk's loss mask does not fit its completions")

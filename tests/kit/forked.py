@@ -88,6 +88,11 @@ class Zygote:
                 start_new_session=True,
             )
 
+    @property
+    def returncode(self) -> int | None:
+        """How it has ended; None: it has not."""
+        return self._process.poll()
+
     def ask(self, request: dict[str, Any], fds: Sequence[int] = ()) -> Any:
         """Send a request. Returns: its answer. Raises: RuntimeError: the zygote has ended; TimeoutError."""
         with self._lock:
@@ -112,20 +117,24 @@ class Zygote:
 
 def _serve(control: socket.socket) -> tuple[dict[str, Any], int] | None:
     """Fork for each request. Returns: in a child, its request and its log; in the zygote None, at its end."""
+    codes = dict[int, int]()  # of children that have ended: several threads may ask
     while True:
         data, fds, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, 1)
         if not data:
             return None
         request = json.loads(data)
         if "poll" in request:
-            pid, status = os.waitpid(request["poll"], os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if pid else None
+            if request["poll"] not in codes:
+                pid, status = os.waitpid(request["poll"], os.WNOHANG)
+                codes |= {pid: os.waitstatus_to_exitcode(status)} if pid else {}
+            answer = codes.get(request["poll"])
         else:
             answer = os.fork()
             if answer == 0:
                 control.close()
                 return request, fds[0]
             os.close(fds[0])
+            codes.pop(answer, None)  # of a process that had its number before
         control.send(json.dumps(answer).encode())
 
 
@@ -165,6 +174,8 @@ def _become_rank(there: socket.socket) -> None:
     """Wait for the command of a spawned process, and run it."""
     with there:
         data, fds, _, _ = socket.recv_fds(there, _MESSAGE_BYTES, 16)
+    if not data:  # the service has ended without it
+        return
     command = json.loads(data)
     _set_environment(command["environment"])
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD, _HIGH_FD) for fd in fds]

@@ -1,7 +1,6 @@
 """Real service processes for tests: started as the launcher starts them, logs in files, ended by pid."""
 
 import contextlib
-import functools
 import multiprocessing
 import os
 import random
@@ -9,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerContext
@@ -72,10 +72,17 @@ def semaphores_of(pids: Iterable[int]) -> list[Path]:
 _preloaded: list[str] = []
 
 
-@functools.cache
+_zygotes: dict[str, Zygote] = {}
+
+
 def zygote(service: str) -> Zygote:
-    """Start the process whose forks are a package's services, once."""
-    return Zygote(IMPORTS[service], ALWAYS | WHEN_IMPORTED)
+    """Start the process whose forks are a package's services: once, and again if something has ended it."""
+    known = _zygotes.get(service)
+    if known is None or known.returncode is not None:
+        if known is not None:
+            warnings.warn(f"the zygote of {service} had ended, with {known.returncode}", stacklevel=2)
+        _zygotes[service] = Zygote(IMPORTS[service], ALWAYS | WHEN_IMPORTED)
+    return _zygotes[service]
 
 
 def fork_server(*modules: str) -> ForkServerContext:

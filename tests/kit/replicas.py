@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import psutil
 
+from servicekit.rpc.arrays import read_array
 from servicekit.rpc.limits import CHANNEL_OPTIONS
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
@@ -88,7 +89,7 @@ class Replica:
 
         Args:
             sampling: other SamplingParams.
-        Returns: the groups, in the order of `prompts`.
+        Returns: the groups, in the order of `prompts`, with ids and log-probs as repeated fields too.
         """
         params: dict[str, Any] = {"top_p": 1.0, "top_k": -1, "stop_token_ids": stop, "stop": texts} | sampling
         request = rollout_pb2.GenerateGroupsRequest(
@@ -103,6 +104,9 @@ class Replica:
         )
         replies = list(self.stub.GenerateGroups(request, timeout=CALL_S))
         by_id = {group.group_id: group for reply in replies for group in reply.groups}
+        for completion in (each for group in by_id.values() for each in group.completions):
+            completion.token_ids.extend(read_array(completion, "token_ids_u32"))
+            completion.logprobs.extend(read_array(completion, "logprobs_f32"))
         return [by_id[str(i)] for i in range(len(prompts))]
 
     def greedy(self, prompts: Sequence[list[int]], version: int, num_tokens: int) -> list[rollout_pb2.Completion]:

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servicekit.errors import InvalidRequest
+from servicekit.rpc.arrays import array_length
 from tandem_api.trainer.v1 import trainer_pb2
 from trainer_service.micro_batches.samples import NUM_IDS, Samples
 
@@ -57,7 +58,7 @@ def check_tokens(message: trainer_pb2.SampleChunk, limits: Limits) -> None:
 
     Raises: InvalidRequest: its samples cannot have so many; with the longest.
     """
-    if len(message.token_ids) > len(message.sample_ids) * limits.longest:
+    if array_length(message, "token_ids_u32") > len(message.sample_ids) * limits.longest:
         lengths = [sum(pair) for pair in zip(message.prompt_lengths, message.completion_lengths, strict=True)]
         longest = max(lengths)
         raise InvalidRequest(f"sample {message.sample_ids[lengths.index(longest)]!r} {limits.too_long(longest)}")

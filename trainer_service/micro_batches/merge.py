@@ -6,16 +6,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servicekit.errors import InvalidRequest
+from servicekit.rpc.arrays import KINDS, array_length, read_array
 from tandem_api.trainer.v1 import trainer_pb2
 from trainer_service.micro_batches.checks import Limits, check
 from trainer_service.micro_batches.samples import BoolArray, Number, Samples
 
 
 def _flat(messages: Sequence[trainer_pb2.SampleChunk], field: str, dtype: type[Number]) -> NDArray[Number]:
-    """Concatenate one repeated field of all messages."""
-    parts: list[NDArray[Number]] = [
-        np.fromiter(values, dtype, len(values)) for values in (getattr(m, field) for m in messages)
-    ]
+    """Concatenate one array of all messages, which is a repeated field, or bytes (servicekit/rpc/arrays.py)."""
+    read = read_array if field.endswith(KINDS) else getattr
+    parts = [np.array(read(message, field), dtype) for message in messages]
     return np.concatenate(parts) if parts else np.empty(0, dtype)
 
 
@@ -33,8 +33,8 @@ def merge(messages: Sequence[trainer_pb2.SampleChunk], limits: Limits) -> Sample
         ),
         prompt_lengths=_flat(messages, "prompt_lengths", np.int64),
         completion_lengths=_flat(messages, "completion_lengths", np.int64),
-        token_ids=_flat(messages, "token_ids", np.int64),
-        rollout_logprobs=_flat(messages, "rollout_logprobs", np.float32),
+        token_ids=_flat(messages, "token_ids_u32", np.int64),
+        rollout_logprobs=_flat(messages, "rollout_logprobs_f32", np.float32),
         advantages=_flat(messages, "advantages", np.float32),
         trainable=_flat(messages, "trainable", np.bool_),
         loss_mask=_loss_mask(messages),
@@ -45,10 +45,13 @@ def merge(messages: Sequence[trainer_pb2.SampleChunk], limits: Limits) -> Sample
 
 def _loss_mask(messages: Sequence[trainer_pb2.SampleChunk]) -> BoolArray:
     """Concatenate the masks, True for the tokens of messages that have none; empty if no message has one."""
-    if not any(m.loss_mask for m in messages):
+    masks = [np.array(read_array(message, "loss_mask_u8"), np.bool_) for message in messages]
+    if not any(mask.size for mask in masks):
         return np.empty(0, np.bool_)
-    masks = (m.loss_mask or [True] * len(m.rollout_logprobs) for m in messages)
-    return np.concatenate([np.fromiter(mask, np.bool_, len(mask)) for mask in masks])
+    completions = [sum(message.completion_lengths) for message in messages]
+    return np.concatenate(
+        [mask if mask.size else np.ones(n, np.bool_) for mask, n in zip(masks, completions, strict=True)]
+    )
 
 
 def check_counts(message: trainer_pb2.SampleChunk, position: int) -> None:
@@ -56,20 +59,17 @@ def check_counts(message: trainer_pb2.SampleChunk, position: int) -> None:
     num_samples = len(message.sample_ids)
     if num_samples == 0:
         raise InvalidRequest(f"chunk {position} has no samples; leave it out")
+    place = f"chunk {position} (first sample {message.sample_ids[0]!r})"
     completion = sum(message.completion_lengths)
-    expected = {
-        "prompt_lengths": num_samples,
-        "completion_lengths": num_samples,
-        "advantages": num_samples,
-        "trainable": num_samples,
-        "token_ids": sum(message.prompt_lengths) + completion,
-        "rollout_logprobs": completion,
-        **({"loss_mask": completion} if message.loss_mask else {}),
-    }
+    expected = dict.fromkeys(("prompt_lengths", "completion_lengths", "advantages", "trainable"), num_samples)
+    actual = {field: len(getattr(message, field)) for field in expected}
+    try:
+        for field in ("token_ids_u32", "rollout_logprobs_f32", "loss_mask_u8"):
+            actual[field.rpartition("_")[0]] = array_length(message, field)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{place}: {error}") from None
+    expected |= {"token_ids": sum(message.prompt_lengths) + completion, "rollout_logprobs": completion}
+    expected |= {"loss_mask": completion} if actual["loss_mask"] else {}
     for field, count in expected.items():
-        actual = len(getattr(message, field))
-        if actual != count:
-            raise InvalidRequest(
-                f"chunk {position} (first sample {message.sample_ids[0]!r}): {field} has {actual} values, "
-                f"its {num_samples} samples need {count}"
-            )
+        if actual[field] != count:
+            raise InvalidRequest(f"{place}: {field} has {actual[field]} values, its {num_samples} samples need {count}")

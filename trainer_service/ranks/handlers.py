@@ -52,7 +52,8 @@ class CommandHandlers:
         """Compute log-probs. `parts`: ComputeLogprobsRequest, then the samples, which the servicer has checked."""
         reference = pb.ComputeLogprobsRequest.FromString(parts[0]).reference
         logprobs, entropies = self._engine.logprobs(Samples.from_parts(parts[1:]), reference=reference)
-        return pb.ComputeLogprobsResponse(logprobs=logprobs, entropies=entropies).SerializeToString()
+        reply = pb.ComputeLogprobsResponse(logprobs_f32=logprobs.tobytes(), entropies_f32=entropies.tobytes())
+        return reply.SerializeToString()
 
     def publish(self, parts: Sequence[bytes]) -> bytes:
         """Run a sync phase. `parts`: RunPhaseRequest."""

@@ -146,14 +146,19 @@ class PromptGroup(_message.Message):
     PROMPT_IDS_FIELD_NUMBER: _builtins.int
     NUM_COMPLETIONS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    PROMPT_IDS_U32_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     num_completions: _builtins.int
     seed: _builtins.int
     """The same seed, prompt, sampling and weights give the same completions, whatever else the replica generates, but for
     the rounding of its log-probs. Not with min_p, on GPUs not with top_p and top_k either. Unset: random.
     """
+    prompt_ids_u32: _builtins.bytes
+    """The prompt's ids, little-endian."""
     @_builtins.property
-    def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """prompt_ids_u32 is read where it is set, and this one else; it goes with the next release."""
+
     def __init__(
         self,
         *,
@@ -161,10 +166,11 @@ class PromptGroup(_message.Message):
         prompt_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_completions: _builtins.int = ...,
         seed: _builtins.int | None = ...,
+        prompt_ids_u32: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "group_id", b"group_id", "num_completions", b"num_completions", "prompt_ids", b"prompt_ids", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "group_id", b"group_id", "num_completions", b"num_completions", "prompt_ids", b"prompt_ids", "prompt_ids_u32", b"prompt_ids_u32", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
@@ -202,6 +208,10 @@ Global___GenerateGroupsRequest: _TypeAlias = GenerateGroupsRequest  # noqa: Y015
 
 @_typing.final
 class Completion(_message.Message):
+    """Arrays are little-endian bytes. The repeated fields of the same names are read where these are empty; they go with the
+    next release.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
@@ -210,23 +220,27 @@ class Completion(_message.Message):
     VERSION_SPANS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     LOSS_MASK_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_U32_FIELD_NUMBER: _builtins.int
+    LOGPROBS_F32_FIELD_NUMBER: _builtins.int
+    LOSS_MASK_U8_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     cached_tokens: _builtins.int
     """Prompt tokens that came from the prefix cache."""
+    token_ids_u32: _builtins.bytes
+    logprobs_f32: _builtins.bytes
+    """Natural logarithm, one per token, at the sampling temperature; not read where loss_mask_u8 is 0."""
+    loss_mask_u8: _builtins.bytes
+    """One per token, 1 or 0: 0 for a token that the policy has not sampled (a tool's answer, another's turn); it is read by
+    those after it, and trained on in no way. At least one is 1. Empty: the policy has sampled all of them.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Natural logarithm, one per token of token_ids, at the sampling temperature; not read where loss_mask is false."""
-
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     @_builtins.property
     def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.VersionSpan]: ...
     @_builtins.property
-    def loss_mask(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
-        """One per token of token_ids: false for a token that the policy has not sampled (a tool's answer, another's turn); it is
-        read by those after it, and trained on in no way. At least one is true. Empty: the policy has sampled all of them.
-        """
-
+    def loss_mask(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]: ...
     def __init__(
         self,
         *,
@@ -236,10 +250,13 @@ class Completion(_message.Message):
         version_spans: _abc.Iterable[_common_pb2.VersionSpan] | None = ...,
         cached_tokens: _builtins.int = ...,
         loss_mask: _abc.Iterable[_builtins.bool] | None = ...,
+        token_ids_u32: _builtins.bytes = ...,
+        logprobs_f32: _builtins.bytes = ...,
+        loss_mask_u8: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "token_ids", b"token_ids", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "logprobs_f32", b"logprobs_f32", "loss_mask", b"loss_mask", "loss_mask_u8", b"loss_mask_u8", "token_ids", b"token_ids", "token_ids_u32", b"token_ids_u32", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -96,6 +96,8 @@ Global___TrainStepHeader: _TypeAlias = TrainStepHeader  # noqa: Y015
 class SampleChunk(_message.Message):
     """S whole samples of one optimizer update, as many as one message should hold; ragged fields are flattened in sample
     order. Where the stream is cut changes no number: the trainer joins the chunks, and packs micro-batches itself.
+    Arrays of tokens are little-endian bytes. The repeated fields of the same names are read where these are empty; they go
+    with the next release.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -109,8 +111,20 @@ class SampleChunk(_message.Message):
     ADVANTAGES_FIELD_NUMBER: _builtins.int
     TRAINABLE_FIELD_NUMBER: _builtins.int
     LOSS_MASK_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_U32_FIELD_NUMBER: _builtins.int
+    ROLLOUT_LOGPROBS_F32_FIELD_NUMBER: _builtins.int
+    LOSS_MASK_U8_FIELD_NUMBER: _builtins.int
     update_index: _builtins.int
     """Optimizer update that the samples belong to, 0-based."""
+    token_ids_u32: _builtins.bytes
+    """Sample by sample: the prompt's ids, then the completion's."""
+    rollout_logprobs_f32: _builtins.bytes
+    """Completion tokens only: the engine's log-probs at the sampling temperature."""
+    loss_mask_u8: _builtins.bytes
+    """Completion tokens only, 1 or 0: 0 for a token that is not the policy's (a tool's answer, another's turn). Those after
+    it attend to it; it has no loss and counts in no denominator and no metric, and its log-prob is not read. Each sample
+    needs a token that is the policy's. Empty: all tokens of the chunk's completions are.
+    """
     @_builtins.property
     def sample_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """[S]"""
@@ -122,13 +136,9 @@ class SampleChunk(_message.Message):
     @_builtins.property
     def completion_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Sample by sample: the prompt's ids, then the completion's."""
-
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def rollout_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Completion tokens only: the engine's log-probs at the sampling temperature."""
-
+    def rollout_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     @_builtins.property
     def advantages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """[S]"""
@@ -138,12 +148,7 @@ class SampleChunk(_message.Message):
         """[S] false: the sample counts in no loss (a masked truncation), but keeps its place in the denominators."""
 
     @_builtins.property
-    def loss_mask(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
-        """Completion tokens only: false for a token that is not the policy's (a tool's answer, another's turn). Those after it
-        attend to it; it has no loss and counts in no denominator and no metric, and its log-prob is not read. Each sample
-        needs a token that is the policy's. Empty: all tokens of the chunk's completions are.
-        """
-
+    def loss_mask(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]: ...
     def __init__(
         self,
         *,
@@ -156,10 +161,13 @@ class SampleChunk(_message.Message):
         advantages: _abc.Iterable[_builtins.float] | None = ...,
         trainable: _abc.Iterable[_builtins.bool] | None = ...,
         loss_mask: _abc.Iterable[_builtins.bool] | None = ...,
+        token_ids_u32: _builtins.bytes = ...,
+        rollout_logprobs_f32: _builtins.bytes = ...,
+        loss_mask_u8: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "completion_lengths", b"completion_lengths", "loss_mask", b"loss_mask", "prompt_lengths", b"prompt_lengths", "rollout_logprobs", b"rollout_logprobs", "sample_ids", b"sample_ids", "token_ids", b"token_ids", "trainable", b"trainable", "update_index", b"update_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "completion_lengths", b"completion_lengths", "loss_mask", b"loss_mask", "loss_mask_u8", b"loss_mask_u8", "prompt_lengths", b"prompt_lengths", "rollout_logprobs", b"rollout_logprobs", "rollout_logprobs_f32", b"rollout_logprobs_f32", "sample_ids", b"sample_ids", "token_ids", b"token_ids", "token_ids_u32", b"token_ids_u32", "trainable", b"trainable", "update_index", b"update_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -296,9 +304,14 @@ class ComputeLogprobsResponse(_message.Message):
 
     LOGPROBS_FIELD_NUMBER: _builtins.int
     ENTROPIES_FIELD_NUMBER: _builtins.int
+    LOGPROBS_F32_FIELD_NUMBER: _builtins.int
+    ENTROPIES_F32_FIELD_NUMBER: _builtins.int
+    logprobs_f32: _builtins.bytes
+    """Completion tokens only, flattened in sample order, little-endian; both are 0 where SampleChunk.loss_mask_u8 is 0."""
+    entropies_f32: _builtins.bytes
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Completion tokens only, flattened in sample order; both are 0 where SampleChunk.loss_mask is false."""
+        """Read where the fields below are empty; they go with the next release."""
 
     @_builtins.property
     def entropies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
@@ -307,10 +320,12 @@ class ComputeLogprobsResponse(_message.Message):
         *,
         logprobs: _abc.Iterable[_builtins.float] | None = ...,
         entropies: _abc.Iterable[_builtins.float] | None = ...,
+        logprobs_f32: _builtins.bytes = ...,
+        entropies_f32: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entropies", b"entropies", "logprobs", b"logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entropies", b"entropies", "entropies_f32", b"entropies_f32", "logprobs", b"logprobs", "logprobs_f32", b"logprobs_f32"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

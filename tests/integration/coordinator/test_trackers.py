@@ -74,7 +74,7 @@ def evaluated() -> EvaluationResult:
     )
     group = Group(
         group_id="eval.a.row1",
-        prompt=Prompt(row=1, token_ids=encode("1+2="), answer="3"),
+        prompt=Prompt(row=1, token_ids=array("I", encode("1+2=")), answer="3"),
         completions=completions,
     )
     rewards_PG = np.array([[0.0, 1.0, 2.0, 3.0]])

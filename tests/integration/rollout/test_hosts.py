@@ -180,7 +180,7 @@ def test_a_worker_that_is_asked_to_end_takes_the_replica_with_it_well(mortal_pai
 def test_all_hosts_of_one_machine_are_one_process(tmp_path: Path, models: list[Path], module_redis: str) -> None:
     """As `tandem run` starts it."""
     module = "rollout_service.local_hosts"
-    replica = lone_replica(tmp_path, models[0], module_redis, module=module, tensor_parallel=2, nodes=2)
+    replica = lone_replica(tmp_path, models[0], module_redis, module=module, spawned=True, tensor_parallel=2, nodes=2)
     try:
         trainer = Trainer(replica.wait_up())
         trainer.load(models[0])

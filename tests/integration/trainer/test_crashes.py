@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from launcher.cli import app
+from servicekit.rpc.arrays import read_array
 from servicekit.rpc.channel import open_channel
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
@@ -36,7 +37,7 @@ async def train(stub: Any, version: int) -> None:
 async def policy(stub: Any) -> np.ndarray:
     """Log-probs by which two policies are compared."""
     call = stub.ComputeLogprobs(iter([pb.ComputeLogprobsRequest(chunk=chunk(0))]), timeout=TIMEOUT_S)
-    return np.concatenate([np.array(reply.logprobs) async for reply in call])
+    return np.concatenate([np.array(read_array(reply, "logprobs_f32")) async for reply in call])
 
 
 async def begin_save(stub: Any, path: Path) -> "asyncio.Future[Any]":

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from servicekit.errors import InvalidRequest, TandemError, TooLarge, WrongVersion, from_rpc_error
 from servicekit.redis.records import AgreedSettings, ServiceRecord
+from servicekit.rpc.arrays import read_array
 from servicekit.rpc.channel import open_channel
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.trainer.v1 import trainer_pb2_grpc
@@ -173,15 +174,16 @@ async def test_not_finite_step_names_samples_and_changes_nothing(stub: Any) -> N
 
 async def logprobs(stub: Any) -> np.ndarray:
     call = stub.ComputeLogprobs(iter([pb.ComputeLogprobsRequest(chunk=chunk(0))]), timeout=TIMEOUT_S)
-    return np.concatenate([np.array(reply.logprobs) async for reply in call])
+    return np.concatenate([np.array(read_array(reply, "logprobs_f32")) async for reply in call])
 
 
 async def test_compute_logprobs_replies_in_order(stub: Any) -> None:
     batches = [chunk(i) for i in range(3)]
     call = stub.ComputeLogprobs(iter([pb.ComputeLogprobsRequest(chunk=b) for b in batches]), timeout=TIMEOUT_S)
     replies = [reply async for reply in call]
-    assert [len(reply.logprobs) for reply in replies] == [sum(batch.completion_lengths) for batch in batches]
-    assert all(0 <= value <= np.log(VOCAB) for reply in replies for value in reply.entropies)
+    lengths = [len(read_array(reply, "logprobs_f32")) for reply in replies]
+    assert lengths == [sum(batch.completion_lengths) for batch in batches]
+    assert all(0 <= value <= np.log(VOCAB) for reply in replies for value in read_array(reply, "entropies_f32"))
 
 
 async def test_masked_tokens_are_not_measured_and_count_nowhere(stub: Any) -> None:
@@ -190,7 +192,7 @@ async def test_masked_tokens_are_not_measured_and_count_nowhere(stub: Any) -> No
         batch.loss_mask.extend(place == 0 for length in batch.completion_lengths for place in range(length))
     asked = [pb.ComputeLogprobsRequest(chunk=each) for each in (chunk(0), batches[0])]
     call = stub.ComputeLogprobs(iter(asked), timeout=TIMEOUT_S)
-    whole, masked = [np.array(reply.logprobs) async for reply in call]
+    whole, masked = [np.array(read_array(reply, "logprobs_f32")) async for reply in call]
     np.testing.assert_allclose(masked, whole * np.array(batches[0].loss_mask), rtol=0, atol=1e-6)
     reply = await stub.TrainStep(iter(step_requests("masked", await version(stub), batches)), timeout=TIMEOUT_S)
     assert reply.metrics["tokens"] == reply.metrics["samples"] == 8

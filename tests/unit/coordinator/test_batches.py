@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.learn.updates import make_batch, select_samples, split_updates
+from servicekit.rpc.arrays import read_array
 from servicekit.rpc.limits import MAX_MESSAGE_BYTES, chunk_starts
 from tandem_clients.flow import Completion, Group, Prompt, Sample
 from tandem_clients.trainer import sample_chunks, step_requests
@@ -29,7 +30,7 @@ def groups(*lengths: list[int]) -> list[Group]:
     return [
         Group(
             group_id=f"g{i}",
-            prompt=Prompt(row=i + 1, token_ids=list(range(i + 1)), answer=""),
+            prompt=Prompt(row=i + 1, token_ids=array("I", list(range(i + 1))), answer=""),
             completions=tuple(completion(length, truncated=length == 9) for length in lengths_G),
         )
         for i, lengths_G in enumerate(lengths)
@@ -101,7 +102,7 @@ def test_a_message_is_never_larger_than_asked_for_unless_a_sample_is(seed: int, 
     some = [
         Sample(
             sample_id="\N{EURO SIGN}" * rng.integers(40),
-            prompt=Prompt(row=1, token_ids=[2**32 - 1] * rng.integers(60), answer=""),
+            prompt=Prompt(row=1, token_ids=array("I", [2**32 - 1] * rng.integers(60)), answer=""),
             completion=replace(completion(n, mask=("01" * n)[:n]), token_ids=array("I", [2**32 - 1] * n)),
             advantage=-1.5,
             trainable=True,
@@ -130,13 +131,14 @@ def test_the_wire_form_is_flat_and_complete() -> None:
     seen = {}
     for part in parts:
         chunk, offset, start = part.chunk, 0, 0
+        all_ids, all_logprobs = read_array(chunk, "token_ids_u32"), read_array(chunk, "rollout_logprobs_f32")
         for i, sample_id in enumerate(chunk.sample_ids):
             prompt, length = chunk.prompt_lengths[i], chunk.completion_lengths[i]
-            tokens = list(chunk.token_ids[offset : offset + prompt + length])
-            logprobs = list(chunk.rollout_logprobs[start : start + length])
+            tokens = list(all_ids[offset : offset + prompt + length])
+            logprobs = list(all_logprobs[start : start + length])
             seen[sample_id] = (tokens, logprobs, chunk.advantages[i], chunk.trainable[i])
             offset, start = offset + prompt + length, start + length
-        assert (offset, start) == (len(chunk.token_ids), len(chunk.rollout_logprobs))
+        assert (offset, start) == (len(all_ids), len(all_logprobs))
     assert seen == {
         s.sample_id: ([*s.prompt.token_ids, *s.completion.token_ids], list(s.completion.logprobs), s.advantage, True)
         for s in samples
@@ -145,12 +147,12 @@ def test_the_wire_form_is_flat_and_complete() -> None:
 
 def test_masks_are_on_the_wire_where_there_are_any() -> None:
     some = samples_of(groups([2, 3], [1, 2]))
-    assert not next(sample_chunks(some)).loss_mask
+    assert not next(sample_chunks(some)).loss_mask_u8
     some[1].completion = completion(3, mask="101")
     (chunk,) = sample_chunks(some)
-    assert list(chunk.loss_mask) == [True, True, True, False, True, True, True, True]
+    assert list(chunk.loss_mask_u8) == [1, 1, 1, 0, 1, 1, 1, 1]
     cut = sample_chunks(some, chunk_bytes=1)  # a message for each sample
-    assert [list(chunk.loss_mask) for chunk in cut] == [[], [True, False, True], [], []]
+    assert [list(chunk.loss_mask_u8) for chunk in cut] == [[], [1, 0, 1], [], []]
 
 
 def test_shuffling_follows_the_generator() -> None:

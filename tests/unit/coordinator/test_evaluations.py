@@ -20,7 +20,7 @@ from tandem_config.schema import EvaluationSection
 def evaluated(value: float, name: str = "aime", version: int = 3, **scores: Any) -> EvaluationResult:
     tokens = array("I", [1, 2])
     cut = Completion(token_ids=tokens, logprobs=array("f", [0, 0]), truncated=True, oldest_version=version)
-    prompt = Prompt(row=1, token_ids=[1], answer="")
+    prompt = Prompt(row=1, token_ids=array("I", [1]), answer="")
     groups = (Group(group_id="eval.aime.row1", prompt=prompt, completions=(cut,)),)
     return EvaluationResult(
         name=name,

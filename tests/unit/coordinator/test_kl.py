@@ -47,7 +47,7 @@ class Asked:
 
 
 def generation() -> Generation:
-    prompt = Prompt(row=1, token_ids=[1, 2], answer="")
+    prompt = Prompt(row=1, token_ids=array("I", [1, 2]), answer="")
 
     def completion(length: int) -> Completion:
         ids, logprobs = array("I", [3] * length), array("f", [ROLLOUT] * length)

@@ -20,7 +20,9 @@ from tandem_files.samples.schema import MaskedSpan, StoredSample, TextSpan
 from tandem_files.tokenizer import TextCodec
 from tests.kit.folders import EOS, encode, held, write_model
 
-PROMPT = Prompt(file="train.jsonl", row=7, token_ids=encode("1+2="), answer="3", text="1+2=", columns={"level": 3})
+PROMPT = Prompt(
+    file="train.jsonl", row=7, token_ids=array("I", encode("1+2=")), answer="3", text="1+2=", columns={"level": 3}
+)
 
 
 def completion(text: str, *, truncated: bool = False, spans: tuple[tuple[int, int], ...] = ()) -> Completion:

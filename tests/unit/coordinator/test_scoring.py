@@ -43,7 +43,7 @@ def completion(said: str) -> Completion:
 
 
 def group(answer: str, *said: str) -> Group:
-    prompt = Prompt(row=1, token_ids=[3], answer=answer)
+    prompt = Prompt(row=1, token_ids=array("I", [3]), answer=answer)
     return Group(group_id="g", prompt=prompt, completions=tuple(map(completion, said)))
 
 
@@ -162,12 +162,12 @@ async def test_rewards_see_all_of_a_sample(codec: TextCodec) -> None:
             return Scores(values=[0.0] * len(items))
 
     reward = Curious()
-    prompt = Prompt(row=7, token_ids=[3], answer="12", text="1+2=", columns={"level": 3})
+    prompt = Prompt(row=7, token_ids=array("I", [3]), answer="12", text="1+2=", columns={"level": 3})
     groups = [Group(group_id="i1.g0.row7", prompt=prompt, completions=(completion("1"),)), group("7", "8")]
     await scorer(codec, reward).score(groups)
     assert reward.seen[0] == ScoredText(
         completion="1", answer="12", truncated=False, num_tokens=2, prompt="1+2=", columns={"level": 3},
-        sample_id="i1.g0.row7#0", group=0, prompt_ids=[3], completion_ids=array("I", [*encode("1"), EOS]),
+        sample_id="i1.g0.row7#0", group=0, prompt_ids=prompt.token_ids, completion_ids=array("I", [*encode("1"), EOS]),
     )  # fmt: skip
     assert [(item.sample_id, item.group, item.answer) for item in reward.seen[1:]] == [("g#0", 1, "7")]
 
@@ -209,7 +209,7 @@ async def test_late_scores_have_a_budget_of_their_own(codec: TextCodec) -> None:
 
 async def test_unreadable_answers_of_equal_rows_in_two_files_are_told_apart(codec: TextCodec) -> None:
     def of_file(name: str) -> Group:
-        prompt = Prompt(row=7, token_ids=[3], answer="", file=f"data/{name}.jsonl", file_label=name)
+        prompt = Prompt(row=7, token_ids=array("I", [3]), answer="", file=f"data/{name}.jsonl", file_label=name)
         return Group(group_id=name, prompt=prompt, completions=(completion("1"), completion("2")))
 
     known: set[str] = set()

@@ -12,6 +12,7 @@ from rollout_service.weight_updates.admission import Admission
 from rollout_service.weight_updates.pauses import Pauses
 from rollout_service.weight_updates.updates import WeightUpdates
 from servicekit.errors import REASON_KEY
+from servicekit.rpc.arrays import read_array
 from servicekit.rpc.channel import open_channel
 from servicekit.rpc.fence import FenceGuard
 from servicekit.rpc.server import GrpcServer
@@ -88,7 +89,7 @@ async def test_groups_come_back_whole(served: Served) -> None:
     groups = [group for reply in replies for group in reply.groups]
     assert [group.group_id for group in groups] == ["0", "1"]
     for completion in (c for group in groups for c in group.completions):
-        assert list(completion.token_ids) == [1] * 4
+        assert read_array(completion, "token_ids_u32").tolist() == [1] * 4
         assert completion.finish_reason == pb.FINISH_REASON_LENGTH
         (span,) = completion.version_spans
         assert (span.start, span.end, span.policy_version) == (0, 4, 1)

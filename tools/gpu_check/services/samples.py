@@ -69,7 +69,7 @@ def as_trained(samples: Sequence[Sample]) -> tuple[flow.Sample, ...]:
     return tuple(
         flow.Sample(
             sample_id=f"s{index}",
-            prompt=flow.Prompt(row=index, token_ids=sample.prompt, answer=""),
+            prompt=flow.Prompt(row=index, token_ids=array("I", sample.prompt), answer=""),
             completion=flow.Completion(
                 token_ids=array("I", sample.tokens),
                 logprobs=array("f", sample.logprobs),
