@@ -48,7 +48,7 @@ def read_sampling(sampling: pb.SamplingParams, limits: EngineLimits) -> Sampling
     if not 1 <= sampling.max_new_tokens < limits.longest_request:
         raise InvalidRequest(
             f"sampling.max_new_tokens is {sampling.max_new_tokens}; it must be from 1 to {limits.longest_request - 1}, "
-            "since prompt and completion share the context"
+            "because prompt and completion share the context"
         )
     _check_stop(sampling, limits)
     return SamplingSettings(

@@ -33,8 +33,8 @@ RPC_SECONDS = prometheus_client.Histogram(
     "tandem_rpc_seconds",
     "Seconds that an RPC was served for, streams until their end.",
     ["service", "method"],
-    # From a status call (1 ms) to a train step of a large model (an hour). Coarse, since there are dozens of methods in
-    # every service: they tell magnitudes, while sum and count give the mean.
+    # From a status call (1 ms) to a train step of a large model (an hour). Coarse, because every service has dozens of
+    # methods: they tell magnitudes, while sum and count give the mean.
     buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3600),
 )
 

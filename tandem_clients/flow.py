@@ -1,8 +1,8 @@
 """The data that steps pass on: prompts, orders, groups of completions, scores, a batch, the figures of a sync.
 
 Legend: P prompts (one group each), G completions per prompt, S = P * G samples, T tokens of one completion.
-None of them knows protobuf: the clients of the services do. Token ids and log-probs are kept as compact `array.array`s
-(4 bytes an item), which are the bytes that messages hold, and take a tenth of a list's memory.
+None of them knows protobuf: the clients of the services do. Token ids and log-probs are kept as compact `array.array`s,
+4 bytes an item: they are the bytes that messages hold. A list takes ten times the memory.
 What there is one of for each sample (Completion, ScoredText, Sample) is not frozen: a frozen one takes three times as
 long to make, between generation and training.
 """

@@ -82,7 +82,7 @@ METRICS = (
     Metric("trainer", "ratio_mean", "", "Mean probability of a trained token / its old one."),
     Metric("trainer", "correction_weight_mean", "", "Mean weight by which grpo.correction changes a token's loss."),
     Metric("trainer", "correction_outside_fraction", "share", "Share of tokens outside the bounds of grpo.correction."),
-    Metric("trainer", "skipped_updates", "", "Optimizer updates that were left out, since a loss or gradient was not "
+    Metric("trainer", "skipped_updates", "", "Optimizer updates that were left out, because a loss or gradient was not "
            "finite (grpo.on_non_finite: skip).", trainer="tandem_train_skipped_updates_total", less=True),
     Metric("trainer", "engine_logprobs_not_finite", "", "Completion tokens of the policy whose log-prob the engine "
            "gave as NaN or infinite.", trainer="tandem_train_engine_logprobs_not_finite_total", less=True),

@@ -174,7 +174,7 @@ class Worker:
     def _checkpoints(self, store: dist.Store) -> list[Path]:
         """List the trainer's folders of usable checkpoints, newest first.
 
-        Rank 0 looks for all ranks, since two looks could find different ones. It reads the small files only; each rank
+        Rank 0 looks for all ranks: two looks could find different ones. It reads the small files only; each rank
         reads its own shards before it loads them.
 
         Raises: ConfigError: the newest is of another run, or of a configuration that may not change so.

@@ -5,7 +5,7 @@ iterations. Short runs have warnings too, and a single bad iteration of a long r
 
 Rewards have any sign and scale: 0 or 1, -1 or 1, -6 to -5, 0 to 100. Their differences are therefore measured in the
 reward's own spread: the largest standard deviation of an iteration's rewards, averaged as the curves are; the largest,
-since that of a solved task or a destroyed policy is near 0. Where it has been 0 throughout, no group had anything to
+because that of a solved task or a destroyed policy is near 0. Where it has been 0 throughout, no group had anything to
 learn from: the policy has not changed, so it has neither risen nor collapsed (TandemNothingToLearn).
 """
 

@@ -52,7 +52,7 @@ def remarks(record: IterationRecord, limits: Mapping[str, float]) -> Iterator[tu
     if skipped:
         yield (
             "skipped_update",
-            f"iteration {record.iteration}: {skipped} optimizer updates were left out, since a loss or gradient was "
+            f"iteration {record.iteration}: {skipped} optimizer updates were left out, because a loss or gradient was "
             "not finite (the trainer's log names the samples); grpo.non_finite_budget bounds how many may be",
         )
     if record.step is None:

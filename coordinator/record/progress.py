@@ -141,7 +141,7 @@ class Progress:
         skipped = self.state.skipped_in_a_row
         if skipped > MAX_SKIPPED_IN_A_ROW:
             raise Internal(
-                f"{skipped} iterations in a row had nothing to train on, since all rewards of each group were equal: "
+                f"{skipped} iterations in a row had nothing to train on, because all rewards of each group were equal: "
                 "set grpo.zero_variance=keep, or look at the reward and the task's difficulty"
             )
 

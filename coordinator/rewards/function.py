@@ -78,9 +78,9 @@ def check_form(section: FunctionReward, form: Mapping[str, Any], columns: Sequen
     if complaint:
         raise ValueError(f"{section.function} {complaint}")
     if section.concurrency is not None and not form["is_async"]:
-        raise ValueError(f"concurrency does nothing, since {section.function} is not `async def`: leave it out")
+        raise ValueError(f"concurrency does nothing, because {section.function} is not `async def`: leave it out")
     if section.batch_size is not None and form["per"] != "batch":
-        raise ValueError(f"batch_size does nothing, since {section.function} scores one {form['per']}: leave it out")
+        raise ValueError(f"batch_size does nothing, because {section.function} scores one {form['per']}: leave it out")
 
 
 class OwnFunction(Reward):
@@ -187,4 +187,4 @@ class OwnFunction(Reward):
     def _why(self, answer: Answer) -> str:
         if answer.late:
             return f"it took longer than timeout_s = {self._section.timeout_s:g} s"
-        return answer.error or "it was not tried, since too many before it had failed"
+        return answer.error or "it was not tried, because too many before it had failed"

@@ -105,7 +105,7 @@ REWARD_CALL_SECONDS = Histogram("tandem_reward_call_seconds",
     "Seconds of a call of a reward's server or judge, each repetition by itself, by result (answered, failed: it is "
     "repeated, refused: it is not).", ["reward", "result"], buckets=_PART_BUCKETS)
 REWARD_CIRCUIT_OPEN = Gauge("tandem_reward_circuit_open",
-    "1 while a reward's server gets no calls, since the last ones failed (reward.open_after), else 0.", ["reward"])
+    "1 while a reward's server gets no calls, because the last ones failed (reward.open_after), else 0.", ["reward"])
 UNREADABLE_ANSWERS = Counter("tandem_unreadable_answers_total",
     "Completions that scored 0 because their reference answer cannot be read.", ["data"])
 MISSED_CHECKPOINTS = Gauge("tandem_missed_checkpoints",

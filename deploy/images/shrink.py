@@ -2,7 +2,7 @@
 
 Test suites and what only compilers read go away. Packages of pure Python move into one zip archive as compiled files,
 from which Python imports them as it does from folders (kubernetes 37: 74 MB of source become 6 MB). All else is
-compiled here, since the user that the image runs as cannot write beside it.
+compiled here, because the user that the image runs as cannot write beside it.
 """
 
 import compileall

@@ -151,7 +151,7 @@ def _run_id(name: str) -> list[ConfigProblem]:
     elif name[0].isdigit():
         text = "begins with a digit: it begins the names of services, which begin with a letter"
     elif len(name) > LONGEST_RUN_ID:
-        text = f"has {len(name)} characters; {LONGEST_RUN_ID} are the most, since names of pods are made of it"
+        text = f"has {len(name)} characters; {LONGEST_RUN_ID} are the most, because names of pods are made of it"
     else:
         return []
     return [_bad("RUN", name, text, "e.g. math-7b")]

@@ -88,7 +88,7 @@ class _TlsSource:
 class DeadlineChannel(grpc.aio.Channel):
     """Wraps a channel so that its calls require `timeout=`.
 
-    It is not a gRPC interceptor, since those raise only when the call is awaited or iterated, and add a queue to every
+    It is not a gRPC interceptor: those raise only when the call is awaited or iterated, and add a queue to every
     stream.
     """
 

@@ -1,6 +1,6 @@
 """Renders messages with a chat template, text for text as transformers' `apply_chat_template` does.
 
-The environment is that of transformers (utils/chat_template_utils.py): sandboxed, since a template comes with a model.
+The environment is that of transformers (utils/chat_template_utils.py): sandboxed, as a template comes with a model.
 """
 
 import json

@@ -161,7 +161,7 @@ def matrix() -> list[Cell]:
 def covering(cells: Sequence[Cell]) -> list[Cell]:
     """Choose cells in which every pair of values occurs that occurs in any: the most new pairs first.
 
-    A pair is of target, phase, harm, install and transport; 35 are the least, since each target meets each phase.
+    A pair is of target, phase, harm, install and transport; 35 are the least, because each target meets each phase.
     """
     pairs = {cell: set(combinations(vars(cell).items(), 2)) for cell in cells}
     missing, chosen = set().union(*pairs.values()), list[Cell]()

@@ -68,7 +68,7 @@ class HarmingTrainer(Trainer):
     """Does harm while a phase is under way everywhere: all participants are called at the same time.
 
     In TRANSFER, once the first replica has got some of its bytes and still lacks others; in other phases the one that
-    is to be killed is frozen before, since it could have done its part by then.
+    is to be killed is frozen before, because it could have done its part by then.
     """
 
     def __init__(self, address: str, fleet: "RealFleet", victim: str, phase: int, harm: signal.Signals) -> None:

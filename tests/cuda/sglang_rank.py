@@ -214,7 +214,7 @@ def describe(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe_all(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A forked process for each, since SGLang keeps much of it in globals; SGLang is imported once."""
+    """A forked process for each, because SGLang keeps much of it in globals; SGLang is imported once."""
     pretend_gpu(tuple(cases[0]["capability"]))
     from sglang.srt import server_args  # noqa: F401
     from sglang.srt.model_loader import loader  # noqa: F401

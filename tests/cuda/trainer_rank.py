@@ -4,7 +4,7 @@
 with an answer for each. megatron-core and our engine run as on GPUs, forward and backward, on fake CUDA tensors and
 fake process groups. autograd asks the driver for each device's context and stream before a backward pass, and fails
 there without one: `autograd_without_driver.c`, loaded ahead of torch, answers that there is no accelerator; and all of
-a backward pass runs in the thread that asks for it, since torch starts autograd's threads for real devices only.
+a backward pass runs in the thread that asks for it, because torch starts autograd's threads for real devices only.
 
 Left out: everything that depends on a value (every number that is read is 0, and so experts get no tokens, and a stage
 is told the shape that it will receive: `tell_shapes`); what streams and events order; a checkpoint's bytes (zeros are
@@ -374,7 +374,7 @@ def describe(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe_all(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A forked process for each, since megatron-core keeps much in globals."""
+    """A forked process for each, because megatron-core keeps much in globals."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         pretend_gpus(monkeypatch)  # or the engine prepares megatron-core for a CPU
         from trainer_service.megatron_engine import ON_CPU, engine  # noqa: F401

@@ -39,6 +39,7 @@ DIALECT = {
     r"(?:is|are|was|were|be|been) away": "unreachable, lost",
     r"without a word": "without a message",
     r"(?:go|goes|going|went) on": "continues, resumes",
+    r"(?<=, )since (?!when|then|the (?:run|release)|this)": "because, for a cause",
 }
 # The same in names of functions, classes, arguments and variables, as parts of a snake_case name: `_tell_failure`.
 DIALECT_NAMES = re.compile(
@@ -66,7 +67,7 @@ def texts(path: Path) -> list[tuple[int, str]]:
 
 
 def wrapped_lines(path: Path) -> list[tuple[int, str]]:
-    """Each line of a file together with the next one, since sentences are wrapped; with its number."""
+    """Each line of a file together with the next one, because sentences are wrapped; with its number."""
     lines = path.read_text(encoding="utf-8").splitlines()
     following = [re.sub(r"^\s*(?:#|//|--|\*)+ ?", "", line) for line in [*lines[1:], ""]]
     return [(number, f"{line} {after}") for number, (line, after) in enumerate(zip(lines, following, strict=True), 1)]

@@ -240,10 +240,13 @@ class Services:
     def send_signal(self, name: str, number: signal.Signals) -> None:
         """Send a signal to a service and all that it has started, as when its pod or its host is lost.
 
-        With SIGKILL multiprocessing's resource tracker dies too, so what it would have removed is removed here.
+        Nothing if it has ended: its number may be another process's by now. With SIGKILL multiprocessing's resource
+        tracker dies too, so what it would have removed is removed here.
         """
         process, left = self.processes[name], list[Path]()
-        if number == signal.SIGKILL and process.poll() is None:
+        if process.poll() is not None:
+            return
+        if number == signal.SIGKILL:
             left = semaphores_of([process.pid, *(child.pid for child in self.family(name))])
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)

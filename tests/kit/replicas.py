@@ -104,7 +104,7 @@ class Replica:
         )
         replies = list(self.stub.GenerateGroups(request, timeout=CALL_S))
         by_id = {group.group_id: group for reply in replies for group in reply.groups}
-        for completion in (each for group in by_id.values() for each in group.completions):
+        for completion in (completion for group in by_id.values() for completion in group.completions):
             completion.token_ids.extend(read_array(completion, "token_ids_u32"))
             completion.logprobs.extend(read_array(completion, "logprobs_f32"))
         return [by_id[str(i)] for i in range(len(prompts))]

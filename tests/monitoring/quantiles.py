@@ -2,7 +2,7 @@
 
     python -m tests.monitoring.quantiles coordinator.watch.metrics 0.45 11
 
-In a process of its own, since two services' metrics do not fit into one. Prints JSON: by histogram and constant, the
+In a process of its own, because two services' metrics do not fit into one. Prints JSON: by histogram and constant, the
 cumulative counts by upper bound.
 """
 

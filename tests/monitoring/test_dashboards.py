@@ -140,7 +140,7 @@ def test_a_dashboard_selects_a_run_and_links_to_the_others_and_to_the_runbook(fi
 
 @pytest.mark.parametrize("query", ALL, ids=str)
 def test_a_query_selects_the_run(query: Query) -> None:
-    """In every selector, since series of other runs have the same names."""
+    """In every selector, because series of other runs have the same names."""
     for selector in selectors(query.expr):
         assert (selector.value("namespace"), selector.value("tandem_run_id")) == (("=~", "$namespace"), ("=~", "$run"))
         job = selector.value("job")

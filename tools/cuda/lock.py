@@ -27,7 +27,7 @@ PYTHONS = ("3.11", "3.12")
 PLATFORM = "x86_64-manylinux_2_34"
 RESOLVE_S = 300.0
 _BY = "# Written by `python -m tools.cuda.lock write`.\n"
-# Prefixes of a machine's own settings of pip and uv; certificates stay, since the index needs them.
+# Prefixes of a machine's own settings of pip and uv; certificates stay, because the index needs them.
 _SETTINGS = ("PIP_", "UV_")
 _KEPT = ("PIP_CERT", "UV_CACHE_DIR")
 

@@ -39,7 +39,7 @@ def random_spec(layers: int, hidden: int, experts: int = 0) -> Any:
 def numbered(layout: Any, rank: int) -> dict[str, Any]:
     """Make a rank's parameters (bfloat16, CPU); every element is a function of its place in the whole model.
 
-    Places are hashed as integers, since float32 cannot tell neighbours beyond 2^24 apart.
+    Places are hashed as integers, because float32 cannot tell neighbours beyond 2^24 apart.
     """
     import torch
 

@@ -7,7 +7,7 @@ have nodes again                               gets that size back, also from a 
 another writer has scaled the set meanwhile    is theirs: left as it is, until the trainer has had nodes once
 has never been seen at 0 (a lost answer)       is judged anew
 
-To 0, since a smaller step may leave no node whole, autoscalers leave a set of 0 alone, and Kueue admits no other size.
+To 0: a smaller step may leave no node whole, autoscalers leave a set of 0 alone, and Kueue admits no other size.
 """
 
 import asyncio

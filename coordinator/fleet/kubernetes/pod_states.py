@@ -49,7 +49,7 @@ def trainers(pods: Sequence[Pod]) -> list[Pod]:
 def trainer_outlook(pods: Sequence[Pod]) -> tuple[PodOutlook, str]:
     """Judge the trainer by its pods.
 
-    Returns: DEAD if a pod is dead, since the others wait for it in vain; QUEUED if one is queued; UP if all are ready;
+    Returns: DEAD if a pod is dead (the others wait for it in vain); QUEUED if one is queued; UP if all are ready;
         else COMING, also without any pod, because the set is about to create them. And the pods' troubles:
         `trainer-0: container trainer: ...`.
     """

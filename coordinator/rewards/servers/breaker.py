@@ -52,7 +52,7 @@ class CircuitBreaker:
             self._trying = True
             return ""
         when = "a call is trying" if left_s <= 0 else f"the next one is made in {left_s:.0f} s"
-        return f"not sent, since the last {self._failures} calls of {self._server} failed ({when}): {self._why}"
+        return f"not sent, because the last {self._failures} calls of {self._server} failed ({when}): {self._why}"
 
     def succeeded(self) -> None:
         """Close the circuit."""

@@ -96,7 +96,7 @@ class ServerCalls:
         """
         async with self._slots:
             if budget.exceeded():
-                raise CallFailed("not sent, since too many before it had failed")
+                raise CallFailed("not sent, because too many before it had failed")
             if refusal := self._breaker.refusal():
                 raise CallFailed(refusal)
             try:

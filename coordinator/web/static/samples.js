@@ -13,7 +13,7 @@ const SORTS = [
 const USES = {
   trained: "its tokens count in the loss",
   dropped: "its group was left out: all of its rewards were equal",
-  unscored: "it has no reward, since scoring it failed or no reward applies",
+  unscored: "it has no reward, because scoring it failed or no reward applies",
   masked: "cut off, so that it counts in no loss",
   evaluated: "of an evaluation",
 };

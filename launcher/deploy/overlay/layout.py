@@ -81,7 +81,7 @@ def misfits(config: RunConfig, layout: PodLayout, gpus_per_node: int, *, one_nod
                     f"ranks that share a layer are on several nodes: {layout.trainer_pods} pods with "
                     f"{layout.ranks_per_host} ranks each, of {gpus_per_node} GPUs per node"
                 ),
-                suggestion="a divisor of the ranks of a pod, since they exchange activations in every layer",
+                suggestion="a divisor of the ranks of a pod, because they exchange activations in every layer",
                 severity="warning",
             )
         )

@@ -202,7 +202,7 @@ async def test_a_batch_that_fails_costs_all_of_its_scores(tmp_path: Path) -> Non
 async def test_too_many_failures_end_the_attempts(tmp_path: Path, on_error: str, tried: int) -> None:
     code = "def score(completion): raise ValueError(completion)"
     found = await scores(tmp_path, code, items(400), on_error=on_error, max_error_share=0.0)
-    untried = [why for why in found.errors.values() if why == "it was not tried, since too many before it had failed"]
+    untried = [why for why in found.errors.values() if why == "it was not tried, because too many before it had failed"]
     assert len(found.errors) == 400
     # What a worker had ahead is done.
     assert 400 - 2 * tried - 64 <= len(untried) < 400
@@ -255,8 +255,8 @@ UNUSABLE = [
     ("import time\ntime.sleep(60)", {"start_timeout_s": 1}, "not ready within 1 s"),
     ("def score(response): pass", {}, "score takes 'response', which nothing fills .* 'completion'"),
     ("def score(completion): pass", {"args": {"depth": 1}}, "args.depth: it takes no such parameter"),
-    ("def score(completion): pass", {"concurrency": 4}, "concurrency does nothing, since .* is not `async def`"),
-    ("def score(completion): pass", {"batch_size": 4}, "batch_size does nothing, since .* scores one sample"),
+    ("def score(completion): pass", {"concurrency": 4}, "concurrency does nothing, because .* is not `async def`"),
+    ("def score(completion): pass", {"batch_size": 4}, "batch_size does nothing, because .* scores one sample"),
 ]
 
 

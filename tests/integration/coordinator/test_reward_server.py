@@ -118,7 +118,7 @@ async def test_a_server_that_stays_away_fails_the_first_calls_in_time_and_the_re
     await asyncio.to_thread(process.wait, 30)
     scores = await reward.score(ITEMS * 2)
     assert [("tried 2 times" in scores.errors[place]) for place in range(8)] == [True] * 4 + [False] * 4
-    assert f"not sent, since the last 2 calls of 127.0.0.1:{port} failed" in scores.errors[7]
+    assert f"not sent, because the last 2 calls of 127.0.0.1:{port} failed" in scores.errors[7]
     servers.start(port)
     async with asyncio.timeout(60):
         while (await reward.score(ITEMS[:1])).errors:  # noqa: ASYNC110 - the call is what lets it close

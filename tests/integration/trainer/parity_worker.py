@@ -61,7 +61,7 @@ def overflow_in_last_update(engine: MegatronEngine, samples: Samples) -> str:
     """A finite advantage whose gradient is not: the first update is done by then, and must be undone."""
     advantages = samples.advantages.copy()
     advantages[22] = 3e38
-    advantages[19] = -3e38  # the case of GSPO gives sample 22 no weight, since its correction is out of bounds
+    advantages[19] = -3e38  # the case of GSPO gives sample 22 no weight, because its correction is out of bounds
     return refusal(lambda: engine.train_step(replace(samples, advantages=advantages), NUM_UPDATES))
 
 

@@ -38,7 +38,7 @@ def store_address(redis_url: str) -> str:
 
 
 async def test_stop_resume_and_a_killed_rank(redis_server: str, tiny_model: Path, tmp_path: Path) -> None:
-    """One test, since every start costs ten seconds of imports."""
+    """One test, because every start costs ten seconds of imports."""
     with TrainerProcesses(redis_server, tmp_path, tiny_model, pipeline_parallel=2) as trainer:
         address = trainer.begin().ready().address
         assert address.startswith("localhost:")

@@ -123,7 +123,7 @@ async def test_a_judge_that_refuses_is_not_asked_for_every_completion(judge: Jud
     endpoint = Endpoint([(400, {}, "no such model")])
     scores = await (await judge(endpoint, concurrency=1)).score([text()] * 100)
     assert (len(endpoint.requests), len(scores.errors)) == (6, 100)
-    assert scores.errors[99] == "not sent, since too many before it had failed"
+    assert scores.errors[99] == "not sent, because too many before it had failed"
 
 
 async def test_the_key_is_in_no_error_and_no_log(judge: Judge, caplog: pytest.LogCaptureFixture) -> None:

@@ -49,7 +49,7 @@ def test_failures_in_a_row_open_the_circuit_and_others_do_not() -> None:
     assert made.refusal() == ""
     made.failed("x")
     made.failed("no route")
-    assert made.refusal() == "not sent, since the last 2 calls of s:1 failed (the next one is made in 10 s): no route"
+    assert made.refusal() == "not sent, because the last 2 calls of s:1 failed (the next one is made in 10 s): no route"
 
 
 @pytest.mark.parametrize("outcome", ["succeeded", "failed", "withdrawn"])
@@ -129,7 +129,9 @@ async def test_while_the_circuit_is_open_nothing_is_sent() -> None:
     found = await asyncio.gather(*(calls.call(server, BUDGET) for _ in range(20)), return_exceptions=True)
     assert server.sent == 2 * 2
     assert [str(error) for error in found[:2]] == ["down (tried 2 times)"] * 2
-    assert {str(error).partition(" (")[0] for error in found[2:]} == {"not sent, since the last 2 calls of s:1 failed"}
+    assert {str(error).partition(" (")[0] for error in found[2:]} == {
+        "not sent, because the last 2 calls of s:1 failed"
+    }
 
 
 async def test_what_cannot_change_the_end_of_the_run_is_not_sent() -> None:

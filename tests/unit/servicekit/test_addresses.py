@@ -106,7 +106,7 @@ def test_a_listener_of_one_address_is_of_its_family() -> None:
 
 
 def test_every_address_is_of_ipv4_where_the_kernel_has_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a node that was booted with ipv6.disable=1: a stand-in, since this machine's kernel has IPv6."""
+    """As on a node that was booted with ipv6.disable=1: a stand-in, because this machine's kernel has IPv6."""
 
     def of_ipv4(host: str, port: int = 0) -> socket.socket:
         if ":" in host:

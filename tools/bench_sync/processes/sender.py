@@ -65,7 +65,7 @@ class Sender:
         self._groups: dict[str, dist.ProcessGroup] = {}
 
     async def run(self, command: dict[str, Any]) -> Any:
-        """Run a command on a thread, since gloo blocks."""
+        """Run a command on a thread, because gloo blocks."""
         do = command.pop("do")
         return await asyncio.to_thread(getattr(self, f"do_{do}"), **command)
 
