@@ -9,7 +9,7 @@ ABORT      drops the communicator and what was staged; the round is over
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from servicekit.errors import ConfigError, NotReady, PhaseOrder, TandemError
@@ -178,7 +178,7 @@ class Transfer:
         if shard.slot not in participants.slots:
             raise ConfigError(f"{shard.slot} has no part in the round: {', '.join(participants.slots)}")
         expected = participants.replicas[shard.side] if shard.is_receiver else participants.trainer
-        if expected != shard.parallel:
+        if expected not in (shard.parallel, replace(shard.parallel, engine="")):
             raise ConfigError(f"{shard.slot}: the round says {expected}, this process has {shard.parallel}")
         shard.check(staged=round_.install_mode == pb.INSTALL_MODE_STAGED)
         if round_.transport == pb.SYNC_TRANSPORT_DISK:
