@@ -69,9 +69,7 @@ async def measure(address: str, args: argparse.Namespace, tokens: int) -> tuple[
     """Return the CPU seconds of calls with their replies, and of a train step's messages, per trajectory."""
     sampling = Sampling(temperature=1.0, max_new_tokens=tokens, stop_token_ids=())
     order = Order(policy_version=1, num_completions=args.completions, sampling=sampling)
-    prompts = {
-        f"g{i}": Prompt(row=i, token_ids=array("I", tuple(range(100, 356))), answer="") for i in range(args.groups)
-    }
+    prompts = {f"g{i}": Prompt(row=i, token_ids=array("I", range(100, 356)), answer="") for i in range(args.groups)}
     replica = Replica("rollout-0", address)
     number = args.groups * args.completions
     calls, steps = [], []

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from servicekit.rpc.arrays import read_array
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_clients import flow
 from tools.gpu_check.services.fleet import CALL_S, ServiceFleet
@@ -55,8 +56,8 @@ async def generate(
     return [
         Sample(
             prompt=tuple(asked[index]),
-            tokens=tuple(completion.token_ids),
-            logprobs=tuple(completion.logprobs),
+            tokens=tuple(read_array(completion, "token_ids_u32")),
+            logprobs=tuple(read_array(completion, "logprobs_f32")),
             spans=tuple((span.policy_version, span.start, span.end) for span in completion.version_spans),
         )
         for index in sorted(groups)
