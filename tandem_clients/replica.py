@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 import grpc
 
 from servicekit.errors import Internal, InvalidRequest, rpc_errors
-from servicekit.rpc.arrays import packed, read_array
+from servicekit.rpc.arrays import array_of, packed
 from servicekit.rpc.channel import open_channel
 from servicekit.security.tls import Identity
 from tandem_api.common.v1 import common_pb2
@@ -151,8 +151,9 @@ def _read_group(result: rollout_pb2.GroupResult, prompt: Prompt, num_completions
 
 def _read_completion(item: rollout_pb2.Completion, place: str, index: int) -> Completion:
     try:
-        token_ids, logprobs = read_array(item, "token_ids_u32"), read_array(item, "logprobs_f32")
-        mask = read_array(item, "loss_mask_u8")
+        token_ids = array_of("token_ids_u32", item.token_ids_u32, item.token_ids)
+        logprobs = array_of("logprobs_f32", item.logprobs_f32, item.logprobs)
+        mask = array_of("loss_mask_u8", item.loss_mask_u8, item.loss_mask)
     except InvalidRequest as error:
         raise MalformedReply(f"{place}, completion {index}: {error}") from None
     spans = tuple([(span.end, span.policy_version) for span in item.version_spans])

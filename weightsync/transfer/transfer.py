@@ -134,8 +134,7 @@ class Transfer:
             deadline=time.monotonic() + round_.transfer_timeout_s,
             timeout_s=round_.transfer_timeout_s,
         )
-        late = f"transfer not finished in {job.timeout_s:g} s"
-        run = prepared.transport.run
+        late, run = f"transfer not finished in {job.timeout_s:g} s", prepared.transport.run
         self._stats = run_watched(prepared.communicator, lambda: run(job), job.deadline, lambda: late)
         shard.complete(self._written)
         return self._stats.report(shard.num_bytes)
@@ -178,7 +177,8 @@ class Transfer:
         if shard.slot not in participants.slots:
             raise ConfigError(f"{shard.slot} has no part in the round: {', '.join(participants.slots)}")
         expected = participants.replicas[shard.side] if shard.is_receiver else participants.trainer
-        if expected not in (shard.parallel, replace(shard.parallel, engine="")):
+        engine = expected.engine or shard.parallel.engine  # where one of both names none, it is the same
+        if replace(expected, engine=engine) != replace(shard.parallel, engine=shard.parallel.engine or engine):
             raise ConfigError(f"{shard.slot}: the round says {expected}, this process has {shard.parallel}")
         shard.check(staged=round_.install_mode == pb.INSTALL_MODE_STAGED)
         if round_.transport == pb.SYNC_TRANSPORT_DISK:
