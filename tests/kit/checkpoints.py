@@ -2,7 +2,6 @@
 
 import json
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -36,7 +35,7 @@ def write_trainer_checkpoint(
     for file_name, tensors in files.items():
         save_file(tensors, folder / file_name)
     meta = {"format": FORMAT, "policy_version": 3, "steps_done": 3, "model": json.loads(spec.fingerprint())}
-    meta |= {"parallel": asdict(parallel), "dtype": str(dtype).removeprefix("torch.")}
+    meta |= {"parallel": parallel.sizes(), "dtype": str(dtype).removeprefix("torch.")}
     (folder / META).write_text(json.dumps(meta))
     write_manifest(folder, {path.name: file_digest(path) for path in sorted(folder.iterdir())})
     return folder

@@ -157,7 +157,7 @@ def weights_only(tensors: Mapping[str, Value]) -> dict[str, Value]:
 def parallel_of(folder: Path, meta: dict[str, Any]) -> Parallel:
     """Return the parallel sizes of the trainer that wrote a checkpoint. Raises: ConfigError: meta.json has none."""
     try:
-        return Parallel(engine=TRAINER_ENGINE, **meta["parallel"])
+        return Parallel(**{**meta["parallel"], "engine": TRAINER_ENGINE})
     except (KeyError, TypeError):
         raise ConfigError(
             f"{folder / META} has no usable parallel sizes ({meta.get('parallel')!r}): it was not written by this "

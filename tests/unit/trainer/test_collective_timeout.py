@@ -41,4 +41,4 @@ def test_it_is_the_runs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(Called) as asked:
         MegatronEngine(config, torch.device("cpu"))
-    assert asked.value.args == (Parallel(), 5, 77.0)
+    assert asked.value.args == (Parallel(engine="megatron"), 5, 77.0)

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -140,7 +139,7 @@ def at_four_ranks(folder: Path, spec: ModelSpec, out: Path) -> Path:
             files.setdefault(file_of(key.partition("/")[2], rank, FOUR), {})[key] = tensor
     for name, held in files.items():
         save_file(held, out / name)
-    (out / META).write_text(json.dumps(read_meta(folder) | {"parallel": asdict(FOUR)}))
+    (out / META).write_text(json.dumps(read_meta(folder) | {"parallel": FOUR.sizes()}))
     write_manifest(out, {path.name: file_digest(path) for path in out.iterdir()})
     return out
 

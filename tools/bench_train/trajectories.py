@@ -1,6 +1,6 @@
 """CPU time of the coordinator per trajectory, from the call to the serialized train step; engine and trainer are fake.
 
-python -m tools.bench_trajectories [--tokens 256 2048] [--groups 64] [--completions 8] [--repeats 5]
+python -m tools.bench_train.trajectories [--tokens 256 2048] [--groups 64] [--completions 8] [--repeats 5]
 
 A process serves GenerateGroups over gRPC on the loopback, with the rollout service's own replies. This process is the
 coordinator: `Replica.generate`, `select_samples`, `make_batch`, and the messages of `TrainStep` as bytes. Rewards and
