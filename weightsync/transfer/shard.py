@@ -7,7 +7,7 @@ import torch
 from servicekit.errors import DigestMismatch
 from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.layouts.layout import Parallel
-from weightsync.layouts.registry import ROLLOUT_ENGINE, layout_of
+from weightsync.layouts.registry import ROLLOUT_ENGINE, TRAINER_ENGINE, layout_of
 from weightsync.model.megatron_names import in_local_spelling
 from weightsync.model.spec import ModelSpec
 from weightsync.plans.messages import Message
@@ -43,11 +43,11 @@ class OwnShard:
         self.rank = int(rank)
         self.tensors = in_local_spelling(spec, tensors)
         receives = self.is_receiver
+        self.usual_engine = ROLLOUT_ENGINE if receives else TRAINER_ENGINE  # where sizes name none
         self.layout = layout_of(ROLLOUT_ENGINE, spec, parallel) if receives else source_layout(spec, parallel)
-        self.packers = Packers(self.layout, "dst" if self.is_receiver else "src")
+        self.packers = Packers(self.layout, "dst" if receives else "src")
         self._elements = self.layout.elements_of(self.rank)
-        self._coverage = Coverage(self.layout, self.rank, slot)
-        self._spare = SpareShard(self.tensors)
+        self._coverage, self._spare = Coverage(self.layout, self.rank, slot), SpareShard(self.tensors)
 
     @property
     def is_receiver(self) -> bool:

@@ -177,9 +177,9 @@ class Transfer:
         if shard.slot not in participants.slots:
             raise ConfigError(f"{shard.slot} has no part in the round: {', '.join(participants.slots)}")
         expected = participants.replicas[shard.side] if shard.is_receiver else participants.trainer
-        engine = expected.engine or shard.parallel.engine  # where one of both names none, it is the same
-        if replace(expected, engine=engine) != replace(shard.parallel, engine=shard.parallel.engine or engine):
-            raise ConfigError(f"{shard.slot}: the round says {expected}, this process has {shard.parallel}")
+        expected, own = (replace(each, engine=each.engine or shard.usual_engine) for each in (expected, shard.parallel))
+        if expected != own:
+            raise ConfigError(f"{shard.slot}: the round says {expected}, this process has {own}")
         shard.check(staged=round_.install_mode == pb.INSTALL_MODE_STAGED)
         if round_.transport == pb.SYNC_TRANSPORT_DISK:
             check_folder(round_.disk_folder, self._disk_folder)

@@ -100,6 +100,23 @@ def test_a_slot_that_nobody_holds_is_refused_at_once_and_the_next_round_works(fl
     them.sync(them.round(2))
 
 
+@pytest.mark.parametrize("other", [{"tensor": 2}, {"engine": "megatron"}])
+def test_sizes_or_an_engine_that_a_process_has_not_are_refused_by_name(
+    fleet: Callable[..., Fleet], other: dict[str, Any]
+) -> None:
+    them = fleet(Parallel(), {"rollout-0": Parallel()})
+    wrong = them.round(1)
+    wrong.replicas[0].parallel.MergeFrom(pb.ParallelSizes(**other))
+    wrong.formation_timeout_s = 2
+    answer = them.run(pb.ROUND_PHASE_PREPARE, wrong)["rollout-0/0"]
+    assert isinstance(answer, ConfigError)
+    assert "rollout-0/0: the round says Parallel(" in str(answer)
+    them.run(pb.ROUND_PHASE_ABORT, wrong)
+    usual = them.round(2)
+    usual.trainer.engine, usual.replicas[0].parallel.engine = "megatron", "sglang"
+    them.sync(usual)
+
+
 def test_a_repeated_phase_gets_the_same_answer(fleet: Callable[..., Fleet]) -> None:
     them = fleet(Parallel(), {"rollout-0": Parallel()})
     round_ = them.round(1)
