@@ -177,7 +177,7 @@ class Transfer:
         if shard.slot not in participants.slots:
             raise ConfigError(f"{shard.slot} has no part in the round: {', '.join(participants.slots)}")
         expected = participants.replicas[shard.side] if shard.is_receiver else participants.trainer
-        expected, own = (replace(each, engine=each.engine or shard.usual_engine) for each in (expected, shard.parallel))
+        expected, own = (replace(one, engine=one.engine or shard.usual_engine) for one in (expected, shard.parallel))
         if expected != own:
             raise ConfigError(f"{shard.slot}: the round says {expected}, this process has {own}")
         shard.check(staged=round_.install_mode == pb.INSTALL_MODE_STAGED)
