@@ -229,7 +229,8 @@ async def _overview(app: App, stack: AsyncExitStack) -> Source:
     environment, state = app.environment, app.inputs.state
     rows = await asyncio.to_thread(MetricsFile(environment.run_dir / METRICS_FILE).rows)
     since = Baseline(renewed=state.renewed)
-    history = History([numeric(since.comparable(row)) for row in rows if (row["iteration"] or 0) <= state.iteration])
+    done = state.iteration if app.inputs.last is None else app.inputs.last.state.iteration
+    history = History([numeric(since.comparable(row)) for row in rows if (row["iteration"] or 0) <= done])
     stack.push_async_callback(cancel, asyncio.create_task(history.follow(app.events), name="history"))
     return Source(
         run=app.config.run.name,

@@ -1,6 +1,7 @@
 """The parts of the process (`App`), and the wiring of a run: schedule, weight sync, dispatch, checkpoints."""
 
 import asyncio
+import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from coordinator.inputs import Inputs
 from coordinator.leader_lease import LeaderCheck, LeaderLease, check_lease
 from coordinator.learn.evaluation import Evaluator, PromptsToEvaluate
 from coordinator.learn.scoring import Scorer
+from coordinator.ledger.ledger import Ledger
 from coordinator.record.evaluations import Evaluations
 from coordinator.record.exporting import Exporter
 from coordinator.record.health import logprob_limits
@@ -45,6 +47,7 @@ from servicekit.security.tls import Identity
 from tandem_clients.flow import Sampling
 from tandem_config.comparing.resuming import mark_of
 from tandem_config.schema import EvaluationSet, RunConfig
+from tandem_files.digests import text_digest
 from tandem_files.metrics_file import METRICS_FILE, MetricsFile
 from tandem_files.run_folder import RunIdentity
 from tandem_files.samples.folder import SampleFolder
@@ -99,6 +102,19 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
     scorer = build_scorer(config, inputs.codec, app.rewards)
     limits = logprob_limits((config.model.dtype, config.sync.dtype), config.grpo.logprob_diff_limit)
     progress = Progress(state=inputs.state, events=app.events, limits=limits)
+    rows = MetricsFile(app.environment.run_dir / METRICS_FILE)
+    leading = LeaderCheck(lease=lead, patience_s=config.sync.formation_timeout_s)
+    ledger = Ledger(
+        run_dir=app.environment.run_dir,
+        run_id=app.owner.run_id,
+        found=inputs.ledger,
+        max_mib=config.run.ledger_max_mib,
+        model=inputs.state.model_fingerprint,
+        rewards=text_digest(json.dumps(app.reward_facts, sort_keys=True)),
+        budget=config.run.missed_checkpoint_budget,
+        check=leading.check,
+        warn=partial(progress.warn, "ledger"),
+    )
     schedule = SyncSchedule(
         grpo=config.grpo,
         sampling=_sampling(config, inputs.codec, config.grpo.temperature),
@@ -107,13 +123,12 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
         scorer=scorer,
         trainer=services.trainer,
         weights=weights,
+        ledger=ledger,
         incarnation=uuid.uuid4().hex[:8],
         seed=_seed(config),
         rng=inputs.rng,
         ending=app.leaving.asked,
     )
-    rows = MetricsFile(app.environment.run_dir / METRICS_FILE)
-    leading = LeaderCheck(lease=lead, patience_s=config.sync.formation_timeout_s)
     return Run(
         settings=config.run,
         logprob_diff_stop=config.grpo.logprob_diff_stop,
@@ -121,7 +136,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
         schedule=schedule,
         evaluations=_evaluations(app, services, scorer, rollouts),
         rows=rows,
-        checkpoints=_checkpoints(app, services, progress, rows, leading),
+        checkpoints=_checkpoints(app, services, progress, rows, ledger, leading),
         exporter=_exporter(app, services, progress),
         control=app.control,
         dropped_prompts=inputs.dropped_prompts(),
@@ -133,13 +148,14 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
         progress=progress,
         resumed=inputs.resumed,
         checkpoint=inputs.checkpoint,
+        last=inputs.last,
         lead=leading,
         sinks=_sinks(app, lead, progress),
     )
 
 
 def _checkpoints(
-    app: App, services: Services, progress: Progress, rows: MetricsFile, lead: LeaderCheck
+    app: App, services: Services, progress: Progress, rows: MetricsFile, ledger: Ledger, lead: LeaderCheck
 ) -> RunCheckpoints:
     config, run_dir, state = app.config, app.environment.run_dir, app.inputs.state
     return RunCheckpoints(
@@ -157,6 +173,7 @@ def _checkpoints(
         state=state,
         progress=progress,
         rows=rows,
+        ledger=ledger,
         lead=lead,
         every=config.run.checkpoint_every,
     )

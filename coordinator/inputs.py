@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +15,18 @@ from coordinator.data.repeated_prompts import OLD_ORDER, copy_warnings
 from coordinator.data.scan import Scan
 from coordinator.record.resuming import Renewal, begin_sets_anew, order_differences, order_of, set_facts
 from coordinator.record.state import RunState
+from coordinator.take_over import LastIteration
 from servicekit.errors import ConfigError
 from servicekit.logs import get_logger
 from tandem_clients.flow import DataKey
-from tandem_config.comparing.resuming import RunComparison, refuse
+from tandem_config.comparing.resuming import RunComparison, compare, mark_of, refuse
 from tandem_config.schema import EvaluationSet, RunConfig
 from tandem_files.checkpoints import UndamagedCheckpoint, list_complete
+from tandem_files.ledger.reading import Ledger, read_ledger
 from tandem_files.metrics_file import METRICS_FILE, MetricsFile
 from tandem_files.model.fingerprint import model_fingerprint
 from tandem_files.run_config import RESOLVED_CONFIG
-from tandem_files.run_folder import read_identity
+from tandem_files.run_folder import STATE_FILE, read_identity
 from tandem_files.tokenizer import TextCodec
 
 log = get_logger(__name__)
@@ -37,6 +39,8 @@ class Inputs:
     Attributes:
         resumed: whether the run was started with --resume, so may have begun earlier.
         checkpoint: the one that it resumes from; None: it starts from the beginning.
+        last: the run after the iterations since that checkpoint; None: there were none that can be read.
+        ledger: of the run so far.
         comparison: of the run with that checkpoint.
         renewal: what is not compared with that checkpoint's evaluations.
         marks: the checkpoints found on disk, to notice later ones.
@@ -51,6 +55,8 @@ class Inputs:
     state: RunState
     resumed: bool
     checkpoint: UndamagedCheckpoint | None = None
+    last: LastIteration | None = None
+    ledger: Ledger = field(default_factory=Ledger)
     comparison: RunComparison | None = None
     renewal: Renewal = field(default_factory=Renewal)
     marks: dict[str, int] = field(default_factory=dict)
@@ -91,14 +97,24 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
         order=order_of(config, train.scans, train.formats),
         sets=facts,
     )
-    newest, renewal, found = None, Renewal(), marks(run_dir)
+    newest, last, renewal, found, owner = None, None, Renewal(), marks(run_dir), read_identity(run_dir)
+    try:
+        ledger = read_ledger(run_dir, "" if owner is None else owner.run_id)
+    except OSError as error:
+        raise ConfigError(f"the run's ledger cannot be read: {error}") from error
     if not resume:
         _refuse_used_folder(run_dir)
     else:
-        newest = load_newest(run_dir, config, fingerprint, read_identity(run_dir))
+        fresh, before = state, _config_so_far(run_dir)
+        newest = load_newest(run_dir, config, fingerprint, owner)
         if newest is not None:
-            state = _checked(newest, state)
-            renewal = begin_sets_anew(state, config, facts, _config_so_far(run_dir))
+            state = _checked(newest, fresh)
+            renewal = begin_sets_anew(state, config, facts, before)
+        last = _last_iteration(run_dir, fresh, config, before)
+        if last is not None and last.state.iteration > state.iteration:
+            last = replace(last, renewal=begin_sets_anew(last.state, config, facts, before))
+        else:
+            last = None
         _restore(cursor, rng, state)
     _warn_of_copies(train, evaluation, cursor)
     return Inputs(
@@ -110,6 +126,8 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
         state=state,
         resumed=resume,
         checkpoint=None if newest is None else newest.sound,
+        last=last,
+        ledger=ledger,
         comparison=None if newest is None else newest.comparison,
         renewal=renewal,
         marks=found,
@@ -126,6 +144,23 @@ def _checked(newest: NewestCheckpoint, fresh: RunState) -> RunState:
     different = [] if fresh.order is None else order_differences(newest.state, fresh.order)
     refuse(newest.comparison, newest.sound.folder, different)
     return newest.state
+
+
+def _last_iteration(
+    run_dir: Path, fresh: RunState, config: RunConfig, before: RunConfig | None
+) -> LastIteration | None:
+    """Read the state after the last iteration; None: it is of other data, another model or a run that this is not."""
+    try:
+        state = RunState.load(run_dir / STATE_FILE)
+    except (ConfigError, OSError) as error:  # the checkpoint suffices
+        log.info("state of the last iteration not used", error=str(error))
+        return None
+    if before is None or fresh.order is None:
+        return None
+    settings = compare(mark_of(before, ""), config, None)
+    if settings.refused or order_differences(state, fresh.order) or state.model_fingerprint != fresh.model_fingerprint:
+        return None
+    return LastIteration(state=state, may_repeat=not settings.changed)
 
 
 def _config_so_far(run_dir: Path) -> RunConfig | None:

@@ -28,15 +28,15 @@ from coordinator.record.sinks import FinishedIteration, Sink, Sinks
 from coordinator.record.state import RunState
 from coordinator.schedule.sync import SyncSchedule
 from coordinator.shutdown import Leaving
-from coordinator.sync.weight_sync import WeightSync
+from coordinator.take_over import LastIteration, take_over
 from coordinator.watch.control import RunControl
 from servicekit.errors import Internal, TandemError, WrongVersion, in_part
+from servicekit.lifecycle.background import BackgroundTask
 from servicekit.lifecycle.tasks import cancel
 from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
 from servicekit.tracing import span
 from tandem_clients.flow import DataKey, IterationRecord
-from tandem_clients.trainer import Trainer
 from tandem_config.comparing.resuming import UNRECORDED, RunComparison
 from tandem_config.schema import RunSection
 from tandem_files.checkpoints import UndamagedCheckpoint
@@ -68,7 +68,8 @@ class Run:
         state: what this process and earlier ones have done; `progress` keeps it up to date.
         resumed: whether earlier processes may have worked on this run, with the same services.
         rows: metrics.jsonl.
-        checkpoint: the one that the run resumes from.
+        checkpoint: the one that the run resumes from, unless its trainer has more.
+        last: the run after the iterations since that checkpoint, if there were any.
         reward_facts: what the scores depend on (resuming.py).
         comparison: of the run with the checkpoint that it resumes from; None: it does not.
         renewal: what is not compared with that checkpoint's evaluations.
@@ -97,7 +98,10 @@ class Run:
     sinks: Sequence[Sink] = ()
     resumed: bool = False
     checkpoint: UndamagedCheckpoint | None = None
+    last: LastIteration | None = None
     _report_s: float = field(default=0.0, init=False)
+    # The step after the state's iteration, which the trainer has done already.
+    _sent: str = field(default="", init=False)
     # Baselines of a resume, for the next row.
     _renewed: list[EvaluationResult] = field(default_factory=list, init=False)
 
@@ -125,6 +129,7 @@ class Run:
         finally:
             await cancel(working)
             await self.checkpoints.checkpointer.close()
+            await self.schedule.ledger.close()
             await self._sinks.close()
 
     async def _work(self) -> None:
@@ -140,6 +145,8 @@ class Run:
     async def _start(self) -> None:
         await self.schedule.weights.take_over()
         await self.lead.confirm()
+        is_ahead = await self._is_ahead()
+        saved = self.state.policy_version
         lost = self.rows.cut_after(self.state.iteration)
         if lost:
             message = f"{METRICS_FILE} lacks the rows of {lost} iterations up to {self.state.iteration}"
@@ -153,18 +160,46 @@ class Run:
         await self._note_renewal()
         self.exporter.note_template()
         self._announce("sync")
-        await self._agree_on_version()
+        serves = saved + 1 if self._sent else None
+        if not is_ahead:
+            await self._agree_on_version()
+        await self.schedule.ledger.open(self.state, saved=saved, step_id=self._sent)
         self.checkpoints.set_damaged_aside(self.checkpoint)
         # On a resume too: replicas start without weights, and no other process would send them.
         with in_part(_PARTS["sync"]):
-            self.progress.note_sync(await self.schedule.weights.publish(self.state.policy_version))
+            self.progress.note_sync(await self.schedule.weights.publish(serves or self.state.policy_version))
         self.progress.start()
-        self.checkpoints.missed.none()
+        if is_ahead and not self._sent:
+            await self.checkpoints.make_up()
+        else:
+            self.checkpoints.missed.none()
         await self._evaluate_at_the_start()
         await self.lead.confirm()
         self._save_state("running")
         self.leaving.settled.set()
         self.leaving.saves = True
+
+    async def _is_ahead(self) -> bool:
+        """Continue after the last iteration, if the trainer stands there, or at most one known step further.
+
+        Returns: whether it does.
+        """
+        last, checkpoint, ledger = self.last, self.state.iteration, self.schedule.ledger
+        if last is None:
+            return False
+        trainer = await self.schedule.trainer.status()
+        if not self.schedule.grpo.kl_in_reward:  # a trainer beyond the step measures another divergence
+            self._sent = await last.sent_step(trainer, ledger)
+        if not self._sent and not last.is_of(trainer):
+            return False
+        self.state.become(last.state)
+        self.state.error, self.renewal = "", last.renewal
+        self.schedule.cursor.restore(self.state.cursor)
+        self.schedule.rng.bit_generator.state = self.state.batch_rng
+        self._earlier_s, self._start_s = self.state.wall_s, time.monotonic()
+        where = {"iteration": self.state.iteration, "checkpoint": checkpoint, "step_done": self._sent}
+        log.info("continuing after the last iteration", **where)
+        return True
 
     def _note_comparison(self) -> None:
         """Log the settings that have changed since the checkpoint; warn of one that does not say what they were."""
@@ -234,6 +269,12 @@ class Run:
     async def _iterate(self, number: int) -> None:
         watch = Stopwatch(self._part)
         before = self.evaluations.beside(number)
+        if self._sent and before.has_work:
+            self.progress.warn(
+                "evaluation_lost", f"the policy after iteration {number - 1} is not evaluated: it is gone"
+            )
+            before = BackgroundTask()
+        self._sent = ""
         record = await self.schedule.iterate(number, self.state.policy_version, watch, before)
         check_same_model(record, self.logprob_diff_stop)
         evaluated = await before.result() or []
@@ -271,9 +312,11 @@ class Run:
             self.schedule.cursor.state(),
             dict(self.schedule.rng.bit_generator.state),
         )
+        self.state.steps_digest = self.schedule.ledger.digest
         self.progress.advance(record, row)
         self.rows.append(row, self.lead.check)
         self._save_state("running")
+        self.schedule.ledger.done(record.iteration)
         if adopt_next(self.run_dir):
             log.info("configuration of this launch adopted")
         if checkpoint:
@@ -324,31 +367,3 @@ class Run:
         self.state.status = status
         self.state.wall_s = self._earlier_s + time.monotonic() - self._start_s
         self.state.note(self.run_dir / STATE_FILE, self.lead.check)
-
-
-async def take_over(trainer: Trainer, weights: WeightSync, ours: int, checkpoint: Path | None) -> int:
-    """Bring the trainer to the checkpoint that a restarted run resumes from, at a version that no replica is beyond.
-
-    Versions only grow, and a version names one policy, so the checkpoint's gets a version that no service has had:
-
-    | trainer is at | newest replica     | the run continues                                                          |
-    |---------------|--------------------|----------------------------------------------------------------------------|
-    | ours          | at most ours       | at ours                                                                    |
-    | ours          | beyond ours        | at one beyond all, under which the trainer restores the checkpoint's policy |
-    | another       | anywhere           | the same                                                                   |
-
-    Args:
-        ours: the checkpoint's version.
-        checkpoint: the trainer's folder in it; None: the run has no checkpoint yet, its policy is the initial model.
-    Returns: the run's version from now on; the caller publishes it next.
-    Raises: TandemError: a service's, with its name.
-    """
-    trained = (await trainer.status()).policy_version
-    served = await weights.newest_version()
-    if trained == ours and served <= ours:
-        return ours
-    beyond = max(ours, trained, served) + 1
-    versions = {"trainer_version": trained, "replica_version": served, "checkpoint_version": ours}
-    log.warning("restoring the checkpoint under a new version", **versions, new=beyond)
-    await trainer.restore(checkpoint, beyond)
-    return beyond

@@ -12,7 +12,7 @@ from launcher.deploy.cli import deploy
 from launcher.init.cli import init
 from launcher.plan.cli import plan
 from launcher.score.cli import score
-from launcher.view.cli import compare, logs, page, profile, samples
+from launcher.view.cli import compare, ledger, logs, page, profile, samples
 
 app = typer.Typer(
     name="tandem",
@@ -37,6 +37,7 @@ app = typer.Typer(
     tandem import my.yaml --out start    a trainer checkpoint from the model, at the run's parallel sizes
     tandem checkpoints runs/<name>   what its checkpoints hold, and whether they are undamaged
     tandem samples                   prompts, completions and rewards of a run
+    tandem ledger runs/<name>        what became of each of its samples
     tandem profile                   where the time of a profiled train step went
     tandem page                      the page of a run, also when it is over
     tandem deploy new my-run -c my.yaml    the run's overlay for Kubernetes
@@ -174,6 +175,7 @@ app.command()(profile)
 app.command()(logs)
 app.command()(compare)
 app.command()(page)
+app.command()(ledger)
 app.add_typer(deploy, name="deploy")
 
 

@@ -275,6 +275,7 @@ _COMPUTING = ("old_logprobs", "reference", "forward_backward", "optimizer")
 class TrainResult:
     """Result of one train step."""
 
+    step_id: str
     # The version after the step.
     policy_version: int
     # Figures of the step, by their names in tandem_files/metrics_table.py.

@@ -96,7 +96,10 @@ class Trainer:
         with rpc_errors(self.name):
             response = await self._stub.TrainStep(self._fenced(batch, sent), timeout=STEP_TIMEOUT_S)
         return TrainResult(
-            policy_version=response.policy_version, metrics=dict(response.metrics), seconds=dict(response.seconds)
+            step_id=batch.step_id,
+            policy_version=response.policy_version,
+            metrics=dict(response.metrics),
+            seconds=dict(response.seconds),
         )
 
     def _fenced(self, batch: TrainBatch, sent: asyncio.Event) -> Iterator[trainer_pb2.TrainStepRequest]:

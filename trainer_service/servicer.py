@@ -77,6 +77,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         self._fence = FenceGuard()
         self._steps: OrderedDict[str, asyncio.Task[pb.TrainStepResponse]] = OrderedDict()
         self._receiving = 0
+        # Id of the last step that was done since the policy was loaded or restored.
+        self._step_id = ""
         # The version that a checkpoint or the initial model has.
         self._saved_version = 0
         # That of the checkpoint begun last.
@@ -178,6 +180,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
             raise
         finally:
             del parts  # an error keeps this frame
+        self._step_id = step_id
         response = pb.TrainStepResponse.FromString(replies[0])
         response.seconds["receive"] = received_s
         response.seconds["total"] = time.perf_counter() - started_s
@@ -279,7 +282,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         await self._fence.admit_soon(request.fence)
         replies = await self._command(Command.RESTORE, request.SerializeToString())
         response = pb.RestorePolicyResponse.FromString(replies[0])
-        self._saved_version = response.policy_version
+        self._saved_version, self._step_id = response.policy_version, ""
         metrics.POLICY_VERSION.set(response.policy_version)
         log.warning("policy restored", path=request.path or "initial model", policy_version=response.policy_version)
         return response
@@ -297,6 +300,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
             versions=common_pb2.SoftwareVersions(packages=software_versions(PACKAGES)),
             settings_digest=self._settings_digest,
             leaving=self._is_leaving and self._has_unsaved(),
+            step_id=self._step_id,
         )
 
     async def _command(self, command: Command, body: bytes, timeout_s: float | None = None) -> list[bytes]:

@@ -20,7 +20,7 @@ from tandem_files.checkpoints import (
     read_complete,
     set_aside,
 )
-from tandem_files.run_folder import RunIdentity
+from tandem_files.run_folder import STATE_FILE, RunIdentity
 
 log = get_logger(__name__)
 
@@ -72,8 +72,10 @@ def _warn_of_folder_above(run_dir: Path) -> None:
 
 
 def marks(run_dir: Path) -> dict[str, int]:
-    """Return when each complete checkpoint was marked (ns), to notice that another process continued the run."""
+    """Return when each complete checkpoint was marked (ns), and the state written: do others continue the run?"""
     found = {}
+    with contextlib.suppress(FileNotFoundError):
+        found[STATE_FILE] = (run_dir / STATE_FILE).stat().st_mtime_ns
     for _, folder in list_complete(run_dir):
         with contextlib.suppress(FileNotFoundError):  # pruned just now
             found[folder.name] = (folder / COMPLETE).stat().st_mtime_ns

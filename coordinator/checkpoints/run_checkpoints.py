@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.checkpoints.loading import set_damaged_aside
-from coordinator.checkpoints.writing import Checkpointer, NotWritten
+from coordinator.checkpoints.writing import Checkpointer
 from coordinator.leader_lease import LeaderCheck
+from coordinator.ledger.ledger import Ledger
 from coordinator.record.progress import Progress
-from coordinator.record.state import RunState
+from coordinator.record.state import NotWritten, RunState
 from coordinator.watch import metrics
 from servicekit.logs import get_logger
 from tandem_files.checkpoints import UndamagedCheckpoint, keep_checkpoint
@@ -60,6 +61,7 @@ class RunCheckpoints:
 
     Attributes:
         rows: metrics.jsonl, on disk before the checkpoint that counts its rows.
+        ledger: has the checkpoint before it is complete.
         every: run.checkpoint_every, in iterations.
     """
 
@@ -69,6 +71,7 @@ class RunCheckpoints:
     state: RunState
     progress: Progress
     rows: MetricsFile
+    ledger: Ledger
     lead: LeaderCheck
     every: int
 
@@ -104,6 +107,7 @@ class RunCheckpoints:
         """Complete the checkpoint of the last iteration, when the trainer's part is written, or miss it."""
         self.rows.sync()
         try:
+            await self.ledger.checkpoint(self.state.iteration, self.state.policy_version)
             await self.checkpointer.complete(self.state, self.lead.confirm, self.lead.check)
         except NotWritten as error:
             self.missed.note(self.state.iteration, error)
@@ -132,10 +136,19 @@ class RunCheckpoints:
         await self.lead.confirm()
         await self.checkpointer.save_trainer(self.state.iteration)
         self.rows.sync()
+        await self.ledger.checkpoint(self.state.iteration, self.state.policy_version)
         await self.checkpointer.complete(self.state, self.lead.confirm, self.lead.check)
         await self.checkpointer.settle()
         self.missed.none()
         log.info("checkpoint saved at the end", iteration=self.state.iteration)
+
+    async def make_up(self) -> None:
+        """Write, or miss, the checkpoint that was due and that the process before did not complete."""
+        if self.state.iteration // self.every > max(0, self.checkpointer.newest) // self.every:
+            try:
+                await self.save_last()
+            except NotWritten as error:
+                self.missed.note(self.state.iteration, error)
 
     async def mark_best(self) -> None:
         """Mark the checkpoint of the best policy, which is kept."""

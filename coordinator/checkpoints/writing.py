@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.record.progress import no_left
-from coordinator.record.state import BestPolicy, RunState
+from coordinator.record.state import BestPolicy, NotWritten, RunState
 from servicekit.errors import DeadlineExceeded, Internal, NotReady, describe, in_part
 from servicekit.lifecycle.tasks import cancel
 from servicekit.logs import get_logger
@@ -34,10 +34,6 @@ from tandem_files.checkpoints import (
 )
 
 log = get_logger(__name__)
-
-
-class NotWritten(Internal):
-    """A checkpoint was not written, e.g. because the disk is full; trainer and run are as they were."""
 
 
 @dataclass(frozen=True, kw_only=True)

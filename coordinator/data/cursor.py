@@ -32,6 +32,11 @@ class CursorState:
     order: Literal["rows", "prompts"] = "rows"
 
     @property
+    def num_taken(self) -> int:
+        """Count the prompts taken so far, over all epochs."""
+        return sum(source.epoch * source.num_prompts + source.position for source in self.sources)
+
+    @property
     def num_prompts(self) -> int:
         """Count the usable prompts of all sources."""
         return sum(source.num_prompts for source in self.sources)

@@ -31,7 +31,13 @@ from tandem_clients.replica import Replica
 # One failed call may be an accident; a replica that fails every call costs a dispatch two of them.
 MAX_FAILURES = 2
 
+NOTHING: Mapping[str, Group] = {}
+
 log = get_logger(__name__)
+
+
+def ignore(group: Group) -> None:
+    """Do nothing with a finished group, which `generate` returns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +60,19 @@ class Rollouts:
     seed: Seed | None = None
     warn: Callable[[str], None] = log.warning
 
-    async def generate(self, prompts: Mapping[str, Prompt], order: Order) -> Generation:
+    async def generate(
+        self,
+        prompts: Mapping[str, Prompt],
+        order: Order,
+        have: Mapping[str, Group] = NOTHING,
+        finished: Callable[[Group], None] = ignore,
+    ) -> Generation:
         """Sample `order.num_completions` completions for each prompt.
 
         Args:
             prompts: prompts by group id.
+            have: groups that need not be sampled.
+            finished: called with each group when it is finished.
         Returns: groups in the prompts' order.
         Raises:
             InvalidRequest, TooLarge: a replica refuses the request; repeating it would not help.
@@ -67,17 +81,24 @@ class Rollouts:
         """
         # Balanced: as many equal chunks as whole rounds over the replicas need.
         most = min(self.max_groups_per_call, max(1, MAX_COMPLETIONS_PER_CALL // order.num_completions))
-        num_chunks = max(1, len(self.fleet.serving()), -(-len(prompts) // most))
-        size = max(1, -(-len(prompts) // num_chunks))
-        ids = list(prompts)
+        ids = [group_id for group_id in prompts if group_id not in have]
+        num_chunks = max(1, len(self.fleet.serving()), -(-len(ids) // most))
+        size = max(1, -(-len(ids) // num_chunks))
         chunks = [ids[start : start + size] for start in range(0, len(ids), size)]
-        return await _Dispatch(self, prompts, order).run(chunks)
+        return await _Dispatch(self, prompts, order, have, finished).run(chunks)
 
 
 class _Dispatch:
     """One dispatch of an order: the calls to replicas, the groups received, the failures of each replica."""
 
-    def __init__(self, rollouts: Rollouts, prompts: Mapping[str, Prompt], order: Order) -> None:
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        prompts: Mapping[str, Prompt],
+        order: Order,
+        have: Mapping[str, Group],
+        finished: Callable[[Group], None],
+    ) -> None:
         self._fleet, self._patience, self._warn = rollouts.fleet, rollouts.patience, rollouts.warn
         self._timeout_s = rollouts.timeout_s
         self._prompts = prompts
@@ -86,7 +107,8 @@ class _Dispatch:
         self._replicas = list(self._fleet.serving())  # that have taken part, lost ones included
         self._pending: deque[list[str]] = deque()
         self._running: dict[asyncio.Task[list[str]], Replica] = {}
-        self._groups: dict[str, Group] = {}
+        self._groups = dict(have)
+        self._finished = finished
         self._engine_s: defaultdict[str, float] = defaultdict(float)
         self._failures: Counter[Replica] = Counter()
         self._errors: dict[Replica, TandemError] = {}
@@ -219,6 +241,7 @@ class _Dispatch:
                 self._engine_s[replica.name] = before_s + part.engine_s
                 for group in part.groups:
                     self._groups[group.group_id] = group
+                    self._finished(group)
                     self._stalled_since_s, self._one_is_lost = None, False
 
     def _exhausted(self) -> Unavailable:

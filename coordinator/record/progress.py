@@ -120,6 +120,7 @@ class Progress:
         """Bring state and metrics to the end of an iteration, and warn of what is odd about it."""
         state = self.state
         state.iteration, state.policy_version = record.iteration, record.policy_version
+        state.step_id = state.step_id if record.step is None else record.step.step_id
         state.skipped_in_a_row = state.skipped_in_a_row + 1 if record.step is None else 0
         self._count(record, row)
         if record.sync is not None:

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from coordinator.data.cursor import CursorState
-from servicekit.errors import ConfigError
+from servicekit.errors import ConfigError, Internal
 from tandem_clients.flow import GroupScores
 from tandem_config.schema import HELDOUT
 from tandem_files.atomic import no_check, write_bytes_atomic
@@ -17,6 +17,10 @@ from tandem_files.metrics_file import set_of
 
 # Weight syncs whose times are kept; bounded, because the file is written in every iteration.
 KEPT_SYNCS = 256
+
+
+class NotWritten(Internal):
+    """A checkpoint, or what must be on disk before it, was not written; trainer and run are as they were."""
 
 
 class ScoreCounts(BaseModel):
@@ -117,6 +121,10 @@ class RunState(BaseModel):
     # Iterations completed.
     iteration: int = 0
     policy_version: int = 0
+    # Id of the last train step; "": there was none, or an older release has not recorded it.
+    step_id: str = ""
+    # Digest of all train steps so far, by the ledger; "": no ledger has them.
+    steps_digest: str = ""
     cursor: CursorState
     # State of the generator that shuffles samples into updates (NumPy's own dictionary).
     batch_rng: dict[str, Any]

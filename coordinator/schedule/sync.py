@@ -16,6 +16,7 @@ from coordinator.data.cursor import DataCursor
 from coordinator.generate.dispatch import Rollouts
 from coordinator.learn.scoring import Scorer
 from coordinator.learn.updates import oldest_versions, staleness_histogram
+from coordinator.ledger.ledger import Ledger
 from coordinator.sync.publish_attempt import is_retriable
 from coordinator.sync.weight_sync import WeightSync
 from servicekit.errors import TandemError
@@ -38,6 +39,7 @@ class SyncSchedule:
     """One GRPO iteration, with the parts that it needs.
 
     Attributes:
+        ledger: notes what becomes of each sample, and restores what a crash has left.
         incarnation: id of this process in step ids: a trainer that outlives us must not answer a new step with an old
             reply.
         seed: seed for sampling completions; None: a random seed.
@@ -52,6 +54,7 @@ class SyncSchedule:
     scorer: Scorer
     trainer: Trainer
     weights: WeightSync
+    ledger: Ledger
     incarnation: str
     seed: int | None = None
     rng: np.random.Generator = field(repr=False)
@@ -67,23 +70,32 @@ class SyncSchedule:
         Raises: TandemError: of the service that failed, with its name. Nothing of the iteration is kept then.
         """
         with watch.part("generate"):
-            await self.weights.seed_late_joiners(policy_version)
+            order, first = self._order(policy_version), self.cursor.state().num_taken
             prompts = steps.take_prompts(self.cursor, self.grpo.prompts_per_iteration, number)
-            generation = await self.rollouts.generate(prompts, self._order(policy_version))
+            restored = await self.ledger.begin(number, prompts, order, first)
+            if len(restored.groups) < len(prompts):
+                await self.weights.seed_late_joiners(policy_version)
+            generation = await self.rollouts.generate(prompts, order, restored.groups, self.ledger.finished)
             steps.check_staleness(generation, policy_version, MAX_STALENESS)
         async with during_training:
             with watch.part("reward"):
-                scored = await self.scorer.score(generation.groups)
+                scored = restored.scored
+                if scored is None:
+                    scored = await self.scorer.score(generation.groups)
+                    self.ledger.scored(scored)
             divergence = None
             if self.grpo.kl_in_reward:
                 with watch.part("reference"):
                     divergence = await steps.measure_divergence(self.grpo, self.trainer, generation, scored)
             with watch.part("batch"):
                 advantages = steps.compute_advantages(self.grpo, scored, divergence)
-                step_id = f"i{number}.v{policy_version}.{self.incarnation}"
+                self.ledger.filtered(generation, advantages)
+                step_id = restored.step_id or f"i{number}.v{policy_version}.{self.incarnation}"
                 batch = steps.build_batch(
                     self.grpo, generation, advantages, step_id=step_id, policy_version=policy_version, rng=self.rng
                 )
+                if batch is not None:
+                    await self.ledger.step(batch)
             with watch.part("train"):
                 step = await self.train(batch)
             if during_training.has_work:

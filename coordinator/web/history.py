@@ -40,6 +40,8 @@ class History:
     def add(self, event: Event) -> None:
         """Add an event."""
         if event.kind is EventKind.ITERATION:
+            while self.rows and self.rows[-1]["iteration"] >= event.values["iteration"]:
+                self.rows.pop()  # repeated, from a checkpoint
             self.rows.append(event.values)
             self.names.update(dict.fromkeys(event.values))
             self._curves.clear()

@@ -190,6 +190,25 @@ def page(
         server.close()
 
 
+def ledger(
+    run_dir: _RunDir = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Exit code 1 if a file is damaged, or says what cannot be true.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="As a JSON object.")] = False,
+) -> None:
+    """Show what became of every sample that a run has begun, from the files of its ledger. While it is running, too.
+
+    \b
+    Examples:
+        tandem ledger runs/arithmetic
+        tandem ledger runs/arithmetic --verify
+    """
+    from launcher.view.ledger import ledger_command
+
+    raise typer.Exit(ledger_command(run_dir, verify=verify, as_json=as_json))
+
+
 def open_page(run_dir: Path, port: int, key: str) -> "PageServer":
     """Serve a run's page on loopback. Raises: ConfigError: it is not a run's folder; the port is taken."""
     from coordinator.web.folder import FolderSource

@@ -35,7 +35,11 @@ def _keys(section: str, names: str) -> frozenset[str]:
 # Only the coordinator and `tandem run` act on these: what a run keeps, shows and tolerates, and how many replicas it
 # asks for. The services of a run need not agree on them (agreeing.py).
 OF_THE_COORDINATOR = (
-    _keys("run", "output_dir checkpoint_every keep_checkpoints checkpoint_async missed_checkpoint_budget export_every")
+    _keys(
+        "run",
+        "output_dir checkpoint_every keep_checkpoints checkpoint_async missed_checkpoint_budget export_every",
+    )
+    | _keys("run", "ledger_max_mib")
     | _keys("run", "keep_exports evaluate_every target_accuracy trainer_restarts replica_restarts coordinator_restarts")
     | _keys("rollout", "replicas min_replicas rejoin_timeout_s generate_timeout_s")
     # A resume with another value is warned of: the scores do not compare.

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from coordinator.run import take_over
 from coordinator.sync.weight_sync import WeightSync
+from coordinator.take_over import take_over
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import TandemError
 from servicekit.lifecycle.termination import run_main

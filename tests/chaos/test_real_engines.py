@@ -17,8 +17,8 @@ from tempfile import TemporaryDirectory
 import grpc
 import pytest
 
-from coordinator.run import take_over
 from coordinator.sync.weight_sync import WeightSync
+from coordinator.take_over import take_over
 from servicekit.errors import StaleVersion, TandemError
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc

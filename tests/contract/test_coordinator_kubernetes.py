@@ -449,7 +449,8 @@ async def test_a_run_waits_for_a_trainer_that_is_rescheduled_and_ends_with_one_t
         checkpoint = int(folder.split("/")[-2].rpartition("-")[2])
         assert done - 2 < checkpoint <= done  # run.checkpoint_every
         assert version > checkpoint  # not a version that a replica has had
-        assert "trouble" not in dict(await asyncio.to_thread(coordinator.status))
+        troubles = [text for name, text in await asyncio.to_thread(coordinator.status) if name == "trouble"]
+        assert not [text for text in troubles if "have equal rewards" not in text]  # which these fakes may give
 
         statuses = waiting_status("CrashLoopBackOff", restarts=9)
         trainer.show(ready=False, containerStatuses=statuses)

@@ -174,11 +174,17 @@ def read_only(environment: ServiceEnvironment) -> Iterator[Callable[[], None]]:
     if done.returncode != 0:
         pytest.skip(f"nothing can be mounted: {done.stderr.strip()}")
 
+    mounts = [folder]
+
     def change() -> None:
+        # Above it: a mount on which a file is open, as that of the ledger, cannot be made read-only by hand.
+        subprocess.run(["mount", "--bind", folder, folder], check=True)
+        mounts.append(folder)
         subprocess.run(["mount", "-o", "remount,ro,bind", folder], check=True)
 
     yield change
-    subprocess.run(["umount", "--lazy", folder], check=True)
+    for mounted in mounts:
+        subprocess.run(["umount", "--lazy", mounted], check=True)
 
 
 @pytest.mark.parametrize("checkpoint_every", [100, 3])

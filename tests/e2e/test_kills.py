@@ -9,17 +9,23 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 
+from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import list_complete
+from tandem_files.ledger.account import Account
+from tandem_files.ledger.reading import read_ledger
+from tandem_files.run_config import RESOLVED_CONFIG
 from tests.e2e.conftest import Tandem, pid_of, rows_of, run_arguments, summary_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(3000)]
 
 KILLS, ITERATIONS, SEED = 10, 40, 11
+COORDINATOR_KILLS = 8  # `tandem run` waits longer before each of its restarts: 20 of them take 20 minutes
 MOST_BETWEEN = 2  # iterations
 VICTIMS = ("trainer_service", "rollout_service", "coordinator")
 CURVE = ("loss", "grad_norm", "reward_mean", "entropy", "response_length_mean")
@@ -42,7 +48,15 @@ def curves(folder: Path) -> dict[str, list[float]]:
     return {name: [row[name] for row in rows] for name in CURVE}
 
 
-def kill(run: Tandem, folder: Path, chance: random.Random) -> str:
+def proven(folder: Path) -> Account:
+    """The account of a run's samples, in which nothing is damaged or untrue, nor under way."""
+    ledger = read_ledger(folder)
+    assert ledger.problems == []
+    assert ledger.account.under_way == 0
+    return ledger.account
+
+
+def kill(run: Tandem, folder: Path, chance: random.Random, victims: Sequence[str] = VICTIMS) -> str:
     """Kill a service at a random moment of one of the next iterations; wait while it is being started again."""
     begins = len(rows_of(folder)) + chance.randint(1, MOST_BETWEEN)
     deadline_s = time.monotonic() + 300
@@ -51,7 +65,7 @@ def kill(run: Tandem, folder: Path, chance: random.Random) -> str:
     # Not in seconds, and not of an iteration that waited for a service to start again: a fast machine would be through
     # with all iterations before the last kill.
     time.sleep(chance.random() * min(row["iteration_s"] for row in rows_of(folder)))
-    victim = chance.choice(VICTIMS)
+    victim = chance.choice(victims)
     while run.process.poll() is None and time.monotonic() < deadline_s:
         with contextlib.suppress(AssertionError, ProcessLookupError):
             os.kill(pid_of(run, victim), signal.SIGKILL)
@@ -74,4 +88,33 @@ def test_ten_kills_do_not_bend_the_curve(tandem: Callable[..., Tandem], tmp_path
     damaged = summary_of(tmp_path / "runs" / "struck")["damaged_checkpoints"]
     assert [each for each in damaged if "was not finished" not in each] == []
     assert list_complete(tmp_path / "runs" / "struck")[-1][0] == ITERATIONS
+    proven(tmp_path / "runs" / "struck")
     struck.assert_nothing_left()
+
+
+def test_kills_of_the_coordinator_cost_no_iteration_and_no_finished_group(
+    tandem: Callable[..., Tandem], tmp_path: Path
+) -> None:
+    folder, chance = tmp_path / "runs" / "struck", random.Random(SEED)
+    settings = {
+        "run__iterations": 2 * COORDINATOR_KILLS + 5,
+        "run__coordinator_restarts": COORDINATOR_KILLS,
+        # As they are by default.
+        "run__checkpoint_every": 10,
+        "run__evaluate_every": 5,
+        "rollout__replicas": 2,
+    }
+    run = tandem(*run_arguments("struck", **settings))
+    run.wait_iteration(1)
+    for _ in range(COORDINATOR_KILLS):
+        kill(run, folder, chance, ["coordinator"])
+    assert run.wait_end(900) == 0, run.output()
+    assert [row["iteration"] for row in rows_of(folder)] == list(range(1, settings["run__iterations"] + 1))
+    account = proven(folder)
+    # Each sample was begun once: nothing was undone, dropped or generated twice.
+    config = RunConfig.model_validate(yaml.safe_load((folder / RESOLVED_CONFIG).read_text()))
+    size = config.grpo.prompts_per_iteration * config.grpo.group_size
+    assert account.counts["begun"] == settings["run__iterations"] * size
+    assert account.total("dropped") == 0
+    assert "restoring the checkpoint under a new version" not in (folder / "logs" / "coordinator.log").read_text()
+    run.assert_nothing_left()

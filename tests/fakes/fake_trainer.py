@@ -68,6 +68,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
     def __post_init__(self) -> None:
         self.sync = FakeSync(role=Role.TRAINER, num_ranks=self.tensor_parallel)
         self._replies: dict[str, pb.TrainStepResponse] = {}
+        self.step_id = ""
         self.fence = FenceGuard()
         self.saving, self.hold = asyncio.Event(), asyncio.Event()
         self.hold.set()
@@ -98,6 +99,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
             await self.before_step(len(self.steps) + 1)
         self.steps.append(step)
         self.policy_version += 1
+        self.step_id = step.header.step_id
         self._replies[step.header.step_id] = self._reply()
         if self.lost_replies:
             self.lost_replies -= 1
@@ -154,6 +156,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
         if request.path and not Path(request.path, "version").is_file():
             raise InvalidRequest(f"{request.path} is no checkpoint")
         self.restored.append((request.path, request.policy_version))
+        self.step_id = ""
         self.policy_version = self.saved_version = request.policy_version
         return pb.RestorePolicyResponse(policy_version=self.policy_version)
 
@@ -174,6 +177,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
             versions=common_pb2.SoftwareVersions(packages={"megatron_core": "0.0", "torch": "0.0"}),
             settings_digest=self.settings_digest,
             leaving=self.leaves and self.policy_version != self.saved_version,
+            step_id=self.step_id,
         )
 
     def _reply(self) -> pb.TrainStepResponse:

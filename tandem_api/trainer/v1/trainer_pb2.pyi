@@ -551,6 +551,7 @@ class GetStatusResponse(_message.Message):
     VERSIONS_FIELD_NUMBER: _builtins.int
     SETTINGS_DIGEST_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
+    STEP_ID_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     world_size: _builtins.int
     activity: _builtins.str
@@ -560,6 +561,10 @@ class GetStatusResponse(_message.Message):
     leaving: _builtins.bool
     """It was asked to end (SIGTERM), and has trained since its last checkpoint: it serves until one is saved, as long as
     its status is asked for, for run.stop_timeout_s at most.
+    """
+    step_id: _builtins.str
+    """TrainStepHeader.step_id of the last step that was done since the policy was loaded or restored; empty: none was. By it
+    a restarted coordinator knows whether this trainer stands where the run has ended.
     """
     @_builtins.property
     def parallel(self) -> _weights_pb2.ParallelSizes: ...
@@ -575,10 +580,11 @@ class GetStatusResponse(_message.Message):
         versions: _common_pb2.SoftwareVersions | None = ...,
         settings_digest: _builtins.str = ...,
         leaving: _builtins.bool = ...,
+        step_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parallel", b"parallel", "versions", b"versions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "leaving", b"leaving", "parallel", b"parallel", "policy_version", b"policy_version", "settings_digest", b"settings_digest", "versions", b"versions", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "leaving", b"leaving", "parallel", b"parallel", "policy_version", b"policy_version", "settings_digest", b"settings_digest", "step_id", b"step_id", "versions", b"versions", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,9 +10,9 @@ import pytest
 from prometheus_client import REGISTRY
 
 from coordinator.checkpoints.run_checkpoints import MissedCheckpoints
-from coordinator.checkpoints.writing import Checkpointer, NotWritten
+from coordinator.checkpoints.writing import Checkpointer
 from coordinator.record.progress import Progress
-from coordinator.record.state import RunState
+from coordinator.record.state import NotWritten, RunState
 from coordinator.watch.events import EventLog
 from servicekit.errors import Internal, TandemError, Unavailable
 from tandem_files.atomic import SPARE_BYTES, check_room

@@ -54,7 +54,7 @@ def test_a_row_has_the_speed_of_the_trainer_and_each_part_of_its_step() -> None:
     record = finished(3).record
     assert record is not None
     metrics = {name: 0.25 + place for place, name in enumerate(SPEED)}
-    step = TrainResult(policy_version=5, metrics=metrics, seconds={**STEP, "total": 1.5})
+    step = TrainResult(step_id="s", policy_version=5, metrics=metrics, seconds={**STEP, "total": 1.5})
     timing = Timing(parts={"train": 1.5, "evaluate": 1.0}, total_s=5.0)
     row = build_row(replace(record, step=step), None, timing)
     assert {name: row.get(name) for name in SPEED} == metrics
@@ -191,6 +191,6 @@ def test_many_tokens_without_a_log_prob_of_the_engine_end_the_run(
     record = finished(3).record
     assert record is not None
     metrics = {"tokens": 100.0, "engine_logprobs_not_finite": float(unknown), "logprob_abs_diff_mean": 0.0}
-    trained = replace(record, step=TrainResult(policy_version=5, metrics=metrics, seconds={}))
+    trained = replace(record, step=TrainResult(step_id="s", policy_version=5, metrics=metrics, seconds={}))
     with pytest.raises(Internal, match=r"no finite log-prob for 11 of 100 tokens") if ends else nullcontext():
         check_same_model(trained, stop_at)

@@ -1,0 +1,1 @@
+"""Writes the run's ledger, and restores from it what a crash has left unfinished (docs/ledger.md)."""

@@ -1,0 +1,182 @@
+"""The open files of a run's ledger. One thread calls all of it, so that a slow disk does not delay the run."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tandem_files.atomic import naming, sync_folder
+from tandem_files.checkpoints import list_complete
+from tandem_files.ledger.records import groups_file, groups_files, segment
+
+# What a power cut may cost of the groups that are finished.
+SYNC_EVERY_S = 1.0
+_MIB = 1 << 20
+
+
+class _File:
+    """A file that is appended to; it is made by the first call.
+
+    Args:
+        check: called before each write; raises if another coordinator leads the run.
+        flags: for os.open, besides those for appending.
+    """
+
+    def __init__(self, path: Path, check: Callable[[], None], flags: int) -> None:
+        self._path, self._check, self._flags = path, check, flags
+        self._descriptor = -1
+        self.size = 0
+
+    def append(self, content: bytes) -> None:
+        """Append all of it or nothing. Raises: OSError: with the file's name."""
+        self._check()
+        with naming(self._path):
+            if self._descriptor < 0:
+                self._path.parent.mkdir(mode=0o700, exist_ok=True)
+                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | self._flags, 0o600)
+                self.size = os.fstat(self._descriptor).st_size
+                sync_folder(self._path.parent)
+            left = memoryview(content)
+            try:
+                while left:
+                    left = left[os.write(self._descriptor, left) :]
+            except OSError:
+                os.ftruncate(self._descriptor, self.size)
+                raise
+        self.size += len(content)
+
+    def sync(self) -> None:
+        """Force it to disk. Raises: OSError: with the file's name."""
+        if self._descriptor >= 0:
+            with naming(self._path):
+                os.fdatasync(self._descriptor)
+
+    def empty(self) -> None:
+        """Take its room, as far as possible."""
+        with contextlib.suppress(OSError):
+            os.truncate(self._path, 0)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class LedgerFiles:
+    """A segment of the log, and the finished groups of the iteration under way.
+
+    Args:
+        max_mib: run.ledger_max_mib.
+        check: as of _File.
+    Attributes:
+        remarks: what could not be kept, as sentences for the run's user.
+    """
+
+    def __init__(self, run_dir: Path, max_mib: int, check: Callable[[], None]) -> None:
+        self._run_dir, self._check = run_dir, check
+        self._max_bytes = max_mib * _MIB
+        self._log: _File | None = None
+        self._groups: _File | None = None
+        # Records for the log: they wait while the disk has no room.
+        self._waiting: list[bytes] = []
+        self._others = 0  # bytes of the groups of other iterations
+        self._synced_s = 0.0
+        self.remarks: list[str] = []
+
+    def begin_segment(self, number: int, head: Callable[[int], bytes]) -> bool:
+        """Begin a segment, and seal the one before. Returns: False: not yet, because records wait for that one.
+
+        Args:
+            head: makes the first record, with the bytes of the segment before.
+        """
+        if self._log is not None:
+            try:
+                self.sync()
+            except OSError:
+                return False
+            self._log.close()
+        before = segment(self._run_dir, number - 1)
+        self._log = _File(segment(self._run_dir, number), self._check, os.O_EXCL)
+        self.append(head(before.stat().st_size if before.exists() else 0))
+        return True
+
+    def append(self, content: bytes) -> None:
+        """Append a record to the log; one that cannot be written waits for the next call."""
+        self._waiting.append(content)
+        with contextlib.suppress(OSError):
+            self._flush()
+
+    def begin_groups(self, iteration: int, *, keep: bool) -> None:
+        """Begin the file of an iteration's finished groups. keep: continue with those that it has."""
+        self._close_groups()
+        own = groups_file(self._run_dir, iteration)
+        self._others = sum(path.stat().st_size for path in groups_files(self._run_dir).values() if path != own)
+        self._groups = _File(own, self._check, 0 if keep else os.O_TRUNC)
+
+    def append_groups(self, content: bytes) -> None:
+        """Append finished groups; if some cannot be kept, those before them in this iteration are given up."""
+        if self._groups is None:
+            return
+        try:
+            if self._others + self._groups.size + len(content) > self._max_bytes:
+                raise OSError(f"they take more than run.ledger_max_mib ({self._max_bytes // _MIB} MiB)")
+            self._groups.append(content)
+            if time.monotonic() - self._synced_s > SYNC_EVERY_S:
+                with contextlib.suppress(OSError):  # a step's own sync tells of it
+                    self.sync()
+        except OSError as error:
+            self.remarks.append(f"a crash would cost the finished groups of this iteration, they are not kept: {error}")
+            self._groups.empty()  # it may fill the disk
+            self._close_groups()
+
+    def sync(self) -> None:
+        """Force everything to disk. Raises: OSError: the log is not there, and waits; TandemError: of `check`."""
+        self._flush()
+        for file in (self._groups, self._log):
+            if file is not None:
+                file.sync()
+        self._synced_s = time.monotonic()
+
+    def oldest_checkpoint(self) -> int:
+        """Return the iteration of the oldest complete checkpoint; 0: there is none."""
+        return min((number for number, _ in list_complete(self._run_dir)), default=0)
+
+    def tidy(self, done: int, boundaries: Mapping[int, int]) -> None:
+        """Remove finished groups and segments that nothing needs any more.
+
+        A resume begins with the iteration after a checkpoint, or after the last one that is done.
+
+        Args:
+            done: that iteration.
+            boundaries: by segment that begins between iterations, the one before it.
+        """
+        oldest = self.oldest_checkpoint()
+        first = max((number for number, after in boundaries.items() if after <= oldest), default=0)
+        kept = {number for number, _ in list_complete(self._run_dir)} or {0}
+        old = [path for n, path in groups_files(self._run_dir).items() if n <= done and n - 1 not in kept]
+        for number in range(first - 1, 0, -1):
+            if not segment(self._run_dir, number).exists():
+                break
+            old.append(segment(self._run_dir, number))
+        for path in old:
+            self._check()
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Write what waits, as far as possible, and close the files."""
+        with contextlib.suppress(OSError):
+            self.sync()
+        self._close_groups()
+        if self._log is not None:
+            self._log.close()
+
+    def _flush(self) -> None:
+        while self._waiting and self._log is not None:
+            self._log.append(self._waiting[0])
+            del self._waiting[0]
+
+    def _close_groups(self) -> None:
+        if self._groups is not None:
+            self._groups.close()
+        self._groups = None

@@ -1,0 +1,1 @@
+"""What became of each prompt that a run has taken: an append-only log in the run's folder (docs/ledger.md)."""

@@ -1,0 +1,251 @@
+"""The account of a run's samples: what has become of each, by the records of its ledger.
+
+begun = trained + filtered + dropped + under way    holds after every record; a record that breaks it is refused
+
+A sample is begun with its group, and settled once. A resume from a checkpoint takes back what came after it: those
+samples are under way again, and are trained on the line that survives, or dropped by name.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem_files.ledger.records import Record
+
+# What settles a sample; the last two say why, as in `filtered: all rewards of the group are equal`.
+FATES = ("trained", "filtered", "dropped")
+_OPEN = 0
+# Samples of groups: the group's id -> indices, or None for all of them.
+Samples = Mapping[str, Sequence[int] | None]
+
+
+class Unbalanced(ValueError):
+    """A record that would have a sample settled twice, trained before it is finished, or a prompt skipped."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Group:
+    iteration: int
+    # By sample, the place of its fate in Account._fates, or _OPEN.
+    fates: bytearray
+    is_finished: bool = False
+
+
+@dataclass(kw_only=True)
+class Position:
+    """Where the line of a run stands.
+
+    Attributes:
+        iteration: that began last.
+        next_prompt: ordinal of the next prompt, which counts all that the data's cursor has given out; -1: not known.
+        step_id: of the last train step.
+        digest: of all steps of the line, each with its samples (`chained`).
+    """
+
+    iteration: int = 0
+    next_prompt: int = -1
+    step_id: str = ""
+    digest: str = ""
+
+
+@dataclass(kw_only=True)
+class Account:
+    """What became of the samples that a run has begun.
+
+    Attributes:
+        counts: samples `begun`, samples by fate, and those `returned` from steps that a resume has undone.
+        under_way: samples that are not settled.
+        firsts: ordinal of the first prompt of each iteration since the oldest checkpoint that is kept.
+        problems: what cannot be true of the records so far, which count as far as they can; None: one is an error.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    under_way: int = 0
+    position: Position = field(default_factory=Position)
+    firsts: dict[int, int] = field(default_factory=dict)
+    problems: list[str] | None = None
+    _groups: dict[str, _Group] = field(default_factory=dict)
+    _fates: list[str] = field(default_factory=lambda: ["under way"])
+
+    def __post_init__(self) -> None:
+        self._changes: dict[str, Callable[[Mapping[str, Any]], None]] = {
+            "segment": self._segment,
+            "begun": self._begun,
+            "finished": self._finished,
+            "filtered": self._filtered,
+            "dropped": self._dropped,
+            "continued": self._continued,
+            "step": self._step,
+            "checkpoint": self._checkpoint,
+            "resumed": self._resumed,
+        }
+
+    def add(self, record: Record) -> None:
+        """Add a record. Raises: Unbalanced: it cannot be true."""
+        if record.kind in self._changes:  # others say nothing of samples
+            self._changes[record.kind](record.fields)
+        if self.counts["begun"] != sum(map(self.total, FATES)) + self.under_way:
+            raise Unbalanced(f"after {record.kind}: {dict(self.counts)}, and {self.under_way} under way")
+
+    def total(self, fate: str) -> int:
+        """Count the samples of a fate, for whatever reason."""
+        return sum(num for name, num in self.counts.items() if name.partition(":")[0] == fate)
+
+    def open_groups(self, iteration: int) -> dict[str, bool]:
+        """Return the groups of an iteration that have unsettled samples, and whether each is finished."""
+        return {
+            name: group.is_finished
+            for name, group in self._groups.items()
+            if group.iteration == iteration and _OPEN in group.fates
+        }
+
+    def groups_of(self, iteration: int) -> list[str]:
+        """Return the groups of an iteration."""
+        return [name for name, group in self._groups.items() if group.iteration == iteration]
+
+    def open_samples(self, iteration: int) -> dict[str, list[int]]:
+        """Return the unsettled samples of an iteration: by group, their indices."""
+        return {
+            name: [index for index, fate in enumerate(self._groups[name].fates) if fate == _OPEN]
+            for name in self.open_groups(iteration)
+        }
+
+    def open_iterations(self) -> list[int]:
+        """Return the iterations that have unsettled samples, in order."""
+        return sorted({group.iteration for group in self._groups.values() if _OPEN in group.fates})
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what the head of a segment says of those before it."""
+        return {
+            "counts": dict(self.counts),
+            "under_way": self.under_way,
+            "position": vars(self.position),
+        }
+
+    def _segment(self, fields: Mapping[str, Any]) -> None:
+        """The head of the first segment that is left says what those before it held; of any other it is known."""
+        if self.counts["begun"]:
+            return
+        said = fields["account"]
+        self.counts, self.under_way = Counter(said["counts"]), said["under_way"]
+        self.position = Position(**said["position"])
+
+    def _begun(self, fields: Mapping[str, Any]) -> None:
+        iteration, first, names = fields["iteration"], fields["first"], fields["groups"]
+        expected = self.position.next_prompt
+        if expected not in (-1, first):
+            what = f"prompts {expected} to {first - 1} are skipped" if first > expected else "prompts are begun again"
+            self._wrong(f"iteration {iteration} begins with prompt {first}, not {expected}: {what}")
+        if again := [name for name in names if name in self._groups and _OPEN in self._groups[name].fates]:
+            self._wrong(f"group {again[0]} is begun while it is under way")
+            return
+        self._begin(iteration, first, len(names))
+        for name in names:
+            self._groups[name] = _Group(iteration=iteration, fates=bytearray(fields["size"]))
+        self.counts["begun"] += fields["size"] * len(names)
+        self.under_way += fields["size"] * len(names)
+
+    def _finished(self, fields: Mapping[str, Any]) -> None:
+        for name, group in self._known(fields["groups"]):
+            if group.is_finished:
+                self._wrong(f"group {name} is finished twice")
+            group.is_finished = True
+
+    def _continued(self, fields: Mapping[str, Any]) -> None:
+        """Of the groups under way, those that are not restored are generated anew."""
+        iteration = fields["iteration"]
+        groups = [group for group in self._groups.values() if group.iteration == iteration and _OPEN in group.fates]
+        for group in groups:
+            group.is_finished = False
+        for _, group in self._known(fields["groups"]):
+            group.is_finished = True
+        self._begin(iteration, fields["first"], len(groups))
+
+    def _begin(self, iteration: int, first: int, num_groups: int) -> None:
+        self.firsts[iteration] = first
+        self.position.iteration, self.position.next_prompt = iteration, first + num_groups
+
+    def _filtered(self, fields: Mapping[str, Any]) -> None:
+        self._settle(fields["samples"], f"filtered: {fields['why']}")
+
+    def _dropped(self, fields: Mapping[str, Any]) -> None:
+        self._settle(fields["samples"], f"dropped: {fields['why']}")
+
+    def _step(self, fields: Mapping[str, Any]) -> None:
+        samples, digest = fields["samples"], fields["digest"]
+        if unfinished := [name for name, group in self._known(samples) if not group.is_finished]:
+            self._wrong(f"step {fields['step']} has group {unfinished[0]}, which is not finished")
+        if digest != chained(self.position.digest, fields["step"], fields["version"], samples):
+            self._wrong(f"step {fields['step']} has another digest than its samples and the steps before it")
+        self._settle(samples, "trained")
+        self.position.step_id, self.position.digest = fields["step"], digest
+
+    def _checkpoint(self, fields: Mapping[str, Any]) -> None:
+        if fields["digest"] != self.position.digest:
+            self._wrong(
+                f"the checkpoint of iteration {fields['iteration']} was made after other steps than the ledger has"
+            )
+        # What no resume goes back to needs no names any more.
+        oldest = fields["oldest"]
+        self._groups = {
+            name: group for name, group in self._groups.items() if group.iteration > oldest or _OPEN in group.fates
+        }
+        self.firsts = {number: first for number, first in self.firsts.items() if number > oldest}
+
+    def _resumed(self, fields: Mapping[str, Any]) -> None:
+        iteration = fields["iteration"]
+        for group in self._groups.values():
+            if group.iteration > iteration:
+                for place, num in Counter(group.fates).items():
+                    if place != _OPEN:
+                        self.counts[self._fates[place]] -= num
+                        self.under_way += num
+                    # A step that is sent again under its id is done once.
+                    if self._fates[place] == "trained" and not fields["step"]:
+                        self.counts["returned"] += num
+                group.fates = bytearray(len(group.fates))
+        first = self.firsts.get(iteration + 1, fields["first"])
+        if first != fields["first"]:
+            self._wrong(f"iteration {iteration + 1} began with prompt {first}, and begins with {fields['first']} now")
+        self.firsts = {number: first for number, first in self.firsts.items() if number <= iteration}
+        self.position = Position(
+            iteration=iteration, next_prompt=fields["first"], step_id=fields["last"], digest=fields["digest"]
+        )
+
+    def _settle(self, samples: Samples, fate: str) -> None:
+        """Settle samples. Raises: Unbalanced: one is not under way."""
+        if fate not in self._fates:
+            self._fates.append(fate)
+        code = self._fates.index(fate)
+        for name, group in self._known(samples):
+            fates, num_open, indices = group.fates, group.fates.count(_OPEN), samples[name]
+            wanted = range(len(fates)) if indices is None else indices
+            if num_open < len(fates) and any(fates[index] != _OPEN for index in wanted):
+                already = {self._fates[settled] for settled in fates if settled != _OPEN}
+                self._wrong(f"samples of {name} are {fate}, and are already {', '.join(sorted(already))}")
+            for index in wanted:
+                fates[index] = fates[index] or code
+            settled = num_open - fates.count(_OPEN)
+            self.counts[fate] += settled
+            self.under_way -= settled
+
+    def _known(self, names: Iterable[str]) -> Iterator[tuple[str, _Group]]:
+        for name in names:
+            if name in self._groups:
+                yield name, self._groups[name]
+            else:
+                self._wrong(f"group {name} was not begun")
+
+    def _wrong(self, text: str) -> None:
+        if self.problems is None:
+            raise Unbalanced(text)
+        self.problems.append(text)
+
+
+def chained(before: str, step_id: str, version: int, samples: Samples) -> str:
+    """Return the digest of a line of train steps, from that of the steps before the last one."""
+    names = [name if indices is None else f"{name}#{sorted(indices)}" for name, indices in samples.items()]
+    text = "\n".join([before, step_id, str(version), *sorted(names)])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
