@@ -49,10 +49,13 @@ class SampleSink:
         """What the warning calls it when it fails."""
         return "storing samples"
 
-    def take(self, finished: FinishedIteration) -> None:
-        """Store an iteration."""
+    def take(self, finished: FinishedIteration) -> str | None:
+        """Store an iteration. Returns: a warning of those that an earlier process has not stored; None: it has all."""
         iteration = int(finished.row["iteration"] or 0)
+        is_first = self._sizes is None
         sizes = self._begin(iteration)
+        first = max(sizes, default=0) + 1
+        lost = [number for number in range(first, iteration) if is_first and number % self.settings.every == 0]
         written = 0
         chosen = iteration <= 1 or iteration % self.settings.every == 0 or bool(finished.evaluated)
         if finished.record is not None and chosen:
@@ -65,6 +68,7 @@ class SampleSink:
             self._old.add(number)
             del sizes[number]
         self._remove_old()
+        return f"there are no samples of {len(lost)} iterations, {lost[0]} to {lost[-1]}" if lost else None
 
     def close(self) -> None:
         """Do nothing: files are complete when they are written."""

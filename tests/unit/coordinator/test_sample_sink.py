@@ -174,6 +174,14 @@ def test_a_resume_replaces_the_iterations_after_its_checkpoint(make_sink: Any, t
     assert SampleFolder(tmp_path).iterations() == {number: ["train"] for number in range(1, 6)}
 
 
+def test_what_the_process_before_did_not_store_is_told_once(make_sink: Any) -> None:
+    for number in (1, 2):
+        assert make_sink().take(finished(number)) is None
+    resumed = make_sink()
+    assert resumed.take(finished(5)) == "there are no samples of 2 iterations, 3 to 4"
+    assert resumed.take(finished(6)) is None
+
+
 def test_a_coordinator_that_was_replaced_changes_nothing(make_sink: Any, tmp_path: Path) -> None:
     def refuse() -> None:
         raise Unavailable("another coordinator leads the run")
