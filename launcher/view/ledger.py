@@ -95,7 +95,7 @@ def _table(ledger: Ledger) -> Table:
             table.add_row(fate, f"{num:,}", name.partition(": ")[2])
     table.add_row("under way", f"{ledger.account.under_way:,}", "")
     if counts["returned"]:
-        table.add_row("returned", f"{counts['returned']:,}", "trained in steps that a resume has undone; counted above")
+        table.add_row("returned", f"{counts['returned']:,}", "in steps that were undone or not done; counted above")
     return table
 
 
