@@ -104,17 +104,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
     progress = Progress(state=inputs.state, events=app.events, limits=limits)
     rows = MetricsFile(app.environment.run_dir / METRICS_FILE)
     leading = LeaderCheck(lease=lead, patience_s=config.sync.formation_timeout_s)
-    ledger = Ledger(
-        run_dir=app.environment.run_dir,
-        run_id=app.owner.run_id,
-        found=inputs.ledger,
-        max_mib=config.run.ledger_max_mib,
-        model=inputs.state.model_fingerprint,
-        rewards=text_digest(json.dumps(app.reward_facts, sort_keys=True)),
-        budget=config.run.missed_checkpoint_budget,
-        check=leading.check,
-        warn=partial(progress.warn, "ledger"),
-    )
+    ledger = _ledger(app, progress, leading)
     schedule = SyncSchedule(
         grpo=config.grpo,
         sampling=_sampling(config, inputs.codec, config.grpo.temperature),
@@ -151,6 +141,21 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
         last=inputs.last,
         lead=leading,
         sinks=_sinks(app, lead, progress),
+    )
+
+
+def _ledger(app: App, progress: Progress, lead: LeaderCheck) -> Ledger:
+    config, inputs = app.config, app.inputs
+    return Ledger(
+        run_dir=app.environment.run_dir,
+        run_id=app.owner.run_id,
+        found=inputs.ledger,
+        max_mib=config.run.ledger_max_mib,
+        model=inputs.state.model_fingerprint,
+        rewards=text_digest(json.dumps(app.reward_facts, sort_keys=True)),
+        budget=config.run.missed_checkpoint_budget,
+        check=lead.check,
+        warn=partial(progress.warn, "ledger"),
     )
 
 

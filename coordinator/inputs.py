@@ -22,11 +22,11 @@ from tandem_clients.flow import DataKey
 from tandem_config.comparing.resuming import RunComparison, compare, mark_of, refuse
 from tandem_config.schema import EvaluationSet, RunConfig
 from tandem_files.checkpoints import UndamagedCheckpoint, list_complete
-from tandem_files.ledger.reading import Ledger, read_ledger
+from tandem_files.ledger.reading import LedgerContent, read_ledger
 from tandem_files.metrics_file import METRICS_FILE, MetricsFile
 from tandem_files.model.fingerprint import model_fingerprint
 from tandem_files.run_config import RESOLVED_CONFIG
-from tandem_files.run_folder import STATE_FILE, read_identity
+from tandem_files.run_folder import STATE_FILE, read_identity, run_id_of
 from tandem_files.tokenizer import TextCodec
 
 log = get_logger(__name__)
@@ -56,7 +56,7 @@ class Inputs:
     resumed: bool
     checkpoint: UndamagedCheckpoint | None = None
     last: LastIteration | None = None
-    ledger: Ledger = field(default_factory=Ledger)
+    ledger: LedgerContent = field(default_factory=LedgerContent)
     comparison: RunComparison | None = None
     renewal: Renewal = field(default_factory=Renewal)
     marks: dict[str, int] = field(default_factory=dict)
@@ -97,11 +97,8 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
         order=order_of(config, train.scans, train.formats),
         sets=facts,
     )
-    newest, last, renewal, found, owner = None, None, Renewal(), marks(run_dir), read_identity(run_dir)
-    try:
-        ledger = read_ledger(run_dir, "" if owner is None else owner.run_id)
-    except OSError as error:
-        raise ConfigError(f"the run's ledger cannot be read: {error}") from error
+    newest, last, renewal, found = None, None, Renewal(), marks(run_dir)
+    owner, ledger = read_identity(run_dir), _ledger_so_far(run_dir)
     if not resume:
         _refuse_used_folder(run_dir)
     else:
@@ -161,6 +158,14 @@ def _last_iteration(
     if settings.refused or order_differences(state, fresh.order) or state.model_fingerprint != fresh.model_fingerprint:
         return None
     return LastIteration(state=state, may_repeat=not settings.changed)
+
+
+def _ledger_so_far(run_dir: Path) -> LedgerContent:
+    """Read the run's ledger. Raises: ConfigError: it cannot be read, or is another run's."""
+    try:
+        return read_ledger(run_dir, run_id_of(run_dir))
+    except OSError as error:
+        raise ConfigError(f"the run's ledger cannot be read: {error}") from error
 
 
 def _config_so_far(run_dir: Path) -> RunConfig | None:

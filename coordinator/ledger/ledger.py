@@ -21,9 +21,9 @@ from servicekit.errors import Internal, TandemError, describe
 from servicekit.logs import get_logger
 from tandem_clients.flow import AdvantageResult, Generation, Group, GroupScores, Order, Prompt, TrainBatch
 from tandem_files.atomic import no_check
-from tandem_files.ledger import reading
 from tandem_files.ledger.account import Unbalanced, chained
-from tandem_files.ledger.records import FORMAT, Damage, Record, framed, groups_file, read_records
+from tandem_files.ledger.reading import LedgerContent
+from tandem_files.ledger.records import FORMAT, NoRecord, Record, framed, groups_file, read_records
 
 # Why samples are not trained.
 EQUAL = "all rewards of the group are equal"
@@ -60,7 +60,7 @@ class _Kept:
 
     groups: dict[str, Record] = field(default_factory=dict)
     scores: Record | None = None
-    damages: list[Damage] = field(default_factory=list)
+    damages: list[NoRecord] = field(default_factory=list)
 
 
 class Ledger:
@@ -81,7 +81,7 @@ class Ledger:
         *,
         run_dir: Path,
         run_id: str,
-        found: reading.Ledger,
+        found: LedgerContent,
         max_mib: int,
         model: str,
         rewards: str = "",
@@ -332,7 +332,7 @@ def _read_groups(path: Path) -> _Kept:
     kept = _Kept()
     try:
         for record in read_records(path):
-            if isinstance(record, Damage):
+            if isinstance(record, NoRecord):
                 kept.damages.append(record)
             elif record.kind == "group":
                 kept.groups[record.fields["group"]] = record

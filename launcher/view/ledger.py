@@ -13,7 +13,7 @@ from servicekit.errors import ConfigError
 from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
 from tandem_files.checkpoints import COORDINATOR_FILE, list_complete
 from tandem_files.ledger.account import FATES
-from tandem_files.ledger.reading import Ledger, read_ledger
+from tandem_files.ledger.reading import LedgerContent, read_ledger
 from tandem_files.run_folder import run_id_of
 
 _PROVEN = "each sample begun is trained once, filtered, dropped by name or under way; no prompt is skipped"
@@ -56,7 +56,7 @@ def ledger_command(run_dir: Path | None, *, verify: bool, as_json: bool) -> int:
     return EXIT_FAILED if verify and problems else EXIT_OK
 
 
-def _foreign_checkpoints(run_dir: Path, ledger: Ledger) -> list[str]:
+def _foreign_checkpoints(run_dir: Path, ledger: LedgerContent) -> list[str]:
     """Say which checkpoints were made after other train steps than the ledger has."""
     found = []
     for iteration, folder in list_complete(run_dir):
@@ -71,7 +71,7 @@ def _foreign_checkpoints(run_dir: Path, ledger: Ledger) -> list[str]:
     return found
 
 
-def _summary(ledger: Ledger, problems: list[str]) -> dict[str, Any]:
+def _summary(ledger: LedgerContent, problems: list[str]) -> dict[str, Any]:
     account = ledger.account
     return {
         "samples": {name: num for name, num in sorted(account.counts.items()) if num},
@@ -84,7 +84,7 @@ def _summary(ledger: Ledger, problems: list[str]) -> dict[str, Any]:
     }
 
 
-def _table(ledger: Ledger) -> Table:
+def _table(ledger: LedgerContent) -> Table:
     table, counts = Table(box=None, pad_edge=False), ledger.account.counts
     for name in ("samples", "number", "why"):
         table.add_column(name, justify="right" if name == "number" else "left")
@@ -99,6 +99,6 @@ def _table(ledger: Ledger) -> Table:
     return table
 
 
-def _resumes(ledger: Ledger) -> str:
+def _resumes(ledger: LedgerContent) -> str:
     places = [str(resume["iteration"]) for resume in ledger.resumes]
     return f"resumed after iterations {', '.join(places)}" if places else "no resume since the oldest segment"

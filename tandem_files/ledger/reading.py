@@ -7,11 +7,11 @@ from typing import Any
 
 from servicekit.errors import ConfigError
 from tandem_files.ledger.account import Account
-from tandem_files.ledger.records import FORMAT, Damage, Record, read_records, segments
+from tandem_files.ledger.records import FORMAT, NoRecord, Record, read_records, segments
 
 
 @dataclass(kw_only=True)
-class Ledger:
+class LedgerContent:
     """What a run's ledger says.
 
     Attributes:
@@ -52,14 +52,14 @@ class Ledger:
         return names
 
 
-def read_ledger(run_dir: Path, run_id: str = "") -> Ledger:
+def read_ledger(run_dir: Path, run_id: str = "") -> LedgerContent:
     """Read a run's ledger; an empty one if it has none.
 
     Args:
         run_id: of the run; "": not compared.
     Raises: ConfigError: it is another run's, or a newer release wrote it; nothing was changed. OSError.
     """
-    ledger, paths = Ledger(), segments(run_dir)
+    ledger, paths = LedgerContent(), segments(run_dir)
     firsts = {number: next(read_records(path), None) for number, path in paths.items()}
     for number, path in paths.items():
         head = firsts[number]
@@ -78,8 +78,8 @@ def read_ledger(run_dir: Path, run_id: str = "") -> Ledger:
     return ledger
 
 
-def _add(ledger: Ledger, found: Record | Damage) -> None:
-    if isinstance(found, Damage):
+def _add(ledger: LedgerContent, found: Record | NoRecord) -> None:
+    if isinstance(found, NoRecord):
         ledger.damages.append(str(found))
         return
     ledger.num_records += 1

@@ -37,7 +37,7 @@ class Record:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Damage:
+class NoRecord:
     """Bytes of a file that are no record: torn by a crash, or altered."""
 
     path: Path
@@ -54,7 +54,7 @@ def framed(record: Record) -> bytes:
     return _HEAD.pack(_MAGIC, len(text), len(record.content), _crc(text, record.content)) + text + record.content
 
 
-def read_records(path: Path, most: int | None = None) -> Iterator[Record | Damage]:
+def read_records(path: Path, most: int | None = None) -> Iterator[Record | NoRecord]:
     """Yield the records of a file in order, and what lies between them.
 
     Args:
@@ -77,7 +77,7 @@ def read_records(path: Path, most: int | None = None) -> Iterator[Record | Damag
                 while at >= 0 and _read(data, at) is None:
                     at = data.find(_MAGIC, at + 1)
                 at = size if at < 0 else at
-                yield Damage(path=path, offset=begin, num_bytes=at - begin)
+                yield NoRecord(path=path, offset=begin, num_bytes=at - begin)
 
 
 def _read(data: mmap.mmap, at: int) -> tuple[Record, int] | None:

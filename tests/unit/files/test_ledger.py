@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from servicekit.errors import ConfigError
 from tandem_files.ledger.account import FATES, Account, Unbalanced, chained
 from tandem_files.ledger.reading import read_ledger
-from tandem_files.ledger.records import Damage, Record, framed, read_records, segment
+from tandem_files.ledger.records import NoRecord, Record, framed, read_records, segment
 
 SIZE = 3
 HEAD = {"format": 1, "run_id": "mine", "number": 1, "after": 0, "account": Account().snapshot()}
@@ -167,7 +167,7 @@ def test_damage_costs_the_records_that_it_meets(data: st.DataObject, tmp_path_fa
     path.write_bytes(content)
     found = list(read_records(path))
     left = [each for each in found if isinstance(each, Record)]
-    damages = [each for each in found if isinstance(each, Damage)]
+    damages = [each for each in found if isinstance(each, NoRecord)]
     hit = next(place for place in range(8) if where < sum(map(len, parts[: place + 1])))
     untouched = records[:hit] if change == "cut" else [each for each in records if each != records[hit]]
     assert [each for each in left if each != records[hit]] == untouched
