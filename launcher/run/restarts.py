@@ -91,7 +91,7 @@ class Restarts:
         count = self._spend(COORDINATOR, self._config.run.coordinator_restarts)
         if count == 0:
             return None
-        what = f"it restarts from {self._newest()} and takes over the services"
+        what = f"it takes over the services and continues where it was, or from {self._newest()}"
         text = f"{death.describe()}; {what} ({self._of(COORDINATOR, count)})"
         return self._restart(text, {COORDINATOR}, count)
 

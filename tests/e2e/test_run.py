@@ -150,7 +150,9 @@ def test_a_run_survives_the_death_of_its_only_replica_and_of_its_coordinator(tan
     run.wait_iteration(6)
     rollout = pid_of(run, "rollout_service")
     os.kill(pid_of(run, "coordinator"), signal.SIGKILL)
-    restarted = "from the checkpoint of iteration 4 and takes over the services (restart 1 of 2"
+    restarted = (
+        "takes over the services and continues where it was, or from the checkpoint of iteration 4 (restart 1 of 2"
+    )
     run.wait_line(lambda line: restarted in line, "its restart")
     run.wait_iteration(12)
     assert (pid_of(run, "trainer_service"), pid_of(run, "rollout_service")) == (trainer, rollout)
@@ -158,10 +160,8 @@ def test_a_run_survives_the_death_of_its_only_replica_and_of_its_coordinator(tan
     folder = tmp_path / "runs" / "small"
     rows = rows_of(folder)
     assert [row["iteration"] for row in rows] == list(range(1, 17))
-    versions = [row["policy_version"] for row in rows]
-    assert versions[:4] == [1, 2, 3, 4]
-    assert versions[4] > 6  # what trainer and replica had is not served again under its number
-    assert versions[4:] == list(range(versions[4], versions[4] + 12))
+    # Nothing is trained again: the trainer has outlived both.
+    assert [row["policy_version"] for row in rows] == list(range(1, 17))
     summary = summary_of(folder)
     assert summary["iterations"] == 16
     assert summary["logprob_abs_diff_max"] <= 1e-4
