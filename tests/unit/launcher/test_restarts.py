@@ -109,8 +109,8 @@ def test_the_text_names_the_dead_the_checkpoint_and_the_budget(tmp_path: Path, c
     restart = restarts_of(tmp_path, clock).after(death(tmp_path, "coordinator"))
     assert restart is not None
     assert restart.text == (
-        "coordinator was ended by SIGKILL; it takes over the services and continues where it was, or from the checkpoint "
-        "of iteration 7 (restart 1 of 2 an hour, run.coordinator_restarts)"
+        "coordinator was ended by SIGKILL; it takes over the services and continues where it was, or from the "
+        "checkpoint of iteration 7 (restart 1 of 2 an hour, run.coordinator_restarts)"
     )
 
 
