@@ -34,6 +34,8 @@ UNRECORDED = "what became of it was not recorded"
 
 # An iteration that fails so often with the same groups gets others: one of them may be the reason.
 MAX_REPEATS = 2
+# Troubles of the ledger that it says of itself for good.
+MAX_PROBLEMS = 20
 
 log = get_logger(__name__)
 T = TypeVar("T")
@@ -104,6 +106,8 @@ class Ledger:
             if head and not head["account"]["under_way"]
         }
         self._names: set[int] = set()
+        # What was wrong when this process began; said further when the segments in which it was seen are gone.
+        self._problems = found.problems[:MAX_PROBLEMS]
         # What the next step is of: by group, its samples, None for all.
         self._trained: dict[str, list[int] | None] = {}
         self._sent, self._order = "", ""
@@ -134,9 +138,6 @@ class Ledger:
             saved: the version that its policy had then; a resume may have given it another one.
             step_id: of the step after it, which the trainer has done already.
         """
-        for problem in self._found.problems[:1]:
-            more = f", and {len(self._found.problems) - 1} more" if len(self._found.problems) > 1 else ""
-            self._warn(f"ledger: {problem}{more}: `tandem ledger {self._run_dir}` lists them")
         iteration = state.iteration
         self._names = self._found.names_of(iteration, saved)
         self._sent, self._resumed_after = step_id, iteration
@@ -146,6 +147,10 @@ class Ledger:
             self._put(
                 "resumed", iteration=iteration, version=saved, step=step_id, **{"as": state.policy_version}, **line
             )
+        for problem in self._found.problems[:1]:
+            more = f", and {len(self._found.problems) - 1} more" if len(self._found.problems) > 1 else ""
+            self._warn(f"ledger: {problem}{more}: `tandem ledger {self._run_dir}` lists them")
+        self._problems = self._found.problems[:MAX_PROBLEMS]
         self._account.problems = None  # from now on one is an error
         for number in self._account.open_iterations():
             if number != iteration + 1:
@@ -267,6 +272,7 @@ class Ledger:
     async def _begin_segment(self) -> None:
         number = self._number + 1
         fields = {"format": FORMAT, "run_id": self._run_id, "number": number, "account": self._account.snapshot()}
+        fields["problems"] = self._problems
         position, is_boundary = self._account.position.iteration, not self._account.under_way
 
         def head(after: int) -> bytes:

@@ -206,6 +206,8 @@ class Account:
                     if self._fates[place] == "trained" and not fields["step"]:
                         self.counts["returned"] += num
                 group.fates = bytearray(len(group.fates))
+        if self.counts["begun"] and iteration > self.position.iteration:
+            self._wrong(f"a run continues after iteration {iteration}, its records end in {self.position.iteration}")
         first = self.firsts.get(iteration + 1, fields["first"])
         if first != fields["first"]:
             self._wrong(f"iteration {iteration + 1} began with prompt {first}, and begins with {fields['first']} now")

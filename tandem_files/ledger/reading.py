@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from servicekit.errors import ConfigError
+from tandem_files.checkpoints import list_complete
 from tandem_files.ledger.account import Account
 from tandem_files.ledger.records import FORMAT, NoRecord, Record, read_records, segments
 
@@ -65,6 +66,14 @@ def read_ledger(run_dir: Path, run_id: str = "") -> LedgerContent:
         head = firsts[number]
         ledger.heads[number] = head.fields if isinstance(head, Record) and head.kind == "segment" else {}
         _check_head(ledger.heads[number], path, run_id)
+    first = min(paths, default=1)
+    ledger.damages += ledger.heads.get(first, {}).get("problems", [])  # those of segments that are gone
+    begins = ledger.heads[first]["account"]["position"]["iteration"] if paths and ledger.heads[first] else 0
+    kept = min((iteration for iteration, _ in list_complete(run_dir)), default=0)
+    if first > 1 and begins > kept:  # one that is not needed any more ends with a checkpoint that is older than all
+        ledger.damages.append(
+            f"{paths[first]} begins after iteration {begins}: the segments since iteration {kept} are missing"
+        )
     for number, path in paths.items():
         if number > min(paths) and number - 1 not in paths:
             ledger.damages.append(f"{path.parent}/{number - 1:08}.log is missing: what it held is not known")

@@ -1,6 +1,7 @@
 """What a crash costs, and what the ledger says of it: a sample is trained once, and none is generated again."""
 
 import asyncio
+import shutil
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
@@ -265,3 +266,33 @@ async def test_an_iteration_that_fails_with_its_groups_again_and_again_gets_othe
         assert set(trained(fleet.trainer_service).values()) == {1}
     account = account_of(environment)
     assert (account.under_way, account.counts["begun"]) == (0, 6 * PROMPTS * SIZE)
+
+
+@pytest.mark.parametrize("lost", ["all", "the oldest segment", "a segment", "the end"])
+async def test_a_run_continues_with_what_is_left_of_its_ledger(
+    config: RunConfig, environment: ServiceEnvironment, lost: str
+) -> None:
+    """Moved away, or of a release before it; with a hole; torn by a crash."""
+    config = with_settings(config, run={"keep_checkpoints": 6})
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
+        refuse_from(fleet, "i6.g3.")
+        assert await attempt(config, environment, resume=False) == 1
+        heal(fleet)
+        found = segments(environment.run_dir)
+        if lost == "all":
+            shutil.rmtree(environment.run_dir / FOLDER)
+        elif lost.endswith("segment"):
+            found[min(found) + (lost == "a segment")].unlink()
+        else:
+            newest = found[max(found)]
+            newest.write_bytes(newest.read_bytes()[:-40])
+        # Until the segments in which it can be seen are gone.
+        longer = with_settings(config, run={"iterations": 12, "keep_checkpoints": 2, "evaluate_every": 12})
+        assert await attempt(longer, environment) == 0
+        assert lost == "all" or min(segments(environment.run_dir)) > max(found)
+        assert fleet.trainer_service.restored == []
+        assert [row["iteration"] for row in rows(environment)] == list(range(1, 13))
+        assert set(trained(fleet.trainer_service).values()) == {1}
+    ledger = read_ledger(environment.run_dir, "t")
+    assert ledger.account.under_way == 0
+    assert bool(ledger.problems) == (lost != "all")

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servicekit.errors import ConfigError
+from tandem_files.checkpoints import mark_complete, step_folder
 from tandem_files.ledger.account import FATES, Account, Unbalanced, chained
 from tandem_files.ledger.reading import read_ledger
 from tandem_files.ledger.records import NoRecord, Record, framed, read_records, segment
@@ -225,6 +226,9 @@ def test_the_head_of_the_oldest_segment_says_what_those_before_it_held(tmp_path:
     account = Account()
     an_iteration(account, 1, 0)
     write(tmp_path, 7, begun(2, 2, ["b"]), account=json.loads(json.dumps(account.snapshot())))
+    assert "the segments since iteration 0 are missing" in read_ledger(tmp_path, "mine").problems[0]
+    step_folder(tmp_path, 1).mkdir(parents=True)
+    mark_complete(step_folder(tmp_path, 1), policy_version=1)  # since which nothing is missing
     found = read_ledger(tmp_path, "mine")
     assert found.problems == []
     assert (found.account.counts["begun"], found.account.under_way) == (9, 3)
