@@ -177,15 +177,18 @@ class Ledger:
             if restored.groups:
                 log.info("groups restored", iteration=iteration, groups=len(restored.groups), of=len(prompts))
         under_way = self._account.open_groups(iteration)
-        if under_way and under_way.keys() != prompts.keys():
-            self._drop(iteration, OTHER_ORDER)
+        ordered, sampled_by = self._found.orders.get(iteration, ("", -1))
+        if under_way and (ordered != self._order or sampled_by not in self._names):
+            self._drop(iteration, LOST_POLICY if ordered == self._order else OTHER_ORDER)
             under_way = {}
         version = order.policy_version
         if under_way:
-            self._put("continued", iteration=iteration, version=version, first=first, groups=list(restored.groups))
+            names = list(restored.groups)
+            self._put("continued", iteration=iteration, version=version, first=first, groups=names, order=self._order)
         else:
             names, size = list(prompts), order.num_completions
-            self._put("begun", iteration=iteration, version=version, first=first, size=size, groups=names)
+            what = {"first": first, "size": size, "groups": names, "order": self._order}
+            self._put("begun", iteration=iteration, version=version, **what)
             for name in restored.groups:  # of a log that is lost
                 self._put("finished", groups=[name])
         self._submit(partial(self._files.begin_groups, iteration, keep=bool(restored.groups)))

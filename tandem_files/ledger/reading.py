@@ -20,6 +20,7 @@ class LedgerContent:
         newest_bytes: size of the newest segment; what a replaced coordinator adds to it later does not count.
         resumes: the records of resumes, in order.
         steps: the last train step of each iteration since the oldest checkpoint that is kept.
+        orders: by iteration, what its groups were sampled from, and the version of the policy (`order`, `version`).
         repeats: how often an iteration, the one that began last, was continued with all of its groups.
         checkpoints: by iteration, the digest of the train steps before its checkpoint.
         damages: what is not readable, or missing, as sentences.
@@ -31,6 +32,7 @@ class LedgerContent:
     num_records: int = 0
     resumes: list[Mapping[str, Any]] = field(default_factory=list)
     steps: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    orders: dict[int, tuple[str, int]] = field(default_factory=dict)
     repeats: int = 0
     checkpoints: dict[int, str] = field(default_factory=dict)
     damages: list[str] = field(default_factory=list)
@@ -96,6 +98,7 @@ def _add(ledger: LedgerContent, found: Record | NoRecord) -> None:
         ledger.account.add(found)
         if found.kind in ("begun", "continued"):
             has_all = len(found.fields["groups"]) == len(ledger.account.groups_of(found.fields["iteration"]))
+            ledger.orders[found.fields["iteration"]] = found.fields["order"], found.fields["version"]
             ledger.repeats = ledger.repeats + 1 if found.kind == "continued" and has_all else 0
         elif found.kind == "resumed":
             ledger.resumes.append(found.fields)

@@ -4,6 +4,7 @@ import asyncio
 import shutil
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, InvalidRequest, NotFinite
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_config.schema import RunConfig
+from tandem_files.checkpoints import list_complete
 from tandem_files.ledger.account import Account
 from tandem_files.ledger.reading import read_ledger
 from tandem_files.ledger.records import FOLDER, FORMAT, Record, framed, groups_files, read_records, segment, segments
@@ -296,3 +298,94 @@ async def test_a_run_continues_with_what_is_left_of_its_ledger(
     ledger = read_ledger(environment.run_dir, "t")
     assert ledger.account.under_way == 0
     assert bool(ledger.problems) == (lost != "all")
+
+
+async def test_a_trainer_at_the_same_version_after_another_step_is_not_taken_for_the_same(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
+        refuse_from(fleet, "i4.g3.")
+        assert await attempt(config, environment, resume=False) == 1
+        fleet.trainer_service.step_id = "i3.v2.another"
+        heal(fleet)
+        assert await attempt(config, environment) == 0
+        assert [Path(folder).parent.name for folder, _ in fleet.trainer_service.restored] == ["step-00000002"]
+
+
+async def test_a_checkpoint_that_a_crash_has_prevented_is_made_up(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    config = with_settings(config, run={"keep_checkpoints": 6})
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
+        refuse_from(fleet, "i6.g3.")
+        assert await attempt(config, environment, resume=False) == 1
+        (environment.run_dir / "checkpoints" / "step-00000004" / "complete.json").unlink()
+        heal(fleet)
+        assert await attempt(config, environment) == 0
+    # That of 4 cannot be made any more: the policy after 5 has one.
+    assert [iteration for iteration, _ in list_complete(environment.run_dir)] == [2, 5, 6]
+
+
+async def test_a_run_of_another_configuration_begins_where_its_checkpoint_says(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    """There is none yet: its state alone must not be taken for the new run's."""
+    config = with_settings(config, run={"checkpoint_every": 100})
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
+        refuse_from(fleet, "i4.g3.")
+        assert await attempt(config, environment, resume=False) == 1
+        heal(fleet)
+        assert await attempt(with_settings(config, reward=[{"kind": "math_verify"}]), environment) == 0
+        assert [(folder, version > 3) for folder, version in fleet.trainer_service.restored] == [("", True)]
+        assert [row["iteration"] for row in rows(environment)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("size", [2, 6])
+async def test_groups_of_another_size_are_dropped_by_name(
+    config: RunConfig, environment: ServiceEnvironment, size: int
+) -> None:
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
+        refuse_from(fleet, "i4.g3.")
+        assert await attempt(config, environment, resume=False) == 1
+        heal(fleet)
+        assert await attempt(with_settings(config, grpo={"group_size": size}), environment) == 0
+    account = account_of(environment)
+    assert account.counts["dropped: other prompts or sampling now"] == PROMPTS * SIZE
+    assert account.counts["begun"] == PROMPTS * (4 * SIZE + 3 * size)
+    assert account.under_way == 0
+
+
+async def test_groups_of_another_policy_are_not_restored(config: RunConfig, environment: ServiceEnvironment) -> None:
+    """A version alone names them: files that were put there, or a policy that has been restored since."""
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
+        refuse_from(fleet, "i4.g7.")
+        assert await attempt(config, environment, resume=False) == 1
+        path = groups_files(environment.run_dir)[4]
+        kept = [found for found in read_records(path) if isinstance(found, Record)]
+        for record in kept:
+            for completion in record.fields["completions"]:
+                completion[3] = [[end, 99] for end, _ in completion[3]]
+        path.write_bytes(b"".join(map(framed, kept)))
+        heal(fleet)
+        before = asked(fleet)
+        assert await attempt(config, environment) == 0
+        assert {record.fields["group"] for record in kept} <= set(asked(fleet) - before)
+    assert account_of(environment).under_way == 0
+
+
+async def test_groups_of_other_prompts_are_not_restored(config: RunConfig, environment: ServiceEnvironment) -> None:
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
+        refuse_from(fleet, "i4.g7.")
+        assert await attempt(config, environment, resume=False) == 1
+        path = groups_files(environment.run_dir)[4]
+        kept = [found for found in read_records(path) if isinstance(found, Record)]
+        path.write_bytes(
+            b"".join(
+                framed(Record(kind=record.kind, fields={**record.fields, "order": "other"}, content=record.content))
+                for record in kept
+            )
+        )
+        heal(fleet)
+        before = asked(fleet)
+        assert await attempt(config, environment) == 0
+        assert {record.fields["group"] for record in kept} <= set(asked(fleet) - before)

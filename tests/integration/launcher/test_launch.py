@@ -218,7 +218,8 @@ def test_a_coordinator_that_is_killed_starts_again_alone(tmp_path: Path, launche
     launcher = start(launched, tmp_path, "trainer-0=COUNTS", "rollout-0=COUNTS", "coordinator=KILLED_ONCE")
     output, _ = launcher.process.communicate(timeout=60)
     assert launcher.process.returncode == 0, output
-    expected = "coordinator was ended by SIGKILL; it restarts from the initial model, for lack of a checkpoint"
+    where = "continues where it was, or from the initial model, for lack of a checkpoint"
+    expected = f"coordinator was ended by SIGKILL; it takes over the services and {where}"
     assert expected in output.replace("\n", " ")
     assert [starts(launcher, name) for name in ("trainer-0", "rollout-0", "coordinator")] == [1, 1, 2]
 

@@ -206,7 +206,9 @@ def command(commander: Commander, scenario: str) -> None:
     patience_s = None if scenario.startswith("slow") else PATIENCE_S
     for each, parts in SCENARIOS[scenario]:
         try:
-            show(replies=[reply.decode() for reply in commander.submit(each, parts, patience_s).result(timeout=30)])
+            replies = commander.submit(each, parts, patience_s).result(timeout=30)
+            if each is not Command.STOP:  # the process may end first
+                show(replies=[reply.decode() for reply in replies])
         except TandemError as error:
             show(refused=type(error).__name__, message=str(error))
 

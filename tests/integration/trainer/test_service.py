@@ -130,6 +130,7 @@ async def test_repeated_step_id_gets_the_first_reply(stub: Any) -> None:
     again = await stub.TrainStep(iter(requests), timeout=TIMEOUT_S)
     assert again == first
     assert await version(stub) == before + 1
+    assert (await stub.GetStatus(pb.GetStatusRequest(), timeout=TIMEOUT_S)).step_id == "repeated"
 
 
 async def test_wrong_version_is_refused(stub: Any) -> None:
@@ -319,6 +320,9 @@ async def test_a_restored_policy_is_the_saved_one_under_a_new_version(
     restore = pb.RestorePolicyRequest(path=str(saved), policy_version=saved_at + 5)
     for _ in range(2):
         assert (await stub.RestorePolicy(restore, timeout=TIMEOUT_S)).policy_version == saved_at + 5
+    assert (
+        await stub.GetStatus(pb.GetStatusRequest(), timeout=TIMEOUT_S)
+    ).step_id == ""  # of none that it stands after
     assert same(before, await shared_trainer.exported(stub, folder / "restored")) == []
     again = await stub.TrainStep(iter(step_requests("new", saved_at + 5, [chunk(0)])), timeout=TIMEOUT_S)
     assert again.policy_version == saved_at + 6

@@ -135,6 +135,12 @@ def test_history_follows_the_events() -> None:
     assert len(history.curve("reward_mean")) <= POINTS
 
 
+def test_iterations_that_are_repeated_replace_those_in_the_history() -> None:
+    events, history = EventLog(), History([row(number, reward_mean=0.1) for number in range(1, 5)])
+    history.add(events.append(EventKind.ITERATION, "iteration 3", row(3, reward_mean=0.7)))
+    assert history.curve("reward_mean") == [(1.0, 0.1), (2.0, 0.1), (3.0, 0.7)]
+
+
 def sync_result(version: int = 3) -> SyncResult:
     return SyncResult(
         policy_version=version,

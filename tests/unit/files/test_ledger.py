@@ -25,7 +25,9 @@ def record(kind: str, **fields: Any) -> Record:
 
 
 def begun(iteration: int, first: int, names: Sequence[str]) -> Record:
-    return record("begun", iteration=iteration, version=iteration - 1, first=first, size=SIZE, groups=list(names))
+    return record(
+        "begun", iteration=iteration, version=iteration - 1, first=first, size=SIZE, groups=list(names), order="o"
+    )
 
 
 def step(account: Account, iteration: int, samples: dict[str, list[int] | None]) -> Record:
@@ -110,7 +112,7 @@ def test_a_resume_takes_back_what_came_after_the_checkpoint() -> None:
     an_iteration(account, 2, 2)
     account.add(resumed(account, 1, 2, digest))
     assert (account.under_way, account.counts["returned"], account.total("trained")) == (6, 2, 2)
-    account.add(record("continued", iteration=2, version=1, first=2, groups=["i2.g1"]))
+    account.add(record("continued", iteration=2, version=1, first=2, groups=["i2.g1"], order="o"))
     assert account.open_groups(2) == {"i2.g0": False, "i2.g1": True}
     account.add(record("finished", groups=["i2.g0"]))
     account.add(step(account, 2, {"i2.g0": None, "i2.g1": None}))

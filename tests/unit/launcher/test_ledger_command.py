@@ -17,7 +17,10 @@ DIGEST = chained("", "i1.v0.a", 0, {"i1.g1.row2": None})
 HEAD = {"format": FORMAT, "run_id": "mine", "number": 1, "after": 0, "account": Account().snapshot()}
 RECORDS: list[tuple[str, dict[str, Any]]] = [
     ("segment", HEAD),
-    ("begun", {"iteration": 1, "version": 0, "first": 0, "size": 4, "groups": ["i1.g0.row1", "i1.g1.row2"]}),
+    (
+        "begun",
+        {"iteration": 1, "version": 0, "first": 0, "size": 4, "order": "o", "groups": ["i1.g0.row1", "i1.g1.row2"]},
+    ),
     ("finished", {"groups": ["i1.g0.row1", "i1.g1.row2"]}),
     ("filtered", {"why": "all rewards of the group are equal", "samples": {"i1.g0.row1": None}}),
     ("step", {"iteration": 1, "step": "i1.v0.a", "version": 0, "samples": {"i1.g1.row2": None}, "digest": DIGEST}),
