@@ -2,8 +2,9 @@
 
 import asyncio
 import enum
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -40,12 +41,19 @@ class GroupRequest:
 
     Attributes:
         seed: of its completions, which differ in spite of it; None: random.
+        prefixes: the completions that are asked for, by their index, with the tokens that they have; empty: all, from
+            their beginnings.
     """
 
     group_id: str
     prompt_ids: list[int]
     num_completions: int
     seed: int | None = None
+    prefixes: Mapping[int, Sequence[int]] = field(default_factory=dict)
+
+    def starts(self) -> Mapping[int, Sequence[int]]:
+        """Return the tokens that each completion continues, by its index."""
+        return self.prefixes or dict.fromkeys(range(self.num_completions), ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,20 +65,30 @@ class Span:
     policy_version: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class SampledCompletion:
-    """One sampled completion; logprobs are natural logarithms at the sampling temperature, one per token."""
+    """One sampled completion, or a part of it.
 
+    Attributes:
+        index: which one of its group.
+        token_ids: without the prefix that it continues.
+        logprobs: natural logarithms at the sampling temperature, one per token.
+        finish: None: it is under way, and this is a part.
+        spans: of these tokens, which begin with 0.
+    """
+
+    group_id: str
+    index: int
     token_ids: list[int]
     logprobs: list[float]
-    finish: Finish
+    finish: Finish | None
     spans: list[Span]
-    cached_tokens: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinishedGroup:
-    """All completions of a group."""
+class SampledGroup:
+    """Completions of a group: all of it, or those that have news."""
 
     group_id: str
     completions: list[SampledCompletion]
@@ -81,11 +99,13 @@ class EngineLimits:
     """Limits of a request, in tokens; longest_request counts prompt and completion together.
 
     Attributes:
+        kv_tokens: for which the KV cache has room.
         why_no_stop: why stop strings cannot be found; "": they can.
     """
 
     vocab_size: int
     longest_request: int
+    kv_tokens: int
     why_no_stop: str = ""
 
 
@@ -127,18 +147,36 @@ class EngineProcesses(Protocol):
         """End every process. Idempotent."""
 
 
+class EngineStream(Protocol):
+    """Groups that are sampled alike, submitted one after the other."""
+
+    async def submit(self, groups: Sequence[GroupRequest]) -> None:
+        """Begin groups, whose ids this stream does not have yet."""
+
+    def cancel(self, group_id: str) -> None:
+        """Ask what runs of a group to end with Finish.ABORT; does not wait for it."""
+
+    def news(self, every_s: float | None = None) -> AsyncIterator[list[SampledCompletion]]:
+        """Yield what is new since the last time: completions that have ended, in one list those that end together.
+
+        Args:
+            every_s: every so often the parts of those under way too, or an empty list; None: only the ended ones.
+        Raises: RuntimeError: the engine failed a request.
+        """
+        ...
+
+    def close(self) -> None:
+        """Abort what still runs. Idempotent."""
+
+
 class RolloutEngine(EngineProcesses, Protocol):
     """An engine that generates, with weights written from outside; it starts with meaningless ones, at version 0."""
 
     limits: EngineLimits
 
-    def generate(
-        self, groups: Sequence[GroupRequest], sampling: SamplingSettings
-    ) -> AsyncIterator[list[FinishedGroup]]:
-        """Yield groups as they are completed, in one list those that finish together.
-
-        Closing the iterator aborts what still runs. Raises: RuntimeError: the engine failed the requests.
-        """
+    def open_stream(self, sampling: SamplingSettings) -> EngineStream:
+        """Begin a stream, which lives until it is closed."""
+        ...
 
     def load(self) -> EngineLoad:
         """Return the load; takes microseconds, from any thread."""
@@ -166,3 +204,31 @@ class RolloutEngine(EngineProcesses, Protocol):
 
     async def flush_cache(self, timeout_s: float = 0.0) -> bool:
         """Forget cached prefixes. Returns: False if requests are still held after `timeout_s`."""
+
+
+async def generate_groups(
+    engine: RolloutEngine, groups: Sequence[GroupRequest], sampling: SamplingSettings
+) -> AsyncGenerator[list[SampledGroup], None]:
+    """Yield whole groups as they are completed, in one list those that finish together.
+
+    Closing the iterator aborts what still runs. Raises: RuntimeError: the engine failed the requests.
+    """
+    stream, found = engine.open_stream(sampling), defaultdict[str, list[SampledCompletion]](list)
+    sizes, left = {group.group_id: len(group.starts()) for group in groups}, len(groups)
+    try:
+        await stream.submit(groups)
+        async for news in stream.news():
+            for completion in news:
+                found[completion.group_id].append(completion)
+            names = dict.fromkeys(completion.group_id for completion in news)
+            if whole := [name for name in names if len(found[name]) == sizes[name]]:
+                yield [_finished(name, found.pop(name)) for name in whole]
+                left -= len(whole)
+            if not left:
+                return
+    finally:
+        stream.close()
+
+
+def _finished(group_id: str, completions: list[SampledCompletion]) -> SampledGroup:
+    return SampledGroup(group_id=group_id, completions=sorted(completions, key=lambda one: one.index))

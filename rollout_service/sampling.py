@@ -1,10 +1,11 @@
-"""Validate a GenerateGroups request before the engine sees it, and convert it to our own types."""
+"""Validate requests to generate before the engine sees them, and convert them to our own types."""
 
 import math
+from collections.abc import Container, Sequence
 
 from rollout_service.engine import EngineLimits, GroupRequest, SamplingSettings
 from servicekit.errors import InvalidRequest, TooLarge
-from servicekit.rpc.arrays import read_array
+from servicekit.rpc.arrays import array_of, read_array
 from servicekit.rpc.limits import MAX_COMPLETIONS_PER_CALL
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_config.sections.base import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
@@ -17,20 +18,36 @@ def read_request(
 
     Raises: InvalidRequest: naming the field, the value and what is allowed; TooLarge: more than one call may ask for.
     """
-    num_groups = len(request.groups)
-    if num_groups == 0:
+    if not request.groups:
         raise InvalidRequest("groups is empty; ask for at least one group")
-    if num_groups > max_groups:
-        raise TooLarge(
-            f"{num_groups} groups in one call; at most {max_groups} (rollout.max_groups_per_call), split the call"
-        )
     sampling = read_sampling(request.sampling, limits)
-    groups = [_read_group(index, group, sampling, limits) for index, group in enumerate(request.groups)]
-    _check_distinct(groups)
+    return read_groups(request.groups, sampling, limits, max_groups), sampling
+
+
+def read_groups(
+    messages: Sequence[pb.PromptGroup],
+    sampling: SamplingSettings,
+    limits: EngineLimits,
+    max_groups: int,
+    others: Container[str] = (),
+) -> list[GroupRequest]:
+    """Convert groups that are to be sampled.
+
+    Args:
+        max_groups: most that this message may hold.
+        others: ids of groups that run.
+    Raises: as read_request.
+    """
+    if len(messages) > max_groups:
+        raise TooLarge(
+            f"{len(messages)} groups in one call; at most {max_groups} (rollout.max_groups_per_call), split the call"
+        )
+    groups = [_read_group(index, group, sampling, limits) for index, group in enumerate(messages)]
+    _check_distinct(groups, others)
     num_completions = sum(group.num_completions for group in groups)
     if num_completions > MAX_COMPLETIONS_PER_CALL:
         raise TooLarge(f"{num_completions} completions in one call; at most {MAX_COMPLETIONS_PER_CALL}, split the call")
-    return groups, sampling
+    return groups
 
 
 def read_sampling(sampling: pb.SamplingParams, limits: EngineLimits) -> SamplingSettings:
@@ -99,24 +116,49 @@ def _read_group(index: int, group: pb.PromptGroup, sampling: SamplingSettings, l
             f"tokens; at most {limits.longest_request} fit (rollout.context_length, rollout.max_total_tokens, "
             "rollout.mem_fraction_static)"
         )
-    highest = max(prompt_ids)
-    if highest >= limits.vocab_size:
-        raise InvalidRequest(
-            f"{name}: prompt_ids[{prompt_ids.index(highest)}] is {highest}; "
-            f"the vocabulary has {limits.vocab_size} tokens, so the tokenizer is not this model's"
-        )
+    _check_vocabulary(f"{name}: prompt_ids", prompt_ids, limits)
     return GroupRequest(
         group_id=group.group_id,
         prompt_ids=prompt_ids,
         num_completions=group.num_completions,
         seed=group.seed if group.HasField("seed") else None,
+        prefixes=_read_prefixes(name, group, sampling, limits),
     )
 
 
-def _check_distinct(groups: list[GroupRequest]) -> None:
+def _check_vocabulary(name: str, token_ids: Sequence[int], limits: EngineLimits) -> None:
+    highest = max(token_ids)
+    if highest >= limits.vocab_size:
+        raise InvalidRequest(
+            f"{name}[{token_ids.index(highest)}] is {highest}; "
+            f"the vocabulary has {limits.vocab_size} tokens, so the tokenizer is not this model's"
+        )
+
+
+def _read_prefixes(
+    name: str, group: pb.PromptGroup, sampling: SamplingSettings, limits: EngineLimits
+) -> dict[int, list[int]]:
+    """Read the tokens that completions have already, by index. Raises: InvalidRequest."""
+    prefixes: dict[int, list[int]] = {}
+    for sample in group.samples:
+        place = f"{name}, sample {sample.index}"
+        token_ids = array_of("token_ids_u32", sample.token_ids_u32, ()).tolist()
+        if sample.index >= group.num_completions or sample.index in prefixes:
+            raise InvalidRequest(f"{place}: each of the {group.num_completions} completions is asked for at most once")
+        if len(token_ids) >= sampling.max_new_tokens:
+            raise InvalidRequest(f"{place} has {len(token_ids)} tokens already; max_new_tokens is too few for more")
+        if token_ids and (sampling.stop or sampling.repetition_penalty != 1.0):
+            raise InvalidRequest(f"{place} has tokens already: with stop or repetition_penalty it must begin anew")
+        if token_ids:
+            _check_vocabulary(f"{place}: token_ids", token_ids, limits)
+        prefixes[sample.index] = token_ids
+    return prefixes
+
+
+def _check_distinct(groups: list[GroupRequest], others: Container[str]) -> None:
     seen: set[str] = set()
     for group in groups:
-        if group.group_id in seen:
+        if group.group_id in seen or group.group_id in others:
             raise InvalidRequest(
                 f"group_id {group.group_id!r} occurs twice; make it unique in the call: replies are matched by it"
             )

@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from rollout_service.engine import Finish, FinishedGroup, RolloutEngine
+from rollout_service.engine import Finish, RolloutEngine, SampledGroup, generate_groups
 from rollout_service.metrics import RolloutMetrics
-from rollout_service.sampling import read_request
+from rollout_service.open_stream import OpenStream
+from rollout_service.sampling import read_request, read_sampling
 from rollout_service.stall import SingleFlight
 from rollout_service.weight_updates.admission import Admission
 from rollout_service.weight_updates.ranks import Ranks
@@ -26,11 +27,17 @@ from weightsync.round.client import run_in_turn
 
 # About 10 bytes a token on the wire: a reply stays below 10 MiB unless a single group is larger.
 MAX_TOKENS_PER_REPLY = 1 << 20
+# Between two looks at what is under way, and two reports of the load.
+NEWS_S = 0.5
 _FINISH = {
+    None: pb.FINISH_REASON_UNSPECIFIED,
     Finish.STOP: pb.FINISH_REASON_STOP,
     Finish.LENGTH: pb.FINISH_REASON_LENGTH,
     Finish.ABORT: pb.FINISH_REASON_ABORT,
 }
+
+
+R = TypeVar("R", pb.GenerateGroupsResponse, pb.GenerateResponse)
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.RoundServiceServicer):
@@ -73,7 +80,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
         self._draining = False
 
     def refuse_new_calls(self) -> None:
-        """Answer UNAVAILABLE to GenerateGroups from now on."""
+        """Answer UNAVAILABLE to what is to be sampled from now on."""
         self._draining = True
 
     async def TakeOver(self, request: pb.TakeOverRequest, context: Any) -> pb.TakeOverResponse:
@@ -82,28 +89,73 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
         await self._updates.take_over()
         return pb.TakeOverResponse(policy_version=self._updates.policy_version)
 
+    async def Generate(
+        self, requests: AsyncIterator[pb.GenerateRequest], context: Any
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """Sample what is submitted until the stream ends."""
+        first = await anext(requests, None)
+        if first is None:
+            return
+        sampling = read_sampling(first.sampling, self._engine.limits)
+        stream = OpenStream(self._engine, sampling, self._admission, self._max_groups, self._until_it_serves)
+        with self._observe_call(time.perf_counter()):
+            async with stream.reading(first, requests):
+                yield pb.GenerateResponse(load=await self._load())
+                load_due_s = time.perf_counter() + NEWS_S
+                async for news in self._admission.until_evicted(stream.news(NEWS_S)):
+                    for part in _split(news):
+                        self._count_tokens(part)
+                        yield _fill(pb.GenerateResponse(engine_s=stream.engine_s), part)
+                    if (now_s := time.perf_counter()) >= load_due_s:
+                        load_due_s = now_s + NEWS_S
+                        yield pb.GenerateResponse(engine_s=stream.engine_s, load=await self._load())
+                    if not stream.num_groups:
+                        self._check_drains()
+
     async def GenerateGroups(
         self, request: pb.GenerateGroupsRequest, context: Any
     ) -> AsyncIterator[pb.GenerateGroupsResponse]:
         """Sample groups of completions; a reply per finished part."""
         groups, sampling = read_request(request, self._engine.limits, self._max_groups)
-        self._check_serves(request.policy_version)
+        self._updates.check_can_generate()
+        self._check_version(request.policy_version, request.policy_version)
         start_s = time.perf_counter()
         with self._admission.inside(len(groups)), self._observe_call(start_s):
-            async with contextlib.aclosing(self._engine.generate(groups, sampling)) as generated:  # type: ignore[type-var]
+            async with contextlib.aclosing(generate_groups(self._engine, groups, sampling)) as generated:
                 async for finished in self._admission.until_evicted(generated):
                     engine_s = time.perf_counter() - start_s
                     for part in _split(finished):
                         self._count_tokens(part)
-                        yield _reply(part, engine_s)
+                        yield _fill(pb.GenerateGroupsResponse(engine_s=engine_s), part)
 
-    def _check_serves(self, policy_version: int) -> None:
+    async def _until_it_serves(self, request: pb.GenerateRequest) -> None:
+        """Wait for the end of a pause. Raises: why what is submitted cannot be sampled."""
+        await self._updates.until_it_generates()
+        highest = request.max_policy_version if request.HasField("max_policy_version") else None
+        self._check_version(request.min_policy_version, highest)
+
+    def _check_version(self, lowest: int, highest: int | None) -> None:
+        self._check_drains()
+        served = self._updates.policy_version
+        if served < lowest or (highest is not None and served > highest):
+            asked = (
+                lowest if highest == lowest else f"{lowest} or newer" if highest is None else f"{lowest} to {highest}"
+            )
+            raise WrongVersion(f"asked for policy version {asked}, but {self._name} serves version {served}")
+
+    def _check_drains(self) -> None:
         if self._draining:
             raise Unavailable(f"{self._name} is shutting down; ask another replica")
-        self._updates.check_can_generate()
-        if policy_version != self._updates.policy_version:
-            served = self._updates.policy_version
-            raise WrongVersion(f"asked for policy version {policy_version}, but {self._name} serves version {served}")
+
+    async def _load(self) -> pb.ReplicaLoad:
+        load = await self.load.within(NEWS_S)
+        return pb.ReplicaLoad(
+            running=0 if load is None else load.requests,
+            waiting=0 if load is None else load.waiting_requests,
+            kv_tokens=self._engine.limits.kv_tokens,
+            policy_version=self._updates.policy_version,
+            paused=self._updates.state == weights_pb2.REPLICA_STATE_PAUSED,
+        )
 
     @contextlib.contextmanager
     def _observe_call(self, start_s: float) -> Iterator[None]:
@@ -112,7 +164,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
         finally:
             self._metrics.generate_seconds.observe(time.perf_counter() - start_s)
 
-    def _count_tokens(self, groups: Sequence[FinishedGroup]) -> None:
+    def _count_tokens(self, groups: Sequence[SampledGroup]) -> None:
         tokens = sum(len(completion.token_ids) for group in groups for completion in group.completions)
         self.generated_tokens += tokens
         self._metrics.generated_tokens.inc(tokens)
@@ -173,9 +225,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
         return pb.GetChecksumsResponse(ranks=[pb.RankChecksums(checksums=digests) for digests in checksums])
 
 
-def _split(groups: Sequence[FinishedGroup]) -> Iterator[list[FinishedGroup]]:
+def _split(groups: Sequence[SampledGroup]) -> Iterator[list[SampledGroup]]:
     """Split into parts of at most MAX_TOKENS_PER_REPLY tokens, but of at least one group."""
-    part: list[FinishedGroup] = []
+    part: list[SampledGroup] = []
     tokens = 0
     for group in groups:
         size = sum(len(completion.token_ids) for completion in group.completions)
@@ -184,12 +236,12 @@ def _split(groups: Sequence[FinishedGroup]) -> Iterator[list[FinishedGroup]]:
             part, tokens = [], 0
         part.append(group)
         tokens += size
-    yield part
+    if part:
+        yield part
 
 
-def _reply(groups: Sequence[FinishedGroup], engine_s: float) -> pb.GenerateGroupsResponse:
-    """Make a reply; messages are added in place, because a list of finished ones would be copied (twice the time)."""
-    reply = pb.GenerateGroupsResponse(engine_s=engine_s)
+def _fill(reply: R, groups: Sequence[SampledGroup]) -> R:
+    """Fill a reply; messages are added in place, because a list of finished ones would be copied (twice the time)."""
     for group in groups:
         add = reply.groups.add(group_id=group.group_id).completions.add
         for completion in group.completions:
@@ -198,6 +250,7 @@ def _reply(groups: Sequence[FinishedGroup], engine_s: float) -> pb.GenerateGroup
                 logprobs_f32=packed("logprobs_f32", completion.logprobs),
                 finish_reason=_FINISH[completion.finish],
                 cached_tokens=completion.cached_tokens,
+                index=completion.index,
             )
             for span in completion.spans:
                 message.version_spans.add(start=span.start, end=span.end, policy_version=span.policy_version)

@@ -1,7 +1,7 @@
 """Notices that an engine stands still, and ends its service, as the death of a rank does.
 
 A process that ends is started again by whoever runs it (launcher, compose, kubelet). Its calls fail, so that their
-groups go to other replicas. An engine that is frozen, by a hung kernel or a stopped process, does neither by itself.
+completions continue on other replicas. An engine that is frozen, by a hung kernel or a stopped process, does neither.
 
 what stands still                  while                                                  is lost after
 tokens computed, groups finished   groups run and the engine is not paused                stall_timeout_s

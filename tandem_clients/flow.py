@@ -67,6 +67,11 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
 
+    @property
+    def can_continue(self) -> bool:
+        """Whether a completion can continue on another replica: SGLang looks for these in its own tokens only."""
+        return not self.stop and self.repetition_penalty == 1.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
@@ -118,15 +123,6 @@ class Group:
     def sample_id(self, index: int) -> str:
         """Return the name of a sample, as in the trainer's errors: `i12.g3.row77#5`."""
         return f"{self.group_id}#{index}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GenerationPart:
-    """What a replica streams of a call."""
-
-    groups: tuple[Group, ...]
-    # Seconds of the engine's work for this call so far.
-    engine_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -117,7 +117,7 @@ METRICS = (
            exported="tandem_dropped_groups_total", less=True),
     Metric("run", "dropped_samples", "", "Samples left out of training since a reward of theirs failed (on_error: "
            "drop).", exported="tandem_dropped_samples_total"),
-    Metric("run", "retried_calls", "", "Generate calls that failed and were repeated.",
+    Metric("run", "retried_calls", "", "Generate calls that failed; what they left continued elsewhere.",
            exported="tandem_generate_retries_total", less=True),
     Metric("run", "staleness_max", "", "Age of the oldest sample of the last iteration, in versions.",
            exported="tandem_staleness_versions"),

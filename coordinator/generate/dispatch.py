@@ -1,9 +1,13 @@
 """Step 2: prompts to groups of completions, spread over the rollout replicas.
 
-A chunk of groups is one call to one replica; a group is in one chunk at a time, so it is kept once.
+Each replica has a stream and a share of the groups, of which it gets as many at a time as its KV cache takes. Who has
+none left takes from the others' shares. A group is at one replica at a time, so it is kept once.
 
-a call fails                         its unfinished groups go to the replica that has failed least
-a replica fails MAX_FAILURES calls   it gets no more work of this dispatch; its next process counts as a new replica
+a stream fails                       what it has brought is kept: finished completions, and the others' tokens, after
+                                     which they continue (not with stop texts or a repetition penalty). The groups go to
+                                     the replica that has failed least
+a pause aborts completions           they continue in the same way, and it is no failure
+a replica fails MAX_FAILURES streams   it gets no more work of this dispatch; its next process counts as a new replica
 groups wait, all replicas are busy   replicas that join are seeded and take them (joiners.py)
 no replica is left, one is lost      the dispatch waits for one to join, up to Patience.rejoin_s without a new group, in
                                      which no replica is queued
@@ -11,10 +15,10 @@ no replica is left, none is lost     all are present but fail, so none will join
 """
 
 import asyncio
+import math
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from coordinator.generate.joiners import Joiners, Patience, Seed
@@ -23,12 +27,14 @@ from servicekit.errors import DeadlineExceeded, InvalidRequest, TandemError, Too
 from servicekit.lifecycle.tasks import cancel
 from servicekit.logs import get_logger
 from servicekit.rpc.limits import MAX_COMPLETIONS_PER_CALL
+from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_clients.fleet import Fleet
 from tandem_clients.flow import Generation, Group, Order, Prompt
 from tandem_clients.probing import while_alive
 from tandem_clients.replica import Replica
+from tandem_clients.sample_stream import OpenGroup
 
-# One failed call may be an accident; a replica that fails every call costs a dispatch two of them.
+# One failed stream may be an accident; a replica that fails each of them costs a dispatch two.
 MAX_FAILURES = 2
 
 NOTHING: Mapping[str, Group] = {}
@@ -46,8 +52,8 @@ class Rollouts:
 
     Attributes:
         fleet: its serving replicas get work.
-        max_groups_per_call: most groups that a replica accepts in one call.
-        timeout_s: deadline of one call.
+        max_groups_per_call: a replica has at most as many completions at a time as so many groups have.
+        timeout_s: a replica is given up if it brings no token for so long.
         patience: how long to wait for a replica that does not answer, and for one to join when none is left.
         seed: brings a version to replicas that join (WeightSync.seed_late_joiners); None: replicas cannot join.
         warn: gets a message for the operator when no replica is left, and when one joins.
@@ -79,13 +85,37 @@ class Rollouts:
             Unavailable: no replica is left, and none joined in time; the message has the last error of each.
             TandemError: seeding a joiner failed for good, while no other replica works.
         """
-        # Balanced: as many equal chunks as whole rounds over the replicas need.
-        most = min(self.max_groups_per_call, max(1, MAX_COMPLETIONS_PER_CALL // order.num_completions))
-        ids = [group_id for group_id in prompts if group_id not in have]
-        num_chunks = max(1, len(self.fleet.serving()), -(-len(ids) // most))
-        size = max(1, -(-len(ids) // num_chunks))
-        chunks = [ids[start : start + size] for start in range(0, len(ids), size)]
-        return await _Dispatch(self, prompts, order, have, finished).run(chunks)
+        return await _Dispatch(self, prompts, order, have, finished).run()
+
+
+@dataclass(eq=False, kw_only=True)
+class _Lane:
+    """One replica's part of a dispatch.
+
+    Attributes:
+        share: groups that are not submitted.
+        open: groups that are, by id.
+        running: their completions that have not ended.
+        credit: tokens that may be under way: what the KV cache takes, and twice as much whenever nothing waits for
+            room, as completions are mostly shorter than they may be. 0: not known yet; infinite: it is not said.
+    """
+
+    replica: Replica
+    share: deque[OpenGroup]
+    open: dict[str, OpenGroup] = field(default_factory=dict)
+    running: int = 0
+    credit: float = 0.0
+
+    def note(self, load: pb.ReplicaLoad) -> None:
+        """Note what the replica has said."""
+        if not self.credit:
+            self.credit = load.kv_tokens or math.inf
+        elif not load.waiting and self.open:
+            self.credit *= 2
+
+    def left(self) -> list[OpenGroup]:
+        """Return the groups that are not finished."""
+        return [*self.open.values(), *self.share]
 
 
 class _Dispatch:
@@ -101,12 +131,18 @@ class _Dispatch:
     ) -> None:
         self._fleet, self._patience, self._warn = rollouts.fleet, rollouts.patience, rollouts.warn
         self._timeout_s = rollouts.timeout_s
+        self._most_groups = rollouts.max_groups_per_call
+        self._most = min(self._most_groups * order.num_completions, MAX_COMPLETIONS_PER_CALL)
         self._prompts = prompts
         self._order = order
         self._joiners = Joiners(rollouts.seed, order.policy_version, self._any_free, interval_s=self._patience.look_s)
         self._replicas = list(self._fleet.serving())  # that have taken part, lost ones included
-        self._pending: deque[list[str]] = deque()
-        self._running: dict[asyncio.Task[list[str]], Replica] = {}
+        self._pending = deque(
+            OpenGroup(group_id=name, prompt=prompt, num_completions=order.num_completions)
+            for name, prompt in prompts.items()
+            if name not in have
+        )
+        self._running: dict[asyncio.Task[None], _Lane] = {}
         self._groups = dict(have)
         self._finished = finished
         self._engine_s: defaultdict[str, float] = defaultdict(float)
@@ -115,12 +151,11 @@ class _Dispatch:
         self._stalled_since_s: float | None = None  # no replica works, and no group has come since
         self._one_is_lost = False
 
-    async def run(self, chunks: Sequence[list[str]]) -> Generation:
-        """Hand chunks out until every group is finished. Raises: as `Rollouts.generate`."""
-        self._pending.extend(chunks)
+    async def run(self) -> Generation:
+        """Hand groups out until every one is finished. Raises: as `Rollouts.generate`."""
         try:
             while self._pending or self._running:
-                self._start_calls()
+                self._start_lanes()
                 await self._wait()
                 if not self._running:
                     await self._check_patience()
@@ -135,19 +170,30 @@ class _Dispatch:
             call_errors=tuple(map(str, self._errors.values())),
         )
 
-    def _start_calls(self) -> None:
-        """Give a chunk to every replica without a call, first to those that have failed least."""
-        for replica in sorted(self._free(), key=lambda replica: self._failures[replica]):
-            if not self._pending:
+    def _start_lanes(self) -> None:
+        """Give each replica without a stream its share, first those that have failed least."""
+        free = sorted(self._free(), key=lambda replica: self._failures[replica])
+        for number, replica in enumerate(free):
+            if not self._any_waits():
                 return
+            size = -(-len(self._pending) // (len(free) - number))
             if replica not in self._replicas:
                 self._add_joiner(replica)
-            task = asyncio.create_task(self._call(replica, self._pending.popleft()), name=f"generate-{replica.name}")
-            self._running[task] = replica
+            lane = _Lane(replica=replica, share=deque(self._pending.popleft() for _ in range(size)))
+            task = asyncio.create_task(self._run_lane(lane), name=f"generate-{replica.name}")
+            self._running[task] = lane
+
+    def _any_waits(self) -> bool:
+        """Whether there are groups that no replica with a stream has room for."""
+        return bool(self._pending) or any(self._full())
+
+    def _full(self) -> Iterator[deque[OpenGroup]]:
+        """Yield what is left of the shares of replicas that have as much as they can take."""
+        return (lane.share for lane in self._running.values() if lane.open)
 
     def _free(self) -> list[Replica]:
-        """Return the replicas that may get a call now; one that is leaving finishes its call and gets no other."""
-        busy = set(self._running.values())
+        """Return the replicas that may get a stream now; one that is leaving finishes what it has and gets no more."""
+        busy = {lane.replica for lane in self._running.values()}
         return [
             replica
             for replica in self._fleet.serving()
@@ -163,19 +209,19 @@ class _Dispatch:
         self._warn(f"{joiner.name} joined and is seeded: it generates groups that were waiting")
 
     async def _wait(self) -> None:
-        """Wait until a call has ended or a replica has joined; only briefly if no replica works."""
-        joining = self._joiners.look() if self._pending else None
-        tasks: set[asyncio.Task[list[str]] | asyncio.Task[None]] = {*self._running}
+        """Wait until a stream has ended or a replica has joined; only briefly: shares may have begun to wait."""
+        joining = self._joiners.look() if self._any_waits() else None
+        tasks: set[asyncio.Task[None]] = {*self._running}
         if joining is not None:
             tasks.add(joining)
         if not tasks:
             raise self._exhausted()
-        timeout_s = None if self._running else min(self._patience.look_s, self._patience.rejoin_s)
+        timeout_s = self._patience.look_s if self._running else min(self._patience.look_s, self._patience.rejoin_s)
         await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         for task in [task for task in self._running if task.done()]:
-            del self._running[task]
-            if unfinished := task.result():
-                self._pending.appendleft(unfinished)
+            lane = self._running.pop(task)
+            self._pending.extendleft(lane.left())
+            task.result()
         if joining is not None and joining.done():
             self._check(joining)
 
@@ -215,34 +261,81 @@ class _Dispatch:
         answers = await asyncio.gather(*calls, return_exceptions=True)
         return any(isinstance(answer, BaseException) for answer in answers)
 
-    async def _call(self, replica: Replica, group_ids: Sequence[str]) -> list[str]:
-        """Ask one replica for groups. Returns: the ids of those that it did not deliver."""
-        error: TandemError | None = None
+    async def _run_lane(self, lane: _Lane) -> None:
+        """Let one replica sample until nothing is left for it. What it leaves unfinished can continue elsewhere."""
+        replica, error = lane.replica, None
         try:
-            await while_alive(self._receive(replica, group_ids), replica, probe_timeout_s=self._patience.probe_s)
+            await while_alive(self._sample(lane), replica, probe_timeout_s=self._patience.probe_s)
         except (InvalidRequest, TooLarge):
             raise
         except TandemError as failure:
             error = failure
-        unfinished = [group_id for group_id in group_ids if group_id not in self._groups]
-        if unfinished and error is None:
-            error = Unavailable(f"{replica.name}: left {len(unfinished)} of {len(group_ids)} groups unfinished")
+        if error is None and lane.open:
+            error = Unavailable(f"{replica.name}: left {len(lane.open)} groups unfinished")
         if error is not None:
             self._failures[replica] += 1
             self._errors[replica] = error
-            log.warning("generate call failed", replica=replica.name, unfinished=len(unfinished), error=str(error))
-        return unfinished
+            begun = sum(group.num_begun() for group in lane.open.values())
+            log.warning(
+                "generate call failed",
+                replica=replica.name,
+                unfinished=len(lane.left()),
+                kept_tokens=begun if self._order.sampling.can_continue else 0,
+                error=str(error),
+            )
+        if not self._order.sampling.can_continue:
+            for group in lane.open.values():
+                group.begin_anew()
 
-    async def _receive(self, replica: Replica, group_ids: Sequence[str]) -> None:
-        asked = {group_id: self._prompts[group_id] for group_id in group_ids}
-        before_s = self._engine_s[replica.name]
-        async with aclosing(replica.generate(asked, self._order, timeout_s=self._timeout_s)) as parts:
-            async for part in parts:
-                self._engine_s[replica.name] = before_s + part.engine_s
-                for group in part.groups:
-                    self._groups[group.group_id] = group
-                    self._finished(group)
-                    self._stalled_since_s, self._one_is_lost = None, False
+    async def _sample(self, lane: _Lane) -> None:
+        before_s = self._engine_s[lane.replica.name]
+        async with lane.replica.sampling(self._order, timeout_s=self._timeout_s) as stream:
+            async for news in stream.news():
+                self._engine_s[lane.replica.name] = before_s + news.engine_s
+                for group in news.whole:
+                    del lane.open[group.group_id]
+                    self._keep(group.group())
+                for group in news.returned:
+                    lane.share.appendleft(lane.open.pop(group.group_id))
+                    if not self._order.sampling.can_continue:
+                        group.begin_anew()
+                if news.load is not None:
+                    lane.note(news.load)
+                lane.running -= news.num_ended
+                if news.num_ended or news.load is not None:
+                    if groups := self._next_groups(lane):
+                        await stream.submit(groups)
+                    elif not lane.open:
+                        return
+
+    def _keep(self, group: Group) -> None:
+        self._groups[group.group_id] = group
+        self._finished(group)
+        self._stalled_since_s, self._one_is_lost = None, False
+
+    def _next_groups(self, lane: _Lane) -> list[OpenGroup]:
+        """Take the groups for which the replica has room: of its share, of what waits, of the others' shares."""
+        groups: list[OpenGroup] = []
+        tokens = 0
+        while len(groups) < self._most_groups and (source := self._source(lane)):
+            running = lane.running + len(source[0].missing())
+            tokens = (tokens or sum(map(self._tokens, lane.open.values()))) + self._tokens(source[0])
+            if lane.open and (running > self._most or tokens > lane.credit):
+                break
+            lane.running = running
+            groups.append(source.popleft())
+            lane.open[groups[-1].group_id] = groups[-1]
+        return groups
+
+    def _source(self, lane: _Lane) -> deque[OpenGroup]:
+        if lane.replica not in self._fleet.serving():
+            return deque()
+        return lane.share or self._pending or max(self._full(), key=len, default=deque())
+
+    def _tokens(self, group: OpenGroup) -> int:
+        """Count the tokens that a group may hold in a KV cache."""
+        unended = self._order.num_completions - len(group.ended)
+        return len(group.prompt.token_ids) + unended * self._order.sampling.max_new_tokens
 
     def _exhausted(self) -> Unavailable:
         waited = f"; none came within {self._patience.rejoin_s:g} s (rollout.rejoin_timeout_s)"

@@ -60,7 +60,7 @@ def remarks(record: IterationRecord, limits: Mapping[str, float]) -> Iterator[tu
     if record.generation.retried_calls:
         number, why = record.generation.retried_calls, "; ".join(record.generation.call_errors)[:_CHARACTERS]
         calls = "1 generate call" if number == 1 else f"{number} generate calls"
-        yield "generate_retry", f"{calls} failed, and the groups were generated again: {why or 'see the log'}"
+        yield "generate_retry", f"{calls} failed, and what was left continued: {why or 'see the log'}"
 
 
 def score_remarks(where: str, scored: GroupScores, known_rows: set[str]) -> Iterator[tuple[str, str]]:

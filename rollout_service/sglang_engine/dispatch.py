@@ -1,21 +1,24 @@
-"""Sends a call's requests to SGLang in few messages, and yields each group when its last completion has ended.
+"""Sends requests to SGLang in few messages, and tells what is new of each completion.
 
 SGLang's own `generate_request` answers a batch when the whole batch is done, or streams every token through a task per
-request. This subclass of its TokenizerManager registers the same request states, with an event that only counts down.
+request. This subclass of its TokenizerManager registers the same request states, each with a `_Sample` in the place of
+its event. SGLang reports a request when it ends, and every 50 tokens (SGLANG_FORCE_STREAM_INTERVAL): these are parts.
 `launch_engine` starts an Engine that has it.
 """
 
 import asyncio
+import contextlib
 import math
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from sglang.srt.entrypoints.engine import Engine, init_tokenizer_manager
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from rollout_service.engine import Finish, FinishedGroup, GroupRequest, SampledCompletion, SamplingSettings, Span
+from rollout_service.engine import Finish, GroupRequest, SampledCompletion, SamplingSettings, Span
+from rollout_service.sglang_engine.scheduler.flips import cache_key
 from rollout_service.sglang_engine.scheduler.seeds import request_seed
 from rollout_service.sglang_engine.scheduler.stops import watch_for
 
@@ -26,148 +29,220 @@ _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 REQUESTS_PER_MESSAGE = 1024
 
 
-class _Countdown:
-    """Replaces the asyncio.Event of each request of a group: SGLang sets it when the request has ended."""
+class _Sample:
+    """Replaces the asyncio.Event of a request's state: SGLang sets it when the request has ended.
 
-    def __init__(self, group: GroupRequest, whole: "asyncio.Queue[_Countdown]") -> None:
-        self.group = group
-        self.states: list[Any] = []
-        self._left = group.num_completions
-        self._whole = whole
+    Attributes:
+        rid: the request's id in SGLang.
+        version: policy version at its submission.
+        num_given: tokens that `TokenStream.news` has yielded.
+    """
 
-    def add(self, state: Any) -> int | None:
-        """Add the state of the next completion's request. Returns: its seed."""
-        seed = self.group.seed
-        self.states.append(state)
-        return None if seed is None else request_seed(seed, len(self.states) - 1)
+    __slots__ = ("_ended", "group", "index", "num_given", "prefix", "rid", "state", "version")
+
+    def __init__(
+        self,
+        group: GroupRequest,
+        index: int,
+        prefix: Sequence[int],
+        *,
+        rid: str,
+        version: int,
+        ended: "Callable[[_Sample], None]",
+    ) -> None:
+        self.group, self.index, self.prefix = group, index, prefix
+        self.rid, self.version, self._ended = rid, version, ended
+        self.state: Any = None
+        self.num_given = 0
 
     def set(self) -> None:
-        self._left -= 1
-        if self._left == 0:
-            self._whole.put_nowait(self)
+        self._ended(self)
 
-    def finished_group(self) -> FinishedGroup:
-        completions = [_completion(state.out_list[-1]) for state in self.states]
-        return FinishedGroup(group_id=self.group.group_id, completions=completions)
+    def part(self, version: int) -> SampledCompletion | None:
+        """Return the tokens that were reported since the last part; None: there are none.
 
-
-class GroupTokenizerManager(TokenizerManager):
-    """TokenizerManager with `generate_groups`."""
-
-    async def generate_groups(
-        self, groups: Sequence[GroupRequest], sampling: SamplingSettings, cache_key: str | None
-    ) -> AsyncIterator[list[FinishedGroup]]:
-        """Sample groups; see RolloutEngine.generate.
-
-        Args:
-            cache_key: prefixes are shared only between requests of the same key.
+        None also after a change of the policy: SGLang says only at the end where the tokens of a version begin.
         """
-        self.auto_create_handle_loop()
-        whole: asyncio.Queue[_Countdown] = asyncio.Queue()
-        prefix = f"{uuid.uuid4().hex}/"
-        states: dict[str, Any] = {}
-        try:
-            async with self.model_update_lock.reader_lock:
-                requests = _requests(groups, whole)
-                for first in range(0, len(requests), REQUESTS_PER_MESSAGE):
-                    message = dict(requests[first : first + REQUESTS_PER_MESSAGE])
-                    await self._send(message, sampling, cache_key, prefix, states)
-                    await asyncio.sleep(0)  # other calls are answered between two messages
-                left = len(groups)
-                while left > 0:
-                    ready = [await whole.get()]
-                    while not whole.empty():
-                        ready.append(whole.get_nowait())
-                    left -= len(ready)
-                    yield [countdown.finished_group() for countdown in ready]
-        finally:  # a closed iterator or an error: requests that have been sent are aborted, the others dropped
-            self._abort_all(prefix, states)
-            self._release_req_states_on_failure(states)
+        logprobs = self.state.output_token_logprobs_val
+        tokens = self.state.output_ids[self.num_given : len(logprobs)]
+        if not tokens or version != self.version:
+            return None
+        end = self.num_given + len(tokens)
+        return self._take(tokens, logprobs[self.num_given : end], None, [(0, end, version)])
 
-    async def _send(
+    def rest(self) -> SampledCompletion:
+        """Return the tokens since the last part, of one that has ended. Raises: RuntimeError: SGLang refused it."""
+        out = self.state.out_list[-1]
+        meta = out["meta_info"]
+        reason = meta["finish_reason"]
+        if reason.get("status_code") is not None:
+            raise RuntimeError(f"SGLang refused a request: {reason.get('message', reason)}")
+        tokens = out["output_ids"]
+        logprobs = [entry[0] for entry in meta.get("output_token_logprobs", ())][: len(tokens)]
+        if len(logprobs) != len(tokens):
+            raise RuntimeError(f"SGLang gave {len(tokens)} tokens with log-probs {logprobs}")
+        spans = [(span["start"], span["end"], span["version"]) for span in meta.get("weight_versions") or ()]
+        rest = self._take(
+            tokens[self.num_given :],
+            logprobs[self.num_given :],
+            _FINISH[reason["type"]],
+            spans or [(0, len(tokens), meta["weight_version"])],
+        )
+        rest.cached_tokens = meta.get("cached_tokens") or 0
+        return rest
+
+    def _take(
         self,
-        message: "dict[int, _Countdown]",
-        sampling: SamplingSettings,
-        cache_key: str | None,
-        prefix: str,
-        states: dict[str, Any],
+        tokens: Sequence[int],
+        logprobs: Sequence[float | None],
+        finish: Finish | None,
+        spans: Sequence[tuple[int, int, int | str]],
+    ) -> SampledCompletion:
+        first = self.num_given
+        self.num_given += len(tokens)
+        return SampledCompletion(
+            group_id=self.group.group_id,
+            index=self.index,
+            token_ids=list(tokens),
+            # None becomes NaN: the trainer counts such tokens, and knows what they are needed for.
+            logprobs=[math.nan if value is None else value for value in logprobs],
+            finish=finish,
+            spans=[
+                Span(start=max(start, first) - first, end=end - first, policy_version=int(version))
+                for start, end, version in spans
+                if end > first
+            ],
+        )
+
+
+class TokenStream:
+    """Implements EngineStream.
+
+    Args:
+        version: tells the policy version.
+        caches: whether prefixes are cached. KV of one version must never serve another: the version is part of the
+            cache's key, flushed or not.
+    """
+
+    def __init__(
+        self, manager: "GroupTokenizerManager", sampling: SamplingSettings, version: Callable[[], int], *, caches: bool
     ) -> None:
-        """Send a request for each countdown, by its number in the call, and add the requests' states to `states`."""
-        request = _batch_request(message, sampling, cache_key, prefix)
-        request.normalize_batch_and_arguments()
-        self._init_req_state(request)
-        seeds = []
-        for rid, countdown in zip(request.rid, message.values(), strict=True):
-            states[rid] = state = self.rid_to_state[rid]
-            state.event = countdown
-            seeds.append(countdown.add(state))
-        tokenized = await self._batch_tokenize_and_process(request.batch_size, request)
-        for one, seed in zip(tokenized, seeds, strict=True):
-            one.sampling_params.sampling_seed = seed
-            watch_for(one.sampling_params, sampling.stop)
-        await self._send_batch_request(tokenized)
+        self._manager, self._sampling, self._version, self._caches = manager, sampling, version, caches
+        self._prefix = f"{uuid.uuid4().hex}/"
+        self._running: dict[str, _Sample] = {}  # by request id
+        # SGLang aborts every request whose id begins with that of its message: one message ends a group, or all.
+        self._rids: dict[str, str] = {}  # by group
+        self._num_groups = 0
+        self._ended: list[_Sample] = []
+        self._wake = asyncio.Event()
 
-    def _abort_all(self, prefix: str, states: dict[str, Any]) -> None:
-        """Abort all requests of a call with one message, because the scheduler searches its whole queue per message.
+    async def submit(self, groups: Sequence[GroupRequest]) -> None:
+        """Send requests; a prompt is repeated per completion, as with n > 1 SGLang first runs each prompt alone."""
+        version = self._version()
+        samples = [sample for group in groups for sample in self._samples(group, version)]
+        async with self._manager.model_update_lock.reader_lock:
+            for first in range(0, len(samples), REQUESTS_PER_MESSAGE):
+                message = samples[first : first + REQUESTS_PER_MESSAGE]
+                self._running |= {sample.rid: sample for sample in message}
+                await self._manager.send(message, self._sampling, cache_key(version) if self._caches else None)
+                await asyncio.sleep(0)  # other calls are answered between two messages
 
-        SGLang aborts every request whose id begins with that of the message.
-        """
-        running = [state for rid, state in states.items() if self.rid_to_state.get(rid) is state and state.dispatched]
+    def _samples(self, group: GroupRequest, version: int) -> list[_Sample]:
+        self._num_groups += 1
+        rid = self._rids[group.group_id] = f"{self._prefix}{self._num_groups}/"
+        return [
+            _Sample(group, index, prefix, rid=f"{rid}{index}", version=version, ended=self._on_end)
+            for index, prefix in group.starts().items()
+        ]
+
+    def _on_end(self, sample: _Sample) -> None:
+        self._ended.append(sample)
+        self._wake.set()
+
+    def cancel(self, group_id: str) -> None:
+        """Abort a group with one message, because the scheduler searches its whole queue per message."""
+        if rid := self._rids.get(group_id):
+            self._abort(rid)
+
+    def _abort(self, rid: str) -> None:
+        states = [sample.state for sample in self._running.values() if sample.rid.startswith(rid)]
+        running = [state for state in states if state is not None and state.dispatched]
         if running:
-            self._dispatch_to_scheduler(AbortReq(rid=prefix))
+            self._manager.abort_prefix(rid)
             for state in running:
                 state.abort_sent = True
 
+    async def news(self, every_s: float | None = None) -> AsyncIterator[list[SampledCompletion]]:
+        """Yield what has ended; every so often the parts of what runs."""
+        clock = asyncio.get_running_loop().time
+        due_s = None if every_s is None else clock() + every_s
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(due_s):
+                    await self._wake.wait()
+            self._wake.clear()
+            ended, self._ended = self._ended, []
+            for sample in ended:
+                del self._running[sample.rid]
+            news = [sample.rest() for sample in ended]
+            is_due = every_s is not None and due_s is not None and clock() >= due_s
+            if every_s is not None and is_due:
+                due_s = clock() + every_s
+                parts = (sample.part(self._version()) for sample in self._running.values() if sample.state is not None)
+                news += [part for part in parts if part is not None]
+            if news or is_due:
+                yield news
 
-def _requests(groups: Sequence[GroupRequest], whole: "asyncio.Queue[_Countdown]") -> "list[tuple[int, _Countdown]]":
-    """Number the requests; a prompt is repeated per completion, as with n > 1 SGLang first runs each prompt alone."""
-    countdowns = [_Countdown(group, whole) for group in groups]
-    return list(enumerate(one for one in countdowns for _ in range(one.group.num_completions)))
+    def close(self) -> None:
+        """Abort what has been sent, drop the others."""
+        self._abort(self._prefix)
+        running, self._running = self._running, {}
+        self._manager.release({rid: sample.state for rid, sample in running.items() if sample.state is not None})
 
 
-def _batch_request(
-    message: "dict[int, _Countdown]", sampling: SamplingSettings, cache_key: str | None, prefix: str
-) -> GenerateReqInput:
+class GroupTokenizerManager(TokenizerManager):
+    """TokenizerManager for a TokenStream."""
+
+    async def send(self, samples: Sequence[_Sample], sampling: SamplingSettings, cache_key: str | None) -> None:
+        """Send a request for each sample, which gets the request's state."""
+        request = _batch_request(samples, sampling, cache_key)
+        request.normalize_batch_and_arguments()
+        self._init_req_state(request)
+        for sample in samples:
+            sample.state = self.rid_to_state[sample.rid]
+            sample.state.event = sample
+        tokenized = await self._batch_tokenize_and_process(request.batch_size, request)
+        for one, sample in zip(tokenized, samples, strict=True):
+            seed = sample.group.seed
+            one.sampling_params.sampling_seed = None if seed is None else request_seed(seed, sample.index)
+            watch_for(one.sampling_params, sampling.stop)
+        await self._send_batch_request(tokenized)
+
+    def abort_prefix(self, rid: str) -> None:
+        """Abort every request whose id begins so."""
+        self._dispatch_to_scheduler(AbortReq(rid=rid))
+
+    def release(self, states: Mapping[str, Any]) -> None:
+        """Forget requests that nothing waits for any more."""
+        self._release_req_states_on_failure(states)
+
+
+def _batch_request(samples: Sequence[_Sample], sampling: SamplingSettings, cache_key: str | None) -> GenerateReqInput:
+    params = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stop_token_ids": list(sampling.stop_token_ids),
+    }
     return GenerateReqInput(
-        rid=[f"{prefix}{number}" for number in message],
-        input_ids=[countdown.group.prompt_ids for countdown in message.values()],
-        sampling_params={
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "max_new_tokens": sampling.max_new_tokens,
-            "stop_token_ids": list(sampling.stop_token_ids),
-        },
+        rid=[sample.rid for sample in samples],
+        input_ids=[[*sample.group.prompt_ids, *sample.prefix] for sample in samples],
+        sampling_params=[{**params, "max_new_tokens": sampling.max_new_tokens - len(one.prefix)} for one in samples],
         return_logprob=True,
         extra_key=cache_key,
     )
-
-
-def _completion(out: dict[str, Any]) -> SampledCompletion:
-    meta = out["meta_info"]
-    reason = meta["finish_reason"]
-    if reason.get("status_code") is not None:
-        raise RuntimeError(f"SGLang refused a request: {reason.get('message', reason)}")
-    token_ids = list(out["output_ids"])
-    logprobs = [entry[0] for entry in meta.get("output_token_logprobs", ())][: len(token_ids)]
-    if len(logprobs) != len(token_ids):
-        raise RuntimeError(f"SGLang gave {len(token_ids)} tokens with log-probs {logprobs}")
-    # None becomes NaN: the trainer counts such tokens, and knows what they are needed for.
-    logprobs = [math.nan if value is None else value for value in logprobs]
-    return SampledCompletion(
-        token_ids=token_ids,
-        logprobs=logprobs,
-        finish=_FINISH[reason["type"]],
-        spans=_spans(meta, len(token_ids)),
-        cached_tokens=meta.get("cached_tokens") or 0,
-    )
-
-
-def _spans(meta: dict[str, Any], num_tokens: int) -> list[Span]:
-    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": num_tokens}]
-    return [Span(start=span["start"], end=span["end"], policy_version=int(span["version"])) for span in spans]
 
 
 def _init_group_manager(server_args: Any, port_args: Any) -> Any:

@@ -1,15 +1,21 @@
 """An SGLang engine inside the service's event loop; implements the Protocol of `rollout_service.engine`."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from rollout_service.engine import EngineLimits, EngineLoad, FinishedGroup, GroupRequest, SamplingSettings
+from rollout_service.engine import (
+    EngineLimits,
+    EngineLoad,
+    EngineStream,
+    GroupRequest,
+    SamplingSettings,
+    generate_groups,
+)
 from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.sglang_engine.host import SglangProcesses
 from rollout_service.sglang_engine.options import tokenizer_folder, warm_up_sampling
-from rollout_service.sglang_engine.scheduler.flips import cache_key
 from rollout_service.sglang_engine.scheduler.stops import TOKENIZER_FILE
 from tandem_config.schema import RunConfig
 
@@ -84,7 +90,7 @@ class SglangEngine:
         try:
             async with asyncio.timeout(WARM_UP_S):
                 for sampling in self._sampling:
-                    async for _ in self.generate([group], sampling):
+                    async for _ in generate_groups(self, [group], sampling):
                         pass
         except TimeoutError:
             raise RuntimeError(
@@ -100,17 +106,15 @@ class SglangEngine:
             longest_request=longest_request(
                 self._manager.context_len, info["max_total_num_tokens"], engine.server_args.resolved_dict()["page_size"]
             ),
+            kv_tokens=info["max_total_num_tokens"],
             why_no_stop="" if self._tokenizer.is_file() else f"{self._tokenizer} does not exist",
         )
 
-    def generate(
-        self, groups: Sequence[GroupRequest], sampling: SamplingSettings
-    ) -> AsyncIterator[list[FinishedGroup]]:
-        """Sample groups; yield them as their last completions end."""
-        # KV of one version must never serve another: the version is part of the prefix cache's key, flushed or not.
-        key = cache_key(self._policy_version) if self._cache_prefixes else None
-        generated: AsyncIterator[list[FinishedGroup]] = self._manager.generate_groups(groups, sampling, key)
-        return generated
+    def open_stream(self, sampling: SamplingSettings) -> EngineStream:
+        """Begin a stream of groups."""
+        from rollout_service.sglang_engine.dispatch import TokenStream
+
+        return TokenStream(self._manager, sampling, lambda: self._policy_version, caches=self._cache_prefixes)
 
     def load(self) -> EngineLoad:
         """Read the load: running and waiting requests, KV cache in use, progress."""

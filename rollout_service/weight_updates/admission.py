@@ -1,4 +1,4 @@
-"""Admission of generate calls: count the running ones, and evict them."""
+"""Admission of groups: count the running ones, and evict the calls that wait for them."""
 
 import asyncio
 import contextlib
@@ -12,37 +12,42 @@ T = TypeVar("T")
 
 
 class Admission:
-    """The running calls and groups of a replica: a count, a wait until none is left, an eviction."""
+    """The running groups of a replica: a count, a wait until none is left, an eviction."""
 
     def __init__(self) -> None:
-        self.running_calls = 0
         self.running_groups = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._evicted: asyncio.Future[TandemError] = asyncio.get_running_loop().create_future()
 
-    @contextlib.contextmanager
-    def inside(self, num_groups: int) -> Iterator[None]:
-        """Count one generate call, and its groups, while the context is open."""
-        self.running_calls += 1
+    def enter(self, num_groups: int) -> None:
+        """Count groups as running."""
         self.running_groups += num_groups
         self._idle.clear()
+
+    def leave(self, num_groups: int) -> None:
+        """Count them no more."""
+        self.running_groups -= num_groups
+        if self.running_groups == 0:
+            self._idle.set()
+
+    @contextlib.contextmanager
+    def inside(self, num_groups: int) -> Iterator[None]:
+        """Count the groups of a call while the context is open."""
+        self.enter(num_groups)
         try:
             yield
         finally:
-            self.running_calls -= 1
-            self.running_groups -= num_groups
-            if self.running_calls == 0:
-                self._idle.set()
+            self.leave(num_groups)
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no call is running. Returns: whether that came within `timeout_s`."""
+        """Wait until no group is running. Returns: whether that came within `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         return self._idle.is_set()
 
     def evict(self, error: TandemError) -> None:
-        """Make every running call fail with `error`; calls that start later are not affected."""
+        """Make every open call fail with `error`; calls that start later are not affected."""
         evicted, self._evicted = self._evicted, asyncio.get_running_loop().create_future()
         evicted.set_result(error)
 

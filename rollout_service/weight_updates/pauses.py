@@ -1,5 +1,6 @@
 """Stop generation at a token boundary, in one of three modes, within a bounded time; and resume it."""
 
+import asyncio
 import time
 
 from rollout_service.engine import RolloutEngine
@@ -15,7 +16,7 @@ ABORT_RETRY_S = 0.5
 
 
 class Pauses:
-    """The pause switch of one replica.
+    """The pause switch of one replica; what streams submit meanwhile waits until it is `accepting` again.
 
     drain waits for the running calls and, after at most `drain_s`, aborts them; abort_requeue aborts immediately;
     keep_kv freezes them where they are.
@@ -27,6 +28,8 @@ class Pauses:
         self._drain_s = drain_s
         self._frozen = False
         self._closed_s: float | None = None  # since when new calls are refused
+        self.accepting = asyncio.Event()
+        self.accepting.set()
 
     @property
     def paused(self) -> bool:
@@ -47,6 +50,7 @@ class Pauses:
             raise InvalidRequest(f"pause mode {mode} is none of DRAIN, KEEP_KV, ABORT_REQUEUE")
         if self._closed_s is None:
             self._closed_s = time.monotonic()
+            self.accepting.clear()
         if self._frozen:
             return
         drain_s = min(drain_s, self._drain_s)
@@ -65,6 +69,7 @@ class Pauses:
             await self._engine.thaw()
             self._frozen = False
         closed_s, self._closed_s = self._closed_s, None
+        self.accepting.set()
         return None if closed_s is None else time.monotonic() - closed_s
 
     async def flush(self) -> None:
@@ -78,10 +83,10 @@ class Pauses:
     async def _abort_until_idle(self) -> None:
         """Abort repeatedly: a request can be on its way to the engine during an abort."""
         deadline_s = time.monotonic() + END_CALLS_S
-        while self._admission.running_calls > 0:
+        while self._admission.running_groups > 0:
             await self._engine.abort_running()
             if await self._admission.wait_idle(ABORT_RETRY_S):
                 break
             if time.monotonic() > deadline_s:
-                running = self._admission.running_calls
-                raise DeadlineExceeded(f"{running} generate calls still run {END_CALLS_S:g} s after their abort")
+                running = self._admission.running_groups
+                raise DeadlineExceeded(f"{running} groups still run {END_CALLS_S:g} s after their abort")

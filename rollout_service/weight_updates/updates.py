@@ -96,6 +96,12 @@ class WeightUpdates(RunsPhases):
         if self._pauses.paused:
             raise NotReady("generation is paused until the weight sync ends, or until ResumeGeneration (PAUSED)")
 
+    async def until_it_generates(self) -> None:
+        """Wait for the end of a pause. Raises: Poisoned, NotReady: there are no weights to generate with."""
+        while self._rest == SERVING and self._pauses.paused:
+            await self._pauses.accepting.wait()
+        self.check_can_generate()
+
     async def take_over(self) -> None:
         """Give up the round of an earlier coordinator, and wait for the calls that it has begun here."""
         if self._guard.current is not None:

@@ -33,8 +33,9 @@ _NO_DEADLINE_NEEDED = (_HEALTH, "grpc.reflection.")
 CallerCheck = Callable[[str, list[str]], None]
 Admitted = Callable[[str, Any], contextlib.AbstractContextManager[None]]
 
-# Longer than a client takes between two writes of a stream that it has at hand; and for all that it still writes.
-_QUIET_S, _READ_S = 1.0, 60.0
+# Longer than a client takes between two writes of a stream that it has at hand, or in answer to replies; and for all
+# that it still writes.
+_QUIET_S, _ANSWER_S, _READ_S = 1.0, 0.1, 60.0
 # Lines about refused calls of one method and reason, per so many seconds: a client in a loop must not fill the disk.
 _LINES, _LINES_S = 10, 60.0
 
@@ -222,18 +223,18 @@ def _admitted(check_caller: CallerCheck | None, token: str, method: str, context
         yield
 
 
-async def _read_to_end(requests: AsyncIterator[Any]) -> None:
+async def _read_to_end(requests: AsyncIterator[Any], quiet_s: float) -> None:
     """Read what the client still sends before the call fails.
 
     An asyncio client that writes to a call that has ended reports "INTERNAL: Internal error from Core" instead of the
     status (https://github.com/grpc/grpc/issues/36066), so a malformed sample in a train step would look like a bug. A
-    client that waits for a reply before it writes gets the status after a pause of _QUIET_S; one that never ends, after
-    _READ_S.
+    client that waits for a reply before it writes gets the status after a pause of `quiet_s`; one that never ends
+    after _READ_S.
     """
     with contextlib.suppress(TimeoutError, StopAsyncIteration):
         async with asyncio.timeout(_READ_S):
             while True:
-                async with asyncio.timeout(_QUIET_S):
+                async with asyncio.timeout(quiet_s):
                     await anext(requests)
 
 
@@ -270,7 +271,7 @@ def _wrap(admitted: Admitted, behaviour: Any, method: str, streams_replies: bool
                 code = status.code.name
             # Not inside of the except block: gRPC keeps the AbortError, which would keep the handler's error.
             if isinstance(request, AsyncIterator):
-                await _read_to_end(request)
+                await _read_to_end(request, _ANSWER_S if streams_replies else _QUIET_S)
             await context.abort(status.code, status.message, trailing_metadata=status.trailing_metadata)
         finally:
             record(method, code, started_s)

@@ -140,6 +140,15 @@ BOUNDS: Table = {
         "prompt_ids_u32": _ARRAY,
         "num_completions": Number(low=0, high=2**16),
         "seed": Number(low=0, high=2**64),
+        "samples": Items(most=2**16, each=SubMessage()),
+    },
+    "tandem_api.rollout.v1.SamplePrefix": {"index": Number(low=0, high=2**16), "token_ids_u32": _ARRAY},
+    "tandem_api.rollout.v1.GenerateRequest": {
+        "sampling": SubMessage(),
+        "groups": Items(most=2**16, each=SubMessage()),
+        "min_policy_version": _VERSION,
+        "max_policy_version": _VERSION,
+        "cancel": Items(most=2**16, each=_NAME),
     },
     "tandem_api.rollout.v1.GenerateGroupsRequest": {
         "groups": Items(most=2**16, each=SubMessage()),

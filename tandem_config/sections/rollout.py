@@ -34,8 +34,8 @@ class RolloutSection(Section):
     """Longest prompt + completion, in tokens; null: the model's."""
     max_running_requests: PositiveInt = setting(1024, "all of a default iteration", "completions")
     """Completions that one engine decodes concurrently."""
-    max_groups_per_call: PositiveInt = setting(1024, "more than an iteration has; bounds one call's memory", "groups")
-    """Groups that one GenerateGroups call may ask for."""
+    max_groups_per_call: PositiveInt = setting(1024, "more than an iteration has; bounds a message's memory", "groups")
+    """Groups that one message may submit; a replica has at most as many completions at a time as so many groups."""
     mem_fraction_static: float = setting(
         0.8, "leaves a fifth for activations and the sync's buffers", "share, 0 to 1", gt=0, lt=1
     )
@@ -53,8 +53,8 @@ class RolloutSection(Section):
     )
     """Sample each completion with a seed made of run.seed, iteration, place and number: a run that is repeated samples
     the same, up to rounding, whatever its replicas and their order."""
-    generate_timeout_s: PositiveFloat = setting(1800.0, "longer than the longest completions take", "s")
-    """Seconds until a generate call is given up."""
+    generate_timeout_s: PositiveFloat = setting(1800.0, "longer than a queue of long completions takes to begin", "s")
+    """Seconds without a token from a replica that has work, after which its work goes to others."""
     stall_timeout_s: PositiveFloat = setting(
         60.0, "15 decode steps take less, and so does a weight sync's pause of a rank", "s"
     )

@@ -2,12 +2,11 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollout_service import app as rollout_app
-from rollout_service.engine import FinishedGroup, GroupRequest, SamplingSettings
+from rollout_service.engine import GroupRequest
 from rollout_service.sglang_engine.receiver import ShardReceiver, add_receiver
 from servicekit.lifecycle.termination import run_main
 from servicekit.rpc.sync_server import start_sync_server
@@ -26,16 +25,14 @@ class GatedEngine(FakeEngine):
         super().__init__(num_ranks=1)
         self.rank_addresses = [address]
         self._gate = gate
+        self._turn, self._number = asyncio.Lock(), 0
 
-    async def generate(
-        self, groups: Sequence[GroupRequest], sampling: SamplingSettings
-    ) -> AsyncIterator[list[FinishedGroup]]:
+    async def before(self, group: GroupRequest) -> None:
         """Groups one by one, with a gate before each."""
-        number = 0
-        async for finished in super().generate(groups, sampling):
+        await super().before(group)
+        async with self._turn:
+            number, self._number = self._number, self._number + 1
             await asyncio.to_thread(self._gate.at, "generate", number)
-            number += 1
-            yield finished
 
     async def freeze(self) -> None:
         await asyncio.to_thread(self._gate.at, "pause")

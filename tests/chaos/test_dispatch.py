@@ -68,7 +68,7 @@ async def dispatcher_of(fleet: ChaosFleet) -> AsyncIterator[Dispatcher]:
     warnings: list[str] = []
     rollouts = Rollouts(
         fleet=watched,
-        max_groups_per_call=1024,
+        max_groups_per_call=4,  # each replica has a third, and no room for more
         timeout_s=WAIT_S,
         patience=Patience(probe_s=2.0, rejoin_s=WAIT_S, look_s=0.1),
         seed=weights.seed_late_joiners,

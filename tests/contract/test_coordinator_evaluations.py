@@ -38,11 +38,11 @@ async def run(config: RunConfig, environment: ServiceEnvironment, trainer: FakeT
     return fleet
 
 
-def evaluations(fleet: FakeFleet, name: str) -> list[rollout_pb2.GenerateGroupsRequest]:
+def evaluations(fleet: FakeFleet, name: str) -> list[rollout_pb2.GenerateRequest]:
     """Requests of a set, in the order of their versions."""
     asked = [request for replica in fleet.rollout_services for request in replica.requests]
     found = [request for request in asked if request.groups[0].group_id.startswith(f"eval.{name}.")]
-    return sorted(found, key=lambda request: request.policy_version)
+    return sorted(found, key=lambda request: request.min_policy_version)
 
 
 async def test_each_set_is_sampled_and_measured_in_its_own_way(
@@ -50,7 +50,7 @@ async def test_each_set_is_sampled_and_measured_in_its_own_way(
 ) -> None:
     fleet = await run(with_sets(config), environment)
     asked = evaluations(fleet, "sampled")
-    assert [request.policy_version for request in asked] == sorted([0, 3, 6] * 2)
+    assert [request.min_policy_version for request in asked] == sorted([0, 3, 6] * 2)
     assert sum(len(request.groups) for request in asked) == 3 * 10
     assert {group.num_completions for request in asked for group in request.groups} == {4}
     assert {(round(r.sampling.temperature, 3), round(r.sampling.top_p, 3)) for r in asked} == {(0.8, 0.9)}
@@ -81,7 +81,7 @@ async def test_an_evaluation_beside_training_is_of_the_policy_that_was_trained_o
 
     async def wait_for_evaluation(step: int) -> None:
         def asked() -> bool:
-            return step - 1 in [request.policy_version for request in evaluations(fleets[0], "heldout")]
+            return step - 1 in [request.min_policy_version for request in evaluations(fleets[0], "heldout")]
 
         await asyncio.to_thread(until, asked, what="the evaluation beside the step")
 
@@ -90,7 +90,7 @@ async def test_an_evaluation_beside_training_is_of_the_policy_that_was_trained_o
     async with announced_fleet(environment.redis_url, environment.run_id, trainer) as fleet:
         fleets.append(fleet)
         assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 0
-    versions = [request.policy_version for request in evaluations(fleet, "heldout")]
+    versions = [request.min_policy_version for request in evaluations(fleet, "heldout")]
     assert versions == sorted([0, 1, 2, 3, 4] * 2)
     # The last row has the final policy, whose evaluation nothing follows.
     assert [row.get("eval/heldout/policy_version") for row in rows(environment)] == [None, 1, 2, 4]
@@ -168,7 +168,7 @@ async def test_a_resume_with_another_set_begins_its_baseline_and_best_anew(
     again = launched_again(environment, "again")
     async with announced_fleet(again.redis_url, again.run_id, FakeTrainer(policy_version=4)) as fleet:
         assert await conduct(other, again, resume=True, stop=asyncio.Event()) == 0
-    assert {request.policy_version for request in evaluations(fleet, "sampled")} == {4, 6}
+    assert {request.min_policy_version for request in evaluations(fleet, "sampled")} == {4, 6}
     assert "evaluation set sampled has changed (prompts: 10 (" in caplog.text
     table, state = rows_with_baseline(again), saved_state(again)
     assert [row["iteration"] for row in table] == [0, 1, 2, 3, 4, 5, 6]

@@ -141,7 +141,7 @@ async def test_when_all_die_one_that_comes_is_seeded_and_does_what_was_left() ->
     # What was finished before is kept: the joiner is asked for the twelve that were not, each once.
     kept = {*asked(first)[:4], *asked(second)[:4]}
     assert sorted(asked(joiner)) == sorted(PROMPTS.keys() - kept)
-    assert {asked_of.policy_version for asked_of in joiner.requests} == {VERSION}
+    assert {asked_of.min_policy_version for asked_of in joiner.requests} == {VERSION}
     assert joiner.sync.committed == VERSION
     # Those who were there have had no part in its round.
     assert first.sync.seen == second.sync.seen == []

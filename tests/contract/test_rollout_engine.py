@@ -3,12 +3,22 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from rollout_service.engine import Finish, FinishedGroup, GroupRequest, RolloutEngine, SamplingSettings
+from rollout_service.engine import (
+    Finish,
+    GroupRequest,
+    RolloutEngine,
+    SampledCompletion,
+    SampledGroup,
+    SamplingSettings,
+    Span,
+    generate_groups,
+)
 from tandem_config.schema import RunConfig
 from tests.kit.models import VOCABULARY, make_model
 from tests.unit.rollout.fake_engine import FakeEngine
@@ -63,9 +73,9 @@ def groups(num: int, completions: int = 2) -> list[GroupRequest]:
     return [GroupRequest(group_id=str(i), prompt_ids=[7, 8, 9 + i], num_completions=completions) for i in range(num)]
 
 
-async def collect(engine: RolloutEngine, asked: list[GroupRequest], max_new_tokens: int = 4) -> list[FinishedGroup]:
+async def collect(engine: RolloutEngine, asked: list[GroupRequest], max_new_tokens: int = 4) -> list[SampledGroup]:
     async with asyncio.timeout(DEADLINE_S):
-        return [group async for part in engine.generate(asked, sampling(max_new_tokens)) for group in part]
+        return [group async for part in generate_groups(engine, asked, sampling(max_new_tokens)) for group in part]
 
 
 async def test_limits_are_known(engine: RolloutEngine) -> None:
@@ -141,6 +151,67 @@ async def test_frozen_requests_go_on_after_thaw(engine: RolloutEngine) -> None:
     assert not await engine.flush_cache()
     await engine.thaw()
     assert {len(c.token_ids) for group in await running for c in group.completions} == {200}
+
+
+async def test_a_seeded_completion_continues_as_if_it_had_not_been_interrupted(engine: RolloutEngine) -> None:
+    asked = GroupRequest(group_id="g", prompt_ids=[7, 8, 9], num_completions=3, seed=5)
+    (whole,) = await collect(engine, [asked], max_new_tokens=90)
+    tokens = [one.token_ids for one in whole.completions]
+    prefixes = {0: tokens[0][:50], 2: tokens[2][:1]}
+    (rest,) = await collect(engine, [replace(asked, prefixes=prefixes)], max_new_tokens=90)
+    assert [one.index for one in rest.completions] == [0, 2]
+    assert [[*prefixes[one.index], *one.token_ids] for one in rest.completions] == [tokens[0], tokens[2]]
+    assert [len(one.logprobs) for one in rest.completions] == [40, 89]
+
+
+async def test_parts_and_the_end_are_the_whole(engine: RolloutEngine) -> None:
+    version = 7
+    await engine.set_version(version)
+    asked = GroupRequest(group_id="g", prompt_ids=[7, 8, 9], num_completions=2, seed=5)
+    (whole,) = await collect(engine, [asked], max_new_tokens=300)
+    stream = engine.open_stream(sampling(300))
+    found: list[SampledCompletion] = []
+    try:
+        await stream.submit([asked])
+        async with asyncio.timeout(DEADLINE_S):
+            async for news in stream.news(0.02):
+                found += news
+                if sum(one.finish is not None for one in found) == 2:
+                    break
+    finally:
+        stream.close()
+    if not isinstance(engine, FakeEngine):
+        assert len(found) > 2
+    for completion in whole.completions:
+        parts = [part for part in found if part.index == completion.index]
+        assert [token for part in parts for token in part.token_ids] == completion.token_ids
+        assert [part.finish for part in parts] == [*[None] * (len(parts) - 1), Finish.LENGTH]
+        for part in parts:
+            assert len(part.logprobs) == len(part.token_ids)
+            assert part.spans == [Span(start=0, end=len(part.token_ids), policy_version=version)] or not part.token_ids
+
+
+async def test_a_cancelled_group_ends_and_the_others_do_not(engine: RolloutEngine) -> None:
+    if isinstance(engine, FakeEngine):
+        engine.hold()
+    stream = engine.open_stream(sampling(400))
+    found: dict[str, set[Finish | None]] = {}
+    try:
+        await stream.submit(groups(2))
+        async with asyncio.timeout(DEADLINE_S):
+            async for news in stream.news(0.02):
+                stream.cancel("0")
+                for one in news:
+                    if one.finish is not None:
+                        found.setdefault(one.group_id, set()).add(one.finish)
+                if isinstance(engine, FakeEngine) and found:
+                    engine.release()
+                if len(found) == 2:
+                    break
+    finally:
+        stream.close()
+    assert found == {"0": {Finish.ABORT}, "1": {Finish.LENGTH}}
+    assert await engine.flush_cache(DEADLINE_S / 2)
 
 
 async def test_an_engine_at_rest_says_so(engine: RolloutEngine) -> None:

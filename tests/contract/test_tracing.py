@@ -82,7 +82,7 @@ def test_an_iteration_is_one_trace_over_all_services(
     assert paths >= {
         ("tandem-coordinator", "iteration"),
         ("tandem-coordinator", "reward", "iteration"),
-        ("tandem-fleet", f"{rollout}/GenerateGroups", "generate", "iteration"),
+        ("tandem-fleet", f"{rollout}/Generate", "generate", "iteration"),
         ("tandem-fleet", f"{trainer}/TrainStep", "train", "iteration"),
         ("tandem-fleet", f"{rounds}/RunPhase", "sync transfer", "sync", "iteration"),
         ("tandem-fleet", f"{rounds}/RunPhase", "sync commit", "sync", "iteration"),

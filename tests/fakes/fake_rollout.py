@@ -28,11 +28,16 @@ from weightsync.round.phases import ABORT, COMMIT, TRANSFER, VERIFY, Phase, Role
 
 @dataclass
 class GenerateFault:
-    """Fail a GenerateGroups call after some of its groups; abort=True ends it with FINISH_REASON_ABORT instead."""
+    """Fail after some of a message's groups; abort=True ends the others with FINISH_REASON_ABORT instead.
+
+    Attributes:
+        partial: tokens of each completion of the others that come before.
+    """
 
     after_groups: int
     error: TandemError | None = None
     abort: bool = False
+    partial: int = 0
 
 
 @dataclass
@@ -41,9 +46,10 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
 
     Attributes:
         first_skill, skill_per_version: share of right completions at version 0, and what a version adds.
-        faults: one per GenerateGroups call, None for a good one; empty: all good.
-        hold: while cleared, generate calls wait before they answer.
-        asked: set by the first generate call.
+        faults: one per message that submits groups, None for a good one; empty: all good.
+        hold: while cleared, messages wait before they are answered.
+        asked: set by the first message that submits groups.
+        kv_tokens: room that is reported; 0: none is.
     """
 
     name: str
@@ -52,12 +58,13 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
     skill_per_version: float = 0.05
     engine_s: float = 0.001
     faults: deque[GenerateFault | None] = field(default_factory=deque)
-    requests: list[pb.GenerateGroupsRequest] = field(default_factory=list)
+    requests: list[pb.GenerateRequest] = field(default_factory=list)
     loads: list[pb.LoadPublishedWeightsRequest] = field(default_factory=list)
     state: weights_pb2.ReplicaState.ValueType = weights_pb2.REPLICA_STATE_UNSEEDED
     policy_version: int = 0
     settings_digest: str = ""
     groups_per_response: int = 4
+    kv_tokens: int = 0
     # After a fault in a round it answers nothing any more, as a process that was killed.
     gone_after_fault: bool = False
     # Applied to every group before it is sent.
@@ -83,27 +90,42 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
         self.fence.admit(request.fence)
         return pb.TakeOverResponse(policy_version=self.policy_version)
 
-    async def GenerateGroups(
-        self, request: pb.GenerateGroupsRequest, context: Any
-    ) -> AsyncIterator[pb.GenerateGroupsResponse]:
-        self.requests.append(request)
-        self.asked.set()
-        fault = self.faults.popleft() if self.faults else None
-        await self.hold.wait()
+    async def Generate(
+        self, requests: AsyncIterator[pb.GenerateRequest], context: Any
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        sampling, num_done = (await anext(requests)).sampling, 0
+        yield pb.GenerateResponse(load=pb.ReplicaLoad(kv_tokens=self.kv_tokens))
+        async for request in requests:
+            if not request.groups:
+                continue
+            request.sampling.CopyFrom(sampling)
+            self.requests.append(request)
+            self.asked.set()
+            fault = self.faults.popleft() if self.faults else None
+            await self.hold.wait()
+            self._check_serves(request)
+            good = len(request.groups) if fault is None else fault.after_groups
+            for start in range(0, good, self.groups_per_response):
+                groups = request.groups[start : min(good, start + self.groups_per_response)]
+                num_done += len(groups)
+                results = [self._group(group, sampling) for group in groups]
+                yield pb.GenerateResponse(groups=results, engine_s=self.engine_s * num_done)
+            if fault is not None:
+                rest = request.groups[good:]
+                if fault.partial:
+                    results = [self._group(group, sampling, num_tokens=fault.partial) for group in rest]
+                    yield pb.GenerateResponse(groups=results)
+                if fault.error is not None:
+                    raise fault.error
+                if fault.abort:
+                    yield pb.GenerateResponse(groups=[self._aborted(group) for group in rest])
+
+    def _check_serves(self, request: pb.GenerateRequest) -> None:
         if self.state != weights_pb2.REPLICA_STATE_SERVING:
             raise NotReady("no verified weights")
-        if request.policy_version != self.policy_version:
-            raise WrongVersion(f"version {request.policy_version} was asked for, {self.policy_version} is served")
-        good = len(request.groups) if fault is None else fault.after_groups
-        for start in range(0, good, self.groups_per_response):
-            groups = request.groups[start : min(good, start + self.groups_per_response)]
-            results = [self._group(group, request.sampling) for group in groups]
-            yield pb.GenerateGroupsResponse(groups=results, engine_s=self.engine_s * (start + len(groups)))
-        if fault is not None and fault.error is not None:
-            raise fault.error
-        if fault is not None and fault.abort:
-            results = [self._aborted(group) for group in request.groups[good:]]
-            yield pb.GenerateGroupsResponse(groups=results, engine_s=self.engine_s)
+        if not request.min_policy_version <= self.policy_version <= request.max_policy_version:
+            asked = f"{request.min_policy_version} to {request.max_policy_version}"
+            raise WrongVersion(f"version {asked} was asked for, {self.policy_version} is served")
 
     async def RunPhase(self, request: weights_pb2.RunPhaseRequest, context: Any) -> weights_pb2.RunPhaseResponse:
         sync_round = request.round
@@ -148,6 +170,12 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
             settings_digest=self.settings_digest,
         )
 
+    async def GenerateGroups(
+        self, request: pb.GenerateGroupsRequest, context: Any
+    ) -> AsyncIterator[pb.GenerateGroupsResponse]:
+        await refuse(context)
+        yield pb.GenerateGroupsResponse()
+
     async def PauseGeneration(self, request: pb.PauseGenerationRequest, context: Any) -> pb.PauseGenerationResponse:
         await refuse(context)
 
@@ -164,29 +192,37 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
         if phase == ABORT and self.sync.aborted_after in (TRANSFER, VERIFY):
             self.state = weights_pb2.REPLICA_STATE_POISONED
 
-    def _group(self, group: pb.PromptGroup, sampling: pb.SamplingParams) -> pb.GroupResult:
-        completions = [self._completion(group, k, sampling) for k in range(group.num_completions)]
+    def _group(self, group: pb.PromptGroup, sampling: pb.SamplingParams, num_tokens: int = 0) -> pb.GroupResult:
+        """Make the completions that are asked for; with num_tokens, only their next so many tokens."""
+        prefixes = {sample.index: len(sample.token_ids_u32) // 4 for sample in group.samples}
+        prefixes = prefixes or dict.fromkeys(range(group.num_completions), 0)
+        completions = [self._completion(group, k, sampling, first, num_tokens) for k, first in prefixes.items()]
         result = pb.GroupResult(group_id=group.group_id, completions=completions)
         self.damage(result)
         return result
 
-    def _completion(self, group: pb.PromptGroup, k: int, sampling: pb.SamplingParams) -> pb.Completion:
+    def _completion(
+        self, group: pb.PromptGroup, k: int, sampling: pb.SamplingParams, first: int, num_tokens: int
+    ) -> pb.Completion:
         prompt = read_array(group, "prompt_ids_u32").tolist()
         # Greedy: the same draw at every version, so that a prompt once right stays right.
         salt = self.policy_version if sampling.temperature > 0 else -1
         draw = zlib.crc32(f"{prompt}/{k}/{salt}".encode()) / 2**32
         right = draw < self.first_skill + self.skill_per_version * self.policy_version
         text = answer_of(prompt) if right else str(int(answer_of(prompt)) - 1)
-        ids = [*encode(text), EOS][: sampling.max_new_tokens]
-        reason = pb.FINISH_REASON_STOP if ids[-1] == EOS else pb.FINISH_REASON_LENGTH
+        whole = [*encode(text), EOS][: sampling.max_new_tokens]
+        reason = pb.FINISH_REASON_STOP if whole[-1] == EOS else pb.FINISH_REASON_LENGTH
+        ids = whole[first : first + num_tokens] if num_tokens else whole[first:]
         span = common_pb2.VersionSpan(start=0, end=len(ids), policy_version=self.policy_version)
         return pb.Completion(
+            index=k,
             token_ids_u32=packed("token_ids_u32", ids),
             logprobs_f32=packed("logprobs_f32", [-0.125] * len(ids)),
-            finish_reason=reason,
+            finish_reason=reason if first + len(ids) == len(whole) else pb.FINISH_REASON_UNSPECIFIED,
             version_spans=[span],
         )
 
     def _aborted(self, group: pb.PromptGroup) -> pb.GroupResult:
-        aborted = pb.Completion(finish_reason=pb.FINISH_REASON_ABORT)
-        return pb.GroupResult(group_id=group.group_id, completions=[aborted] * group.num_completions)
+        indexes = [sample.index for sample in group.samples] or range(group.num_completions)
+        aborted = [pb.Completion(index=index, finish_reason=pb.FINISH_REASON_ABORT) for index in indexes]
+        return pb.GroupResult(group_id=group.group_id, completions=aborted)

@@ -26,16 +26,16 @@ class PodRollout(FakeRollout):
     running: int = 0
     was_asked_unseeded: bool = False
 
-    async def GenerateGroups(
-        self, request: pb.GenerateGroupsRequest, context: Any
-    ) -> AsyncIterator[pb.GenerateGroupsResponse]:
+    async def Generate(
+        self, requests: AsyncIterator[pb.GenerateRequest], context: Any
+    ) -> AsyncIterator[pb.GenerateResponse]:
         self.was_asked_unseeded |= self.state != weights_pb2.REPLICA_STATE_SERVING
-        self.running += len(request.groups)
+        self.running += 1
         try:
-            async for response in super().GenerateGroups(request, context):
+            async for response in super().Generate(requests, context):
                 yield response
         finally:
-            self.running -= len(request.groups)
+            self.running -= 1
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         status = await super().GetStatus(request, context)

@@ -2,8 +2,8 @@
 
 python -m tools.bench_train.trajectories [--tokens 256 2048] [--groups 64] [--completions 8] [--repeats 5]
 
-A process serves GenerateGroups over gRPC on the loopback, with the rollout service's own replies. This process is the
-coordinator: `Replica.generate`, `select_samples`, `make_batch`, and the messages of `TrainStep` as bytes. Rewards and
+A process serves Generate over gRPC on the loopback, with the rollout service's own replies. This process is the
+coordinator: `SampleStream`, `select_samples`, `make_batch`, and the messages of `TrainStep` as bytes. Rewards and
 texts, which depend on the run, are left out. The smallest of the repeats is what the code needs.
 """
 
@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 
 from coordinator.learn.updates import make_batch, select_samples
-from rollout_service.engine import Finish, FinishedGroup, SampledCompletion, Span
-from rollout_service.servicer import _reply, _split
+from rollout_service.engine import Finish, SampledCompletion, SampledGroup, Span
+from rollout_service.servicer import _fill, _split
 from servicekit.rpc.server import GrpcServer
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from tandem_clients.flow import Order, Prompt, Sampling
+from tandem_clients.flow import Group, Order, Prompt, Sampling
 from tandem_clients.replica import Replica
+from tandem_clients.sample_stream import OpenGroup
 from tandem_clients.trainer import step_requests
 
 SERVICE = "tandem_api.rollout.v1.RolloutService"
@@ -33,24 +34,32 @@ SERVICE = "tandem_api.rollout.v1.RolloutService"
 class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
     """Answers each group with completions of `max_new_tokens` tokens."""
 
-    async def GenerateGroups(
-        self, request: rollout_pb2.GenerateGroupsRequest, context: Any
-    ) -> AsyncIterator[rollout_pb2.GenerateGroupsResponse]:
+    async def Generate(
+        self, requests: AsyncIterator[rollout_pb2.GenerateRequest], context: Any
+    ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
         """Answer all groups, in the messages of the real service."""
-        tokens = request.sampling.max_new_tokens
-        completion = SampledCompletion(
-            token_ids=list(range(100_000, 100_000 + tokens)),
-            logprobs=[-0.125] * tokens,
-            finish=Finish.LENGTH,
-            spans=[Span(start=0, end=tokens, policy_version=request.policy_version)],
-            cached_tokens=0,
-        )
-        groups = [
-            FinishedGroup(group_id=group.group_id, completions=[completion] * group.num_completions)
-            for group in request.groups
-        ]
-        for part in _split(groups):
-            yield _reply(part, 0.0)
+        tokens = (await anext(requests)).sampling.max_new_tokens
+        async for request in requests:
+            groups = [
+                SampledGroup(
+                    group_id=group.group_id,
+                    completions=[_completion(group.group_id, index, tokens) for index in range(group.num_completions)],
+                )
+                for group in request.groups
+            ]
+            for part in _split(groups):
+                yield _fill(rollout_pb2.GenerateResponse(), part)
+
+
+def _completion(group_id: str, index: int, tokens: int) -> SampledCompletion:
+    return SampledCompletion(
+        group_id=group_id,
+        index=index,
+        token_ids=list(range(100_000, 100_000 + tokens)),
+        logprobs=[-0.125] * tokens,
+        finish=Finish.LENGTH,
+        spans=[Span(start=0, end=tokens, policy_version=1)],
+    )
 
 
 def serve(ready: Connection) -> None:
@@ -65,6 +74,20 @@ def serve(ready: Connection) -> None:
     asyncio.run(run())
 
 
+async def sample(replica: Replica, prompts: dict[str, Prompt], order: Order) -> list[Group]:
+    """Ask for all groups, and return them."""
+    groups: list[Group] = []
+    async with replica.sampling(order, timeout_s=60.0) as stream:
+        await stream.submit(
+            [OpenGroup(group_id=name, prompt=prompts[name], num_completions=order.num_completions) for name in prompts]
+        )
+        async for news in stream.news():
+            groups += [group.group() for group in news.whole]
+            if len(groups) == len(prompts):
+                break
+    return groups
+
+
 async def measure(address: str, args: argparse.Namespace, tokens: int) -> tuple[float, float]:
     """Return the CPU seconds of calls with their replies, and of a train step's messages, per trajectory."""
     sampling = Sampling(temperature=1.0, max_new_tokens=tokens, stop_token_ids=())
@@ -75,7 +98,7 @@ async def measure(address: str, args: argparse.Namespace, tokens: int) -> tuple[
     calls, steps = [], []
     for _ in range(args.repeats + 1):
         begun = time.process_time()
-        groups = [g async for part in replica.generate(prompts, order, timeout_s=60.0) for g in part.groups]
+        groups = await sample(replica, prompts, order)
         received = time.process_time()
         samples = select_samples(
             groups, np.zeros((args.groups, args.completions)), np.zeros(args.groups, np.bool_), truncated="keep"

@@ -147,6 +147,7 @@ class PromptGroup(_message.Message):
     NUM_COMPLETIONS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     PROMPT_IDS_U32_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     num_completions: _builtins.int
     seed: _builtins.int
@@ -159,6 +160,10 @@ class PromptGroup(_message.Message):
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """prompt_ids_u32 is read where it is set, and this one else; it goes with the next release."""
 
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SamplePrefix]:
+        """Which of the num_completions are asked for. Empty: all, from their beginnings."""
+
     def __init__(
         self,
         *,
@@ -167,16 +172,154 @@ class PromptGroup(_message.Message):
         num_completions: _builtins.int = ...,
         seed: _builtins.int | None = ...,
         prompt_ids_u32: _builtins.bytes = ...,
+        samples: _abc.Iterable[Global___SamplePrefix] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "group_id", b"group_id", "num_completions", b"num_completions", "prompt_ids", b"prompt_ids", "prompt_ids_u32", b"prompt_ids_u32", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "group_id", b"group_id", "num_completions", b"num_completions", "prompt_ids", b"prompt_ids", "prompt_ids_u32", b"prompt_ids_u32", "samples", b"samples", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
 
 Global___PromptGroup: _TypeAlias = PromptGroup  # noqa: Y015
+
+@_typing.final
+class SamplePrefix(_message.Message):
+    """A completion that is begun: it continues after these tokens, which count in max_new_tokens and are not returned."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_U32_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """0 to num_completions - 1."""
+    token_ids_u32: _builtins.bytes
+    """Little-endian; empty: it begins. Refused with a repetition_penalty or stop texts, which SGLang looks for in what it
+    has sampled itself.
+    """
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        token_ids_u32: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "token_ids_u32", b"token_ids_u32"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SamplePrefix: _TypeAlias = SamplePrefix  # noqa: Y015
+
+@_typing.final
+class GenerateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    MIN_POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    MAX_POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    CANCEL_FIELD_NUMBER: _builtins.int
+    min_policy_version: _builtins.int
+    """Of what this message submits. FAILED_PRECONDITION: the version served is older, or newer than the highest (unset: any)."""
+    max_policy_version: _builtins.int
+    @_builtins.property
+    def sampling(self) -> Global___SamplingParams:
+        """Of all that is submitted; in the first message."""
+
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptGroup]:
+        """What is submitted. An id is that of one group as long as the stream is open."""
+
+    @_builtins.property
+    def cancel(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of groups to end: their completions come with FINISH_REASON_ABORT, those that are finished or unknown do not."""
+
+    def __init__(
+        self,
+        *,
+        sampling: Global___SamplingParams | None = ...,
+        groups: _abc.Iterable[Global___PromptGroup] | None = ...,
+        min_policy_version: _builtins.int = ...,
+        max_policy_version: _builtins.int | None = ...,
+        cancel: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_policy_version", b"_max_policy_version", "max_policy_version", b"max_policy_version", "sampling", b"sampling"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_policy_version", b"_max_policy_version", "cancel", b"cancel", "groups", b"groups", "max_policy_version", b"max_policy_version", "min_policy_version", b"min_policy_version", "sampling", b"sampling"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_policy_version: _TypeAlias = _typing.Literal["max_policy_version"]  # noqa: Y015
+    _WhichOneofArgType__max_policy_version: _TypeAlias = _typing.Literal["_max_policy_version", b"_max_policy_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_policy_version) -> _WhichOneofReturnType__max_policy_version | None: ...
+
+Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class ReplicaLoad(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUNNING_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    KV_TOKENS_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
+    running: _builtins.int
+    """Completions in the engine, and those of them that wait for room."""
+    waiting: _builtins.int
+    kv_tokens: _builtins.int
+    """Tokens for which the KV cache has room."""
+    policy_version: _builtins.int
+    paused: _builtins.bool
+    """What is submitted waits for the end of a weight sync, or for ResumeGeneration."""
+    def __init__(
+        self,
+        *,
+        running: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        kv_tokens: _builtins.int = ...,
+        policy_version: _builtins.int = ...,
+        paused: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_tokens", b"kv_tokens", "paused", b"paused", "policy_version", b"policy_version", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaLoad: _TypeAlias = ReplicaLoad  # noqa: Y015
+
+@_typing.final
+class GenerateResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: _builtins.int
+    ENGINE_S_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    engine_s: _builtins.float
+    """Seconds from the first submission to this response."""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupResult]:
+        """The completions that have something new: the tokens since the last response, and their spans, which begin with 0.
+        FINISH_REASON_UNSPECIFIED: the completion is under way.
+        """
+
+    @_builtins.property
+    def load(self) -> Global___ReplicaLoad: ...
+    def __init__(
+        self,
+        *,
+        groups: _abc.Iterable[Global___GroupResult] | None = ...,
+        engine_s: _builtins.float = ...,
+        load: Global___ReplicaLoad | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_s", b"engine_s", "groups", b"groups", "load", b"load"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class GenerateGroupsRequest(_message.Message):
@@ -223,6 +366,7 @@ class Completion(_message.Message):
     TOKEN_IDS_U32_FIELD_NUMBER: _builtins.int
     LOGPROBS_F32_FIELD_NUMBER: _builtins.int
     LOSS_MASK_U8_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     cached_tokens: _builtins.int
     """Prompt tokens that came from the prefix cache."""
@@ -233,6 +377,8 @@ class Completion(_message.Message):
     """One per token, 1 or 0: 0 for a token that the policy has not sampled (a tool's answer, another's turn); it is read by
     those after it, and trained on in no way. At least one is 1. Empty: the policy has sampled all of them.
     """
+    index: _builtins.int
+    """In Generate: which of the group's."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -253,10 +399,11 @@ class Completion(_message.Message):
         token_ids_u32: _builtins.bytes = ...,
         logprobs_f32: _builtins.bytes = ...,
         loss_mask_u8: _builtins.bytes = ...,
+        index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "logprobs_f32", b"logprobs_f32", "loss_mask", b"loss_mask", "loss_mask_u8", b"loss_mask_u8", "token_ids", b"token_ids", "token_ids_u32", b"token_ids_u32", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "logprobs_f32", b"logprobs_f32", "loss_mask", b"loss_mask", "loss_mask_u8", b"loss_mask_u8", "token_ids", b"token_ids", "token_ids_u32", b"token_ids_u32", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

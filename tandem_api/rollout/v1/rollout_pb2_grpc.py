@@ -40,6 +40,11 @@ class RolloutServiceStub:
                 request_serializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.TakeOverRequest.SerializeToString,
                 response_deserializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.TakeOverResponse.FromString,
                 _registered_method=True)
+        self.Generate = channel.stream_stream(
+                '/tandem_api.rollout.v1.RolloutService/Generate',
+                request_serializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.GenerateResponse.FromString,
+                _registered_method=True)
         self.GenerateGroups = channel.unary_stream(
                 '/tandem_api.rollout.v1.RolloutService/GenerateGroups',
                 request_serializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.GenerateGroupsRequest.SerializeToString,
@@ -84,9 +89,19 @@ class RolloutServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Generate(self, request_iterator, context):
+        """Samples for as long as the stream is open: groups are submitted and cancelled meanwhile, replies bring what is new of
+        each completion, and the load, about twice a second. What is submitted during a pause waits for its end.
+        Deadline: that of the longest stream, a day; it is renewed by messages, empty ones too, of which each 300 s need one.
+        Errors, as of GenerateGroups, end the stream; what replies have brought stays valid: prefixes of further calls.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GenerateGroups(self, request, context):
-        """Samples num_completions completions for each prompt; a group is streamed as soon as it is complete.
-        Longest deadline: 3600 s. Not idempotent, but safe to repeat (sampling has no side effect).
+        """As Generate, with all prompts in one message and whole groups as replies. No service calls it; it goes with the next
+        release. Longest deadline: 3600 s. Not idempotent, but safe to repeat (sampling has no side effect).
         INVALID_ARGUMENT: a bad prompt or sampling parameter (named); RESOURCE_EXHAUSTED: more groups than
         the limit; FAILED_PRECONDITION: no verified weights of the version asked for; UNAVAILABLE: draining.
         """
@@ -138,6 +153,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.TakeOver,
                     request_deserializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.TakeOverRequest.FromString,
                     response_serializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.TakeOverResponse.SerializeToString,
+            ),
+            'Generate': grpc.stream_stream_rpc_method_handler(
+                    servicer.Generate,
+                    request_deserializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.GenerateRequest.FromString,
+                    response_serializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.GenerateResponse.SerializeToString,
             ),
             'GenerateGroups': grpc.unary_stream_rpc_method_handler(
                     servicer.GenerateGroups,
@@ -198,6 +218,33 @@ class RolloutService:
             '/tandem_api.rollout.v1.RolloutService/TakeOver',
             tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.TakeOverRequest.SerializeToString,
             tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.TakeOverResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Generate(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/tandem_api.rollout.v1.RolloutService/Generate',
+            tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
+            tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,

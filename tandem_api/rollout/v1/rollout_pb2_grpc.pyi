@@ -37,9 +37,15 @@ class RolloutServiceStub:
     """The first call of a new coordinator: from now on older ones are refused, and what they have begun is done when this
     answers. Longest deadline: 3600 s. Idempotent.
     """
+    Generate: _grpc.StreamStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]
+    """Samples for as long as the stream is open: groups are submitted and cancelled meanwhile, replies bring what is new of
+    each completion, and the load, about twice a second. What is submitted during a pause waits for its end.
+    Deadline: that of the longest stream, a day; it is renewed by messages, empty ones too, of which each 300 s need one.
+    Errors, as of GenerateGroups, end the stream; what replies have brought stays valid: prefixes of further calls.
+    """
     GenerateGroups: _grpc.UnaryStreamMultiCallable[_rollout_pb2.GenerateGroupsRequest, _rollout_pb2.GenerateGroupsResponse]
-    """Samples num_completions completions for each prompt; a group is streamed as soon as it is complete.
-    Longest deadline: 3600 s. Not idempotent, but safe to repeat (sampling has no side effect).
+    """As Generate, with all prompts in one message and whole groups as replies. No service calls it; it goes with the next
+    release. Longest deadline: 3600 s. Not idempotent, but safe to repeat (sampling has no side effect).
     INVALID_ARGUMENT: a bad prompt or sampling parameter (named); RESOURCE_EXHAUSTED: more groups than
     the limit; FAILED_PRECONDITION: no verified weights of the version asked for; UNAVAILABLE: draining.
     """
@@ -66,9 +72,15 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """The first call of a new coordinator: from now on older ones are refused, and what they have begun is done when this
     answers. Longest deadline: 3600 s. Idempotent.
     """
+    Generate: _aio.StreamStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]  # type: ignore[assignment]
+    """Samples for as long as the stream is open: groups are submitted and cancelled meanwhile, replies bring what is new of
+    each completion, and the load, about twice a second. What is submitted during a pause waits for its end.
+    Deadline: that of the longest stream, a day; it is renewed by messages, empty ones too, of which each 300 s need one.
+    Errors, as of GenerateGroups, end the stream; what replies have brought stays valid: prefixes of further calls.
+    """
     GenerateGroups: _aio.UnaryStreamMultiCallable[_rollout_pb2.GenerateGroupsRequest, _rollout_pb2.GenerateGroupsResponse]  # type: ignore[assignment]
-    """Samples num_completions completions for each prompt; a group is streamed as soon as it is complete.
-    Longest deadline: 3600 s. Not idempotent, but safe to repeat (sampling has no side effect).
+    """As Generate, with all prompts in one message and whole groups as replies. No service calls it; it goes with the next
+    release. Longest deadline: 3600 s. Not idempotent, but safe to repeat (sampling has no side effect).
     INVALID_ARGUMENT: a bad prompt or sampling parameter (named); RESOURCE_EXHAUSTED: more groups than
     the limit; FAILED_PRECONDITION: no verified weights of the version asked for; UNAVAILABLE: draining.
     """
@@ -100,13 +112,25 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def Generate(
+        self,
+        request_iterator: _MaybeAsyncIterator[_rollout_pb2.GenerateRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_rollout_pb2.GenerateResponse], _abc.AsyncIterator[_rollout_pb2.GenerateResponse]]:
+        """Samples for as long as the stream is open: groups are submitted and cancelled meanwhile, replies bring what is new of
+        each completion, and the load, about twice a second. What is submitted during a pause waits for its end.
+        Deadline: that of the longest stream, a day; it is renewed by messages, empty ones too, of which each 300 s need one.
+        Errors, as of GenerateGroups, end the stream; what replies have brought stays valid: prefixes of further calls.
+        """
+
+    @_abc_1.abstractmethod
     def GenerateGroups(
         self,
         request: _rollout_pb2.GenerateGroupsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_pb2.GenerateGroupsResponse], _abc.AsyncIterator[_rollout_pb2.GenerateGroupsResponse]]:
-        """Samples num_completions completions for each prompt; a group is streamed as soon as it is complete.
-        Longest deadline: 3600 s. Not idempotent, but safe to repeat (sampling has no side effect).
+        """As Generate, with all prompts in one message and whole groups as replies. No service calls it; it goes with the next
+        release. Longest deadline: 3600 s. Not idempotent, but safe to repeat (sampling has no side effect).
         INVALID_ARGUMENT: a bad prompt or sampling parameter (named); RESOURCE_EXHAUSTED: more groups than
         the limit; FAILED_PRECONDITION: no verified weights of the version asked for; UNAVAILABLE: draining.
         """

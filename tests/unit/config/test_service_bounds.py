@@ -12,7 +12,7 @@ from tandem_config.problems import ConfigErrors
 from tandem_config.schema import RunConfig
 
 MINIMAL = ["model.path=m", "data.train=rows.jsonl", "rollout.max_total_tokens=100000000"]
-LIMITS = EngineLimits(vocab_size=2**31, longest_request=2**25)
+LIMITS = EngineLimits(vocab_size=2**31, longest_request=2**25, kv_tokens=2**25)
 # By setting: the ends that both take, and values just beyond them that both refuse.
 BOUNDS = {
     "grpo.temperature": (("0.001", "1.0", "100.0"), ("1.0e-7", "0.0009", "100.1", "200.0", "0.0", "-1.0")),

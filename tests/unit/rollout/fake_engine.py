@@ -1,13 +1,13 @@
 """A deterministic RolloutEngine and its ranks: they do nothing but remember, and fail where a test says."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 
 from rollout_service.engine import (
     EngineLimits,
     EngineLoad,
     Finish,
-    FinishedGroup,
     GroupRequest,
     SampledCompletion,
     SamplingSettings,
@@ -22,7 +22,7 @@ class FakeEngine:
     """Answers token 1 at once; with `hold()`, waits until `release()` or an abort."""
 
     def __init__(self, num_ranks: int = 2) -> None:
-        self.limits = EngineLimits(vocab_size=100, longest_request=64)
+        self.limits = EngineLimits(vocab_size=100, longest_request=64, kv_tokens=1024)
         self.rank_addresses = [f"unix:rank{rank}" for rank in range(num_ranks)]
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.calls: list[str] = []
@@ -32,7 +32,7 @@ class FakeEngine:
         self._aborted = False
         self._thawed = asyncio.Event()
         self._thawed.set()
-        self._inside = 0
+        self.running: set[asyncio.Task[None]] = set()
         self.progress = 0
 
     def hold(self) -> None:
@@ -45,32 +45,35 @@ class FakeEngine:
     async def start(self) -> None:
         self.calls.append("start")
 
-    async def generate(
-        self, groups: Sequence[GroupRequest], sampling: SamplingSettings
-    ) -> AsyncIterator[list[FinishedGroup]]:
-        self._inside += 1
-        try:
-            if self._held is not None:
-                await self._held.wait()
-            await self._thawed.wait()
-            for group in groups:
-                yield [self._finished(group, sampling)]
-        finally:
-            self._inside -= 1
+    def open_stream(self, sampling: SamplingSettings) -> "FakeStream":
+        return FakeStream(self, sampling)
 
-    def _finished(self, group: GroupRequest, sampling: SamplingSettings) -> FinishedGroup:
-        tokens = [] if self._aborted else [1] * sampling.max_new_tokens
-        completion = SampledCompletion(
-            token_ids=tokens,
-            logprobs=[-0.5] * len(tokens),
-            finish=Finish.ABORT if self._aborted else Finish.LENGTH,
-            spans=[Span(start=0, end=len(tokens), policy_version=self.version)],
-            cached_tokens=0,
+    async def before(self, group: GroupRequest) -> None:
+        """Wait until a group may be answered."""
+        if self._held is not None:
+            await self._held.wait()
+        await self._thawed.wait()
+
+    def answer(self, group: GroupRequest, sampling: SamplingSettings, *, aborted: bool) -> list[SampledCompletion]:
+        return [
+            self._completion(group.group_id, index, 0 if aborted or self._aborted else num_tokens)
+            for index, num_tokens in (
+                (i, sampling.max_new_tokens - len(prefix)) for i, prefix in group.starts().items()
+            )
+        ]
+
+    def _completion(self, group_id: str, index: int, num_tokens: int) -> SampledCompletion:
+        return SampledCompletion(
+            group_id=group_id,
+            index=index,
+            token_ids=[1] * num_tokens,
+            logprobs=[-0.5] * num_tokens,
+            finish=Finish.LENGTH if num_tokens else Finish.ABORT,
+            spans=[Span(start=0, end=num_tokens, policy_version=self.version)],
         )
-        return FinishedGroup(group_id=group.group_id, completions=[completion] * group.num_completions)
 
     def load(self) -> EngineLoad:
-        return EngineLoad(requests=self._inside, waiting_requests=0, kv_cache_usage=0.0, progress=self.progress)
+        return EngineLoad(requests=len(self.running), waiting_requests=0, kv_cache_usage=0.0, progress=self.progress)
 
     async def freeze(self) -> None:
         self.calls.append("freeze")
@@ -98,13 +101,52 @@ class FakeEngine:
 
     async def flush_cache(self, timeout_s: float = 0.0) -> bool:
         self.calls.append("flush_cache")
-        return self._inside == 0
+        return not self.running
 
     def cpu_s(self) -> tuple[float, ...]:
         return ()
 
     async def shutdown(self) -> None:
         self.calls.append("shutdown")
+
+
+class FakeStream:
+    """A task for each group."""
+
+    def __init__(self, engine: FakeEngine, sampling: SamplingSettings) -> None:
+        self._engine, self._sampling = engine, sampling
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._news: asyncio.Queue[list[SampledCompletion]] = asyncio.Queue()
+
+    async def submit(self, groups: Sequence[GroupRequest]) -> None:
+        for group in groups:
+            task = self._tasks[group.group_id] = asyncio.create_task(self._run(group))
+            self._engine.running.add(task)
+
+    async def _run(self, group: GroupRequest) -> None:
+        aborted = False
+        try:
+            await self._engine.before(group)
+        except asyncio.CancelledError:
+            aborted = True
+        self._engine.running.discard(self._tasks[group.group_id])
+        self._news.put_nowait(self._engine.answer(group, self._sampling, aborted=aborted))
+
+    def cancel(self, group_id: str) -> None:
+        if group_id in self._tasks:
+            self._tasks[group_id].cancel()
+
+    async def news(self, every_s: float | None = None) -> AsyncIterator[list[SampledCompletion]]:
+        while True:
+            news: list[SampledCompletion] = []
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(every_s):
+                    news = await self._news.get()
+            yield news
+
+    def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
 
 
 class FakeRanks:

@@ -1,5 +1,3 @@
-import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +16,7 @@ from rollout_service.sglang_engine.options import (
 from rollout_service.sglang_engine.receiver import ReceiverSettings
 from tandem_config.schema import RunConfig
 from tests.kit.stores import tiny_spec
+from tests.unit.rollout.fake_engine import FakeEngine
 
 
 def config(max_prompt_tokens: int = 1024, **rollout: object) -> RunConfig:
@@ -136,11 +135,11 @@ async def test_an_engine_is_warm_when_it_has_sampled_in_each() -> None:
     engine: Any = SglangEngine.__new__(SglangEngine)
     asked: list[object] = []
 
-    async def generate(groups: object, sampling: object) -> AsyncIterator[object]:
+    def open_stream(sampling: object) -> object:
         asked.append(sampling)
-        yield groups
+        return FakeEngine().open_stream(warm_up_sampling(config())[0])
 
-    engine.generate = generate
+    engine.open_stream = open_stream
     engine._sampling = ["plain", "top-p"]
     await engine._warm_up()
     assert asked == ["plain", "top-p"]
@@ -149,12 +148,14 @@ async def test_an_engine_is_warm_when_it_has_sampled_in_each() -> None:
 async def test_an_engine_that_is_not_warm_in_time_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Any = SglangEngine.__new__(SglangEngine)
 
-    async def generate(groups: object, sampling: object) -> AsyncIterator[object]:
-        await asyncio.Event().wait()
-        yield groups
-
+    held = FakeEngine()
+    held.hold()
     monkeypatch.setattr("rollout_service.sglang_engine.engine.WARM_UP_S", 0.01)
-    engine.generate, engine._sampling, engine._name = generate, ["plain", "top-p"], "rollout-3"
+    engine.open_stream, engine._sampling, engine._name = (
+        lambda _: held.open_stream(warm_up_sampling(config())[0]),
+        ["plain", "top-p"],
+        "rollout-3",
+    )
     with pytest.raises(RuntimeError, match=r"replica rollout-3 within 0.01 s: .* sampling was plain"):
         await engine._warm_up()
 

@@ -10,7 +10,7 @@ from servicekit.errors import InvalidRequest, TandemError, TooLarge
 from servicekit.rpc.limits import MAX_COMPLETIONS_PER_CALL
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 
-LIMITS = EngineLimits(vocab_size=100, longest_request=64)
+LIMITS = EngineLimits(vocab_size=100, longest_request=64, kv_tokens=64)
 
 
 def request(**changes: Any) -> pb.GenerateGroupsRequest:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollout_service.engine import GroupRequest, SamplingSettings
+from rollout_service.engine import GroupRequest, SamplingSettings, generate_groups
 from rollout_service.stall import PATIENCE, Look, SingleFlight, StallWatch, Stillness
 from rollout_service.weight_updates.admission import Admission
 from servicekit.errors import Unavailable
@@ -90,7 +90,7 @@ class Watched:
 
     async def call(self) -> None:
         with self.admission.inside(1):
-            async for _ in self.admission.until_evicted(self.engine.generate(GROUPS, SAMPLING)):
+            async for _ in self.admission.until_evicted(generate_groups(self.engine, GROUPS, SAMPLING)):
                 pass
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollout_service.engine import GroupRequest, SamplingSettings
+from rollout_service.engine import GroupRequest, SamplingSettings, generate_groups
 from rollout_service.weight_updates.admission import Admission
 from rollout_service.weight_updates.pauses import Pauses
 from rollout_service.weight_updates.updates import WeightUpdates
@@ -60,7 +60,7 @@ class Rig:
             sampling = SamplingSettings(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4, stop_token_ids=())
             groups = [GroupRequest(group_id="g", prompt_ids=[1], num_completions=1)]
             with self.admission.inside(1):
-                items = self.admission.until_evicted(self.engine.generate(groups, sampling))
+                items = self.admission.until_evicted(generate_groups(self.engine, groups, sampling))
                 return sum([len(c.token_ids) async for part in items for g in part for c in g.completions])
 
         return asyncio.create_task(generate())

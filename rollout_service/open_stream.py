@@ -1,0 +1,95 @@
+"""One Generate call: what is submitted goes to the engine, what is new comes back, the groups that run are counted."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from rollout_service.engine import RolloutEngine, SampledCompletion, SampledGroup, SamplingSettings
+from rollout_service.sampling import read_groups
+from rollout_service.weight_updates.admission import Admission
+from servicekit.lifecycle.tasks import cancel
+from tandem_api.rollout.v1 import rollout_pb2 as pb
+
+
+class OpenStream:
+    """The groups of one call.
+
+    Args:
+        max_groups: most that one message may submit (rollout.max_groups_per_call).
+        until_it_serves: waits until what a request submits can be sampled; raises if it cannot.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        sampling: SamplingSettings,
+        admission: Admission,
+        max_groups: int,
+        until_it_serves: Callable[[pb.GenerateRequest], Awaitable[None]],
+    ) -> None:
+        self._limits, self._sampling = engine.limits, sampling
+        self._stream = engine.open_stream(sampling)
+        self._admission, self._max_groups, self._until_it_serves = admission, max_groups, until_it_serves
+        self._left: dict[str, int] = {}  # by group, the completions that have not ended
+        self._began_s: float | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups that run."""
+        return len(self._left)
+
+    @property
+    def engine_s(self) -> float:
+        """Seconds from the first submission until now."""
+        return 0.0 if self._began_s is None else time.perf_counter() - self._began_s
+
+    @asynccontextmanager
+    async def reading(
+        self, first: pb.GenerateRequest, requests: AsyncIterator[pb.GenerateRequest]
+    ) -> AsyncIterator[None]:
+        """Read and submit inside the block; at its end what runs is aborted."""
+        self._reading = asyncio.create_task(self._read(first, requests), name="read-submissions")
+        try:
+            yield
+        finally:
+            await cancel(self._reading)
+            self._stream.close()
+            self._admission.leave(len(self._left))
+
+    async def _read(self, request: pb.GenerateRequest | None, requests: AsyncIterator[pb.GenerateRequest]) -> None:
+        while request is not None:
+            for group_id in request.cancel:
+                self._stream.cancel(group_id)
+            if request.groups:
+                groups = read_groups(request.groups, self._sampling, self._limits, self._max_groups, self._left)
+                await self._until_it_serves(request)
+                self._left |= {group.group_id: len(group.starts()) for group in groups}
+                self._admission.enter(len(groups))
+                self._began_s = self._began_s or time.perf_counter()
+                await self._stream.submit(groups)
+            request = await anext(requests, None)
+
+    async def news(self, every_s: float) -> AsyncIterator[list[SampledGroup]]:
+        """Yield what is new, by group, at least every so often; until all is read and has ended.
+
+        Raises: what reading raises; RuntimeError: the engine failed a request.
+        """
+        async for completions in self._stream.news(every_s):
+            yield self._by_group(completions)
+            if self._reading is not None and self._reading.done():
+                self._reading.result()
+                if not self._left:
+                    return
+
+    def _by_group(self, completions: Sequence[SampledCompletion]) -> list[SampledGroup]:
+        groups: dict[str, list[SampledCompletion]] = {}
+        for completion in completions:
+            groups.setdefault(completion.group_id, []).append(completion)
+        for name, found in groups.items():
+            self._left[name] -= sum(one.finish is not None for one in found)
+            if not self._left[name]:
+                del self._left[name]
+                self._admission.leave(1)
+        return [SampledGroup(group_id=name, completions=found) for name, found in groups.items()]

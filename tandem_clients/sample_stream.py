@@ -1,0 +1,268 @@
+"""A stream of samples from one replica: groups go out, what is new of their completions comes in and is kept.
+
+It checks what the replica streams, and turns protobuf into the types of flow.py.
+"""
+
+import asyncio
+import contextlib
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from servicekit.errors import DeadlineExceeded, Internal, rpc_errors
+from servicekit.rpc.arrays import packed
+from servicekit.rpc.limits import SAMPLE_CHUNK_BYTES, STREAM_SILENCE_S, chunk_starts
+from tandem_api.rollout.v1 import rollout_pb2 as pb
+from tandem_clients.flow import Completion, Group, Order, Prompt
+
+# The service ends a stream that is silent for longer.
+RENEW_S = STREAM_SILENCE_S / 5
+# Whether a completion with this reason has ended. That of an aborted one continues elsewhere.
+_ENDS = {
+    pb.FINISH_REASON_STOP: True,
+    pb.FINISH_REASON_LENGTH: True,
+    pb.FINISH_REASON_ABORT: False,
+    pb.FINISH_REASON_UNSPECIFIED: False,
+}
+
+
+class MalformedReply(Internal):
+    """A service's reply contradicts its contract."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OpenGroup:
+    """A group whose completions are under way, on whichever replica.
+
+    Attributes:
+        found: what has come of each completion, by its index.
+        running: completions that a stream samples now.
+        ended: completions that are whole.
+    """
+
+    group_id: str
+    prompt: Prompt
+    num_completions: int
+    found: dict[int, Completion] = field(default_factory=dict)
+    running: set[int] = field(default_factory=set)
+    ended: set[int] = field(default_factory=set)
+
+    def missing(self) -> list[int]:
+        """Return the completions that have not ended."""
+        return [index for index in range(self.num_completions) if index not in self.ended]
+
+    def num_begun(self) -> int:
+        """Count the tokens of completions that have not ended."""
+        return sum(len(self.found[index].token_ids) for index in self.missing() if index in self.found)
+
+    def begin_anew(self) -> None:
+        """Forget what has come of completions that have not ended."""
+        for index in self.missing():
+            self.found.pop(index, None)
+
+    def group(self) -> Group:
+        """Return the whole group."""
+        completions = tuple([self.found[index] for index in range(self.num_completions)])
+        return Group(group_id=self.group_id, prompt=self.prompt, completions=completions)
+
+
+def _extend(begun: Completion, part: Completion) -> None:
+    """Append tokens that were sampled after those of `begun`."""
+    first = len(begun.token_ids)
+    if begun.loss_mask is not None or part.loss_mask is not None:
+        masks = [one.loss_mask or array("B", b"\1" * len(one.token_ids)) for one in (begun, part)]
+        begun.loss_mask = masks[0] + masks[1]
+    begun.token_ids.extend(part.token_ids)
+    begun.logprobs.extend(part.logprobs)
+    if part.version_spans:
+        spans = [*begun.version_spans, *((first + end, version) for end, version in part.version_spans)]
+        # Neighbours of one version are one run.
+        runs = [span for span, after in pairwise(spans) if span[1] != after[1]]
+        begun.version_spans = (*runs, spans[-1])
+        begun.oldest_version = min(begun.oldest_version, part.oldest_version)
+
+
+@dataclass(kw_only=True, slots=True)
+class News:
+    """What a response brings.
+
+    Attributes:
+        whole: groups of which everything has come.
+        returned: groups of which nothing runs here any more, and which are not whole: a pause or a shutdown has aborted
+            completions. What has come of them is kept.
+        num_ended: completions that run no more.
+        engine_s: seconds of the engine's work for this stream so far.
+        load: None: not reported this time.
+    """
+
+    whole: list[OpenGroup]
+    returned: list[OpenGroup]
+    num_ended: int
+    engine_s: float
+    load: pb.ReplicaLoad | None
+
+
+class SampleStream:
+    """The stream of one Generate call.
+
+    Args:
+        call: of grpc.aio.
+        timeout_s: the replica is given up if it brings no token for so long.
+    """
+
+    def __init__(self, name: str, call: Any, order: Order, timeout_s: float) -> None:
+        self._name, self._call, self._order, self._timeout_s = name, call, order, timeout_s
+        self._open: dict[str, OpenGroup] = {}
+        self._written_s = 0.0
+
+    async def begin(self) -> None:
+        """Open the stream: the replica answers with its load."""
+        await self._write(pb.GenerateRequest(sampling=_sampling(self._order)))
+
+    async def submit(self, groups: Sequence[OpenGroup]) -> None:
+        """Ask for what is missing of groups."""
+        self._open |= {group.group_id: group for group in groups}
+        messages = [self._message(group) for group in groups]
+        starts = [0, *chunk_starts([message.ByteSize() for message in messages], SAMPLE_CHUNK_BYTES), len(groups)]
+        version = self._order.policy_version
+        for first, last in pairwise(starts):
+            await self._write(
+                pb.GenerateRequest(groups=messages[first:last], min_policy_version=version, max_policy_version=version)
+            )
+
+    def _message(self, group: OpenGroup) -> pb.PromptGroup:
+        missing = group.missing()
+        group.running = set(missing)
+        message = pb.PromptGroup(
+            group_id=group.group_id,
+            prompt_ids_u32=packed("prompt_ids_u32", group.prompt.token_ids),
+            num_completions=group.num_completions,
+            seed=self._order.group_seed(group.group_id),
+        )
+        if group.found:
+            for index in missing:
+                has = group.found.get(index)
+                message.samples.add(index=index, token_ids_u32=b"" if has is None else has.token_ids.tobytes())
+        return message
+
+    async def _write(self, request: pb.GenerateRequest) -> None:
+        self._written_s = asyncio.get_running_loop().time()
+        # A call that has ended says why to its reader.
+        with contextlib.suppress(asyncio.InvalidStateError), rpc_errors(self._name):
+            await self._call.write(request)
+
+    async def news(self) -> AsyncIterator[News]:
+        """Yield what comes until the call ends; what is new of a completion is added to its group.
+
+        Raises: TandemError: of the service, or MalformedReply: names the replica, the group and the completion.
+        """
+        clock = asyncio.get_running_loop().time
+        due_s = clock() + self._timeout_s
+        while True:
+            try:
+                async with asyncio.timeout_at(due_s):
+                    with rpc_errors(self._name):
+                        response = await self._call.read()
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"{self._name}: no token came for {self._timeout_s:g} s (rollout.generate_timeout_s)"
+                ) from None
+            if not isinstance(response, pb.GenerateResponse):  # the end
+                return
+            if response.groups:
+                due_s = clock() + self._timeout_s
+            yield self._read(response)
+            if clock() - self._written_s > RENEW_S:
+                await self._write(pb.GenerateRequest())
+
+    def _read(self, response: pb.GenerateResponse) -> News:
+        news = News(
+            whole=[],
+            returned=[],
+            num_ended=0,
+            engine_s=response.engine_s,
+            load=response.load if response.HasField("load") else None,
+        )
+        for result in response.groups:
+            group = self._open.get(result.group_id)
+            if group is None:
+                raise MalformedReply(f"{self._name}: sent group {result.group_id!r}, which was not asked for")
+            before = len(group.running)
+            self._add(group, result)
+            news.num_ended += before - len(group.running)
+            if not group.running:
+                del self._open[result.group_id]
+                (news.returned if len(group.ended) < group.num_completions else news.whole).append(group)
+        return news
+
+    def _add(self, group: OpenGroup, result: pb.GroupResult) -> None:
+        place, items = f"{self._name}: group {group.group_id}", result.completions
+        if len({item.index for item in items}) < len(items):
+            raise MalformedReply(f"{place} has the same completion twice in a response")
+        found = group.found
+        for item in items:
+            index, reason = item.index, item.finish_reason
+            if index not in group.running or reason not in _ENDS:
+                raise MalformedReply(f"{place}, completion {index} was not asked for, or has finish reason {reason}")
+            if item.token_ids_u32 or (_ENDS[reason] and index not in found):
+                part = _read_completion(item, place)
+                if index in found:
+                    _extend(found[index], part)
+                else:
+                    found[index] = part
+            if _ENDS[reason]:
+                found[index].truncated = reason == pb.FINISH_REASON_LENGTH
+        group.running -= {item.index for item in items if item.finish_reason != pb.FINISH_REASON_UNSPECIFIED}
+        group.ended |= {item.index for item in items if _ENDS[item.finish_reason]}
+
+
+def _read_completion(item: pb.Completion, place: str) -> Completion:
+    try:
+        token_ids, logprobs = array("I", item.token_ids_u32), array("f", item.logprobs_f32)
+        mask = array("B", item.loss_mask_u8) if item.loss_mask_u8 else None
+    except ValueError:
+        raise MalformedReply(f"{place}, completion {item.index} has a part of a number") from None
+    spans = tuple([(span.end, span.policy_version) for span in item.version_spans])
+    num_tokens = len(token_ids)
+    if not num_tokens or len(logprobs) != num_tokens:
+        raise MalformedReply(f"{place}, completion {item.index} has {num_tokens} tokens and {len(logprobs)} log-probs")
+    if mask is not None:
+        _check_mask(mask, num_tokens, f"{place}, completion {item.index}")
+    if not spans or spans[-1][0] != num_tokens:
+        raise MalformedReply(
+            f"{place}, completion {item.index}: its version spans do not cover its {num_tokens} tokens"
+        )
+    return Completion(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        truncated=False,
+        oldest_version=spans[0][1] if len(spans) == 1 else min([version for _, version in spans]),
+        version_spans=spans,
+        loss_mask=None if mask is None or all(mask) else mask,
+    )
+
+
+def _sampling(order: Order) -> pb.SamplingParams:
+    sampling = order.sampling
+    return pb.SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        max_new_tokens=sampling.max_new_tokens,
+        stop_token_ids=sampling.stop_token_ids,
+        stop=sampling.stop,
+    )
+
+
+def _check_mask(mask: Sequence[int], num_tokens: int, place: str) -> None:
+    if len(mask) != num_tokens:
+        raise MalformedReply(f"{place} has {num_tokens} tokens and a loss mask of {len(mask)}")
+    if not any(mask):
+        raise MalformedReply(
+            f"{place}: its loss mask leaves none of its {num_tokens} tokens to the policy; "
+            "a completion needs one that the policy has sampled"
+        )
