@@ -43,6 +43,8 @@ test: check ## checks and all tests but the slow ones (about 40 minutes on 2 cor
 	@$(PY) -m tools.test_summary $(REPORTS)/test.xml $(REPORTS)/test-alone.xml
 
 test-all: SELECT := slow or not slow
+# Slow tests are many processes each: three at a time starved the beats of engines over several hosts.
+test-all: WORKERS := -n 2 --dist loadfile
 test-all: test ## checks and every test, slow ones and the CUDA environment's too
 	@ALLOW_SKIP=1 tools/cuda/check.sh
 
