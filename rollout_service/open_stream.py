@@ -51,10 +51,12 @@ class OpenStream:
     ) -> AsyncIterator[None]:
         """Read and submit inside the block; at its end what runs is aborted."""
         self._reading = asyncio.create_task(self._read(first, requests), name="read-submissions")
+        del first
         try:
             yield
         finally:
             await cancel(self._reading)
+            self._reading = None  # its error holds its frame, which holds this stream
             self._stream.close()
             self._admission.leave(len(self._left))
 
@@ -69,6 +71,7 @@ class OpenStream:
                 self._admission.enter(len(groups))
                 self._began_s = self._began_s or time.perf_counter()
                 await self._stream.submit(groups)
+            del request
             request = await anext(requests, None)
 
     async def news(self, every_s: float) -> AsyncIterator[list[SampledGroup]]:

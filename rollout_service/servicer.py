@@ -100,6 +100,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
         stream = OpenStream(self._engine, sampling, self._admission, self._max_groups, self._until_it_serves)
         with self._observe_call(time.perf_counter()):
             async with stream.reading(first, requests):
+                del first  # the stream decides how long it lives
                 yield pb.GenerateResponse(load=await self._load())
                 load_due_s = time.perf_counter() + NEWS_S
                 async for news in self._admission.until_evicted(stream.news(NEWS_S)):

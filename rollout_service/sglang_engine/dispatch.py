@@ -130,8 +130,6 @@ class TokenStream:
         self._manager, self._sampling, self._version, self._caches = manager, sampling, version, caches
         self._prefix = f"{uuid.uuid4().hex}/"
         self._running: dict[str, _Sample] = {}  # by request id
-        # SGLang aborts every request whose id begins with that of its message: one message ends a group, or all.
-        self._rids: dict[str, str] = {}  # by group
         self._num_groups = 0
         self._ended: list[_Sample] = []
         self._wake = asyncio.Event()
@@ -149,7 +147,7 @@ class TokenStream:
 
     def _samples(self, group: GroupRequest, version: int) -> list[_Sample]:
         self._num_groups += 1
-        rid = self._rids[group.group_id] = f"{self._prefix}{self._num_groups}/"
+        rid = f"{self._prefix}{self._num_groups}/"
         return [
             _Sample(group, index, prefix, rid=f"{rid}{index}", version=version, ended=self._on_end)
             for index, prefix in group.starts().items()
@@ -160,9 +158,13 @@ class TokenStream:
         self._wake.set()
 
     def cancel(self, group_id: str) -> None:
-        """Abort a group with one message, because the scheduler searches its whole queue per message."""
-        if rid := self._rids.get(group_id):
-            self._abort(rid)
+        """Abort a group with one message, because the scheduler searches its whole queue per message.
+
+        SGLang aborts every request whose id begins with that of the message.
+        """
+        rids = (sample.rid for sample in self._running.values() if sample.group.group_id == group_id)
+        if (rid := next(rids, None)) is not None:
+            self._abort(rid[: rid.rindex("/") + 1])
 
     def _abort(self, rid: str) -> None:
         states = [sample.state for sample in self._running.values() if sample.rid.startswith(rid)]

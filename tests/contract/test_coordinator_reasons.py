@@ -5,6 +5,7 @@ import errno
 import logging
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -70,7 +71,7 @@ class Fault:
 Place = tuple[Any, str]
 PARTS: dict[str, tuple[Place, tuple[str, ...]]] = {
     "trainer client": ((Trainer, "train_step"), ("trainer",)),
-    "replica client": ((Replica, "generate"), ("rollout-", "generation")),
+    "replica client": ((Replica, "sampling"), ("rollout-", "generation")),
     "registry": ((Registry, "list"), ("weight sync", "generation", "trainer", "replica")),
     "lease": ((CoordinatorLease, "hold"), ("lease", "coordinator", "lead")),
     "rewards": ((ExactMatch, "score"), ("reward exact_match",)),
@@ -102,12 +103,13 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, place: Place, fault: Fault) -> None
             return await real(*args, **options)
 
         monkeypatch.setattr(owner, name, failing)
-    elif name == "generate" and owner is Replica:
+    elif owner is Replica:
 
+        @asynccontextmanager
         async def streaming(*args: Any, **options: Any) -> AsyncIterator[Any]:
             fault.strike()
-            async for each in real(*args, **options):
-                yield each
+            async with real(*args, **options) as stream:
+                yield stream
 
         monkeypatch.setattr(owner, name, streaming)
     else:
