@@ -40,6 +40,7 @@ class OpenGroup:
         found: what has come of each completion, by its index.
         running: completions that a stream samples now.
         ended: completions that are whole.
+        num_returns: how often it came back with completions that were aborted.
     """
 
     group_id: str
@@ -48,6 +49,7 @@ class OpenGroup:
     found: dict[int, Completion] = field(default_factory=dict)
     running: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
+    num_returns: int = 0
 
     def missing(self) -> list[int]:
         """Return the completions that have not ended."""
@@ -190,7 +192,11 @@ class SampleStream:
             if group is None:
                 raise MalformedReply(f"{self._name}: sent group {result.group_id!r}, which was not asked for")
             before = len(group.running)
-            self._add(group, result)
+            try:
+                self._add(group, result)
+            except MalformedReply:
+                group.begin_anew()  # what came with the error counts for nothing, its first half neither
+                raise
             news.num_ended += before - len(group.running)
             if not group.running:
                 del self._open[result.group_id]

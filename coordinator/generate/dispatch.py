@@ -36,6 +36,8 @@ from tandem_clients.sample_stream import OpenGroup
 
 # One failed stream may be an accident; a replica that fails each of them costs a dispatch two.
 MAX_FAILURES = 2
+# As often pauses may abort a group; a replica that does so for another reason must not be asked for ever.
+MAX_RETURNS = 10
 
 NOTHING: Mapping[str, Group] = {}
 
@@ -270,6 +272,8 @@ class _Dispatch:
             raise
         except TandemError as failure:
             error = failure
+        for group in [group for group in lane.open.values() if not group.missing()]:  # came with what has failed
+            self._keep(lane.open.pop(group.group_id).group())
         if error is None and lane.open:
             error = Unavailable(f"{replica.name}: left {len(lane.open)} groups unfinished")
         if error is not None:
@@ -296,9 +300,7 @@ class _Dispatch:
                     del lane.open[group.group_id]
                     self._keep(group.group())
                 for group in news.returned:
-                    lane.share.appendleft(lane.open.pop(group.group_id))
-                    if not self._order.sampling.can_continue:
-                        group.begin_anew()
+                    self._return(lane, group)
                 if news.load is not None:
                     lane.note(news.load)
                 lane.running -= news.num_ended
@@ -307,6 +309,15 @@ class _Dispatch:
                         await stream.submit(groups)
                     elif not lane.open:
                         return
+
+    def _return(self, lane: _Lane, group: OpenGroup) -> None:
+        """Ask again for what was aborted. Raises: Unavailable: that has been too often."""
+        lane.share.appendleft(lane.open.pop(group.group_id))
+        if not self._order.sampling.can_continue:
+            group.begin_anew()
+        group.num_returns += 1
+        if group.num_returns % MAX_RETURNS == 0:
+            raise Unavailable(f"{lane.replica.name}: group {group.group_id} was aborted {group.num_returns} times")
 
     def _keep(self, group: Group) -> None:
         self._groups[group.group_id] = group

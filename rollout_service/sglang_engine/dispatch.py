@@ -59,13 +59,13 @@ class _Sample:
         self._ended(self)
 
     def part(self, version: int) -> SampledCompletion | None:
-        """Return the tokens that were reported since the last part; None: there are none.
+        """Return the tokens that were reported since the last part; None: there are none, or it is the end.
 
         None also after a change of the policy: SGLang says only at the end where the tokens of a version begin.
         """
         logprobs = self.state.output_token_logprobs_val
         tokens = self.state.output_ids[self.num_given : len(logprobs)]
-        if not tokens or version != self.version:
+        if not tokens or self.state.finished or version != self.version:
             return None
         end = self.num_given + len(tokens)
         return self._take(tokens, logprobs[self.num_given : end], None, [(0, end, version)])

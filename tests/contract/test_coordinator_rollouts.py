@@ -207,6 +207,38 @@ async def test_finished_completions_of_a_group_are_not_sampled_again() -> None:
     assert asked == [[1, 2]] * 20
 
 
+async def test_what_came_with_a_malformed_completion_counts_for_nothing() -> None:
+    """Its first completion has ended by then, and its tokens are no prefix; whole groups of the message are kept."""
+    spoilt: list[str] = []
+
+    def spoil(result: rollout_pb2.GroupResult) -> None:
+        """One group, the third of the first message."""
+        if result.group_id == "g2" and not spoilt:
+            spoilt.append(result.group_id)
+            _drop_logprob(result)
+
+    async with fake_fleet(num_replicas=1) as fleet:
+        serving(fleet)
+        (service,) = fleet.rollout_services
+        undisturbed = await rollouts_of(fleet).generate(PROMPTS, ORDER)
+        service.requests.clear()
+        service.damage = spoil
+        generation = await rollouts_of(fleet).generate(PROMPTS, ORDER)
+    assert whole(generation) == whole(undisturbed)
+    first, again = service.requests
+    assert len(first.groups) == 20
+    assert {group.group_id for group in again.groups} == PROMPTS.keys() - {"g0", "g1"}
+    assert not any(sample.token_ids_u32 for group in again.groups for sample in group.samples)
+
+
+async def test_a_replica_that_aborts_again_and_again_is_given_up() -> None:
+    async with fake_fleet(num_replicas=1) as fleet:
+        serving(fleet)
+        fleet.rollout_services[0].faults.extend([GenerateFault(0, abort=True)] * 100)
+        with pytest.raises(Unavailable, match=r"rollout-0: group g\d+ was aborted 10 times"):
+            await rollouts_of(fleet).generate(PROMPTS, ORDER)
+
+
 async def test_a_slow_replica_s_share_goes_to_the_others() -> None:
     async with fake_fleet() as fleet:
         serving(fleet)

@@ -28,7 +28,9 @@ def stream_of(manager: GroupTokenizerManager, num: int) -> tuple[TokenStream, li
     stream = TokenStream(manager, SAMPLING, lambda: 3, caches=False)
     samples = stream._samples(GroupRequest(group_id="g", prompt_ids=[1], num_completions=num), 3)
     for sample in samples:
-        sample.state = SimpleNamespace(dispatched=True, abort_sent=False, output_ids=[], output_token_logprobs_val=[])
+        sample.state = SimpleNamespace(
+            dispatched=True, abort_sent=False, output_ids=[], output_token_logprobs_val=[], finished=False
+        )
         stream._running[sample.rid] = sample
     return stream, samples
 
@@ -103,4 +105,12 @@ async def test_after_a_change_of_the_policy_no_parts_come() -> None:
     stream._version = lambda: version[0]
     sample.state.output_ids, sample.state.output_token_logprobs_val = [5, 6], [-0.5, -0.25]
     version[0] = 4
+    assert await anext(stream.news(0.001)) == []
+
+
+async def test_an_end_that_is_not_announced_yet_is_no_part() -> None:
+    # Of it the caller could not know that it must not continue.
+    stream, (sample,) = stream_of(manager_of({}, []), 1)
+    sample.state.output_ids, sample.state.output_token_logprobs_val = [5, 6], [-0.5, -0.25]
+    sample.state.finished = True
     assert await anext(stream.news(0.001)) == []
