@@ -288,6 +288,15 @@ async def test_a_request_that_is_wrong_is_not_repeated() -> None:
     assert len(fleet.rollout_services[0].requests) == 1
 
 
+@pytest.mark.parametrize("served", [1, 3])
+async def test_a_replica_of_another_version_samples_nothing(served: int) -> None:
+    async with fake_fleet(num_replicas=1) as fleet:
+        serving(fleet)
+        fleet.rollout_services[0].policy_version = served
+        with pytest.raises(Unavailable, match=f"version 2 to 2 was asked for, {served} is served"):
+            await rollouts_of(fleet).generate(PROMPTS, replace(ORDER, policy_version=2))
+
+
 async def test_a_replica_without_weights_is_told_by_name() -> None:
     async with fake_fleet(num_replicas=1) as fleet:
         with pytest.raises(Unavailable, match="rollout-0: no verified weights"):

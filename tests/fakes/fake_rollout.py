@@ -123,8 +123,9 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
     def _check_serves(self, request: pb.GenerateRequest) -> None:
         if self.state != weights_pb2.REPLICA_STATE_SERVING:
             raise NotReady("no verified weights")
-        if not request.min_policy_version <= self.policy_version <= request.max_policy_version:
-            asked = f"{request.min_policy_version} to {request.max_policy_version}"
+        highest = request.max_policy_version if request.HasField("max_policy_version") else self.policy_version
+        if not request.min_policy_version <= self.policy_version <= highest:
+            asked = f"{request.min_policy_version} to {highest}"
             raise WrongVersion(f"version {asked} was asked for, {self.policy_version} is served")
 
     async def RunPhase(self, request: weights_pb2.RunPhaseRequest, context: Any) -> weights_pb2.RunPhaseResponse:
