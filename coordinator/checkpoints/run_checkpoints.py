@@ -107,7 +107,7 @@ class RunCheckpoints:
         """Complete the checkpoint of the last iteration, when the trainer's part is written, or miss it."""
         self.rows.sync()
         try:
-            await self.ledger.checkpoint(self.state.iteration, self.state.policy_version)
+            await self.ledger.checkpoint(self.state)
             await self.checkpointer.complete(self.state, self.lead.confirm, self.lead.check)
         except NotWritten as error:
             self.missed.note(self.state.iteration, error)
@@ -136,7 +136,7 @@ class RunCheckpoints:
         await self.lead.confirm()
         await self.checkpointer.save_trainer(self.state.iteration)
         self.rows.sync()
-        await self.ledger.checkpoint(self.state.iteration, self.state.policy_version)
+        await self.ledger.checkpoint(self.state)
         await self.checkpointer.complete(self.state, self.lead.confirm, self.lead.check)
         await self.checkpointer.settle()
         self.missed.none()

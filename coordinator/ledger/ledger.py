@@ -232,10 +232,14 @@ class Ledger:
         self._put("step", iteration=self._iteration, step=step, version=version, samples=samples, digest=digest)
         await self._sync()
 
-    async def checkpoint(self, iteration: int, version: int) -> None:
-        """Note a checkpoint, before it is complete. Raises: NotWritten: that is not on disk, so it must not be."""
+    async def checkpoint(self, state: RunState) -> None:
+        """Note a checkpoint of a run's state, before it is complete; a step may be noted that is not in it.
+
+        Raises: NotWritten: that is not on disk, so it must not be.
+        """
         oldest = await self._on_thread(self._files.oldest_checkpoint)
-        self._put("checkpoint", iteration=iteration, version=version, digest=self.digest, oldest=oldest)
+        where = {"iteration": state.iteration, "version": state.policy_version, "digest": state.steps_digest}
+        self._put("checkpoint", **where, oldest=oldest)
         self._has_checkpoint = True
         try:
             await self._on_thread(self._files.sync)

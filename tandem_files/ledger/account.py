@@ -42,12 +42,14 @@ class Position:
         next_prompt: ordinal of the next prompt, which counts all that the data's cursor has given out; -1: not known.
         step_id: of the last train step.
         digest: of all steps of the line, each with its samples (`chained`).
+        before: the digest before the last step, which may be noted and not done: a run that ends saves its state then.
     """
 
     iteration: int = 0
     next_prompt: int = -1
     step_id: str = ""
     digest: str = ""
+    before: str = ""
 
 
 @dataclass(kw_only=True)
@@ -180,10 +182,10 @@ class Account:
         if digest != chained(self.position.digest, fields["step"], fields["version"], samples):
             self._wrong(f"step {fields['step']} has another digest than its samples and the steps before it")
         self._settle(samples, "trained")
-        self.position.step_id, self.position.digest = fields["step"], digest
+        self.position.before, self.position.step_id, self.position.digest = self.position.digest, fields["step"], digest
 
     def _checkpoint(self, fields: Mapping[str, Any]) -> None:
-        if fields["digest"] != self.position.digest:
+        if fields["digest"] not in (self.position.digest, self.position.before):
             self._wrong(
                 f"the checkpoint of iteration {fields['iteration']} was made after other steps than the ledger has"
             )

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from coordinator.app import conduct
+from coordinator.ledger.ledger import Ledger
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, InvalidRequest, NotFinite
 from tandem_api.rollout.v1 import rollout_pb2
+from tandem_clients.flow import TrainBatch
 from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import list_complete
 from tandem_files.ledger.account import Account
@@ -88,6 +90,35 @@ async def test_a_crash_in_a_generation_costs_no_iteration_and_no_finished_group(
     assert account.counts["begun"] == 6 * PROMPTS * SIZE
     assert account.counts["trained"] == len(trained(fleet.trainer_service))
     assert (account.under_way, account.counts["returned"]) == (0, 0)
+
+
+async def test_a_checkpoint_at_the_end_lacks_the_step_that_was_noted_and_not_sent(
+    config: RunConfig, environment: ServiceEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C, just before a train step."""
+    stop, real = asyncio.Event(), Ledger.step
+
+    async def step(ledger: Ledger, batch: TrainBatch) -> None:
+        await real(ledger, batch)
+        if batch.step_id.startswith("i4."):
+            stop.set()
+            await asyncio.Event().wait()
+
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
+        monkeypatch.setattr(Ledger, "step", step)
+        await conduct(config, environment, resume=False, stop=stop)
+        assert (environment.run_dir / "checkpoints" / "step-00000003").is_dir()
+        made = read_ledger(environment.run_dir, "t")
+        assert made.checkpoints[3] == saved_state(environment)["steps_digest"]
+        assert made.account.position.iteration == 4
+        monkeypatch.setattr(Ledger, "step", real)
+        assert await attempt(config, environment) == 0
+        assert set(trained(fleet.trainer_service).values()) == {1}
+    account = account_of(environment)
+    assert (account.counts["begun"], account.counts["trained"]) == (
+        6 * PROMPTS * SIZE,
+        len(trained(fleet.trainer_service)),
+    )
 
 
 async def test_a_crash_between_a_step_and_its_record_costs_nothing(
