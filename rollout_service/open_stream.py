@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from rollout_service.engine import RolloutEngine, SampledCompletion, SampledGroup, SamplingSettings
+from rollout_service.engine import GroupRequest, RolloutEngine, SampledCompletion, SampledGroup, SamplingSettings
 from rollout_service.sampling import read_groups
 from rollout_service.weight_updates.admission import Admission
 from servicekit.lifecycle.tasks import cancel
@@ -31,7 +31,7 @@ class OpenStream:
         self._limits, self._sampling = engine.limits, sampling
         self._stream = engine.open_stream(sampling)
         self._admission, self._max_groups, self._until_it_serves = admission, max_groups, until_it_serves
-        self._left: dict[str, int] = {}  # by group, the completions that have not ended
+        self._left: dict[str, set[int]] = {}  # by group, the completions that have not ended
         self._began_s: float | None = None
         self._reading: asyncio.Task[None] | None = None
 
@@ -67,12 +67,17 @@ class OpenStream:
             if request.groups:
                 groups = read_groups(request.groups, self._sampling, self._limits, self._max_groups, self._left)
                 await self._until_it_serves(request)
-                self._left |= {group.group_id: len(group.starts()) for group in groups}
-                self._admission.enter(len(groups))
+                self._enter(groups)
                 self._began_s = self._began_s or time.perf_counter()
                 await self._stream.submit(groups)
             del request
             request = await anext(requests, None)
+
+    def _enter(self, groups: Sequence[GroupRequest]) -> None:
+        before = len(self._left)
+        for group in groups:
+            self._left.setdefault(group.group_id, set()).update(group.starts())
+        self._admission.enter(len(self._left) - before)
 
     async def news(self, every_s: float) -> AsyncIterator[list[SampledGroup]]:
         """Yield what is new, by group, at least every so often; until all is read and has ended.
@@ -91,7 +96,7 @@ class OpenStream:
         for completion in completions:
             groups.setdefault(completion.group_id, []).append(completion)
         for name, found in groups.items():
-            self._left[name] -= sum(one.finish is not None for one in found)
+            self._left[name].difference_update(one.index for one in found if one.finish is not None)
             if not self._left[name]:
                 del self._left[name]
                 self._admission.leave(1)

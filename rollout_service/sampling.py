@@ -1,7 +1,7 @@
 """Validate requests to generate before the engine sees them, and convert them to our own types."""
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from rollout_service.engine import EngineLimits, GroupRequest, SamplingSettings
 from servicekit.errors import InvalidRequest, TooLarge
@@ -9,6 +9,8 @@ from servicekit.rpc.arrays import array_of, read_array
 from servicekit.rpc.limits import MAX_COMPLETIONS_PER_CALL
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_config.sections.base import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
+
+NOTHING: Mapping[str, Container[int]] = {}
 
 
 def read_request(
@@ -29,13 +31,13 @@ def read_groups(
     sampling: SamplingSettings,
     limits: EngineLimits,
     max_groups: int,
-    others: Container[str] = (),
+    running: Mapping[str, Container[int]] = NOTHING,
 ) -> list[GroupRequest]:
     """Convert groups that are to be sampled.
 
     Args:
         max_groups: most that this message may hold.
-        others: ids of groups that run.
+        running: the completions that run, by group.
     Raises: as read_request.
     """
     if len(messages) > max_groups:
@@ -43,7 +45,7 @@ def read_groups(
             f"{len(messages)} groups in one call; at most {max_groups} (rollout.max_groups_per_call), split the call"
         )
     groups = [_read_group(index, group, sampling, limits) for index, group in enumerate(messages)]
-    _check_distinct(groups, others)
+    _check_distinct(groups, running)
     num_completions = sum(group.num_completions for group in groups)
     if num_completions > MAX_COMPLETIONS_PER_CALL:
         raise TooLarge(f"{num_completions} completions in one call; at most {MAX_COMPLETIONS_PER_CALL}, split the call")
@@ -155,11 +157,14 @@ def _read_prefixes(
     return prefixes
 
 
-def _check_distinct(groups: list[GroupRequest], others: Container[str]) -> None:
+def _check_distinct(groups: list[GroupRequest], running: Mapping[str, Container[int]]) -> None:
     seen: set[str] = set()
     for group in groups:
-        if group.group_id in seen or group.group_id in others:
+        if group.group_id in seen:
             raise InvalidRequest(
                 f"group_id {group.group_id!r} occurs twice; make it unique in the call: replies are matched by it"
             )
         seen.add(group.group_id)
+        runs = running.get(group.group_id, ())
+        if (index := next((index for index in group.starts() if index in runs), None)) is not None:
+            raise InvalidRequest(f"group {group.group_id!r}: completion {index} runs already")

@@ -1,4 +1,4 @@
-"""A stream of samples from one replica: groups go out, what is new of their completions comes in and is kept.
+"""A stream of samples from one replica: completions are asked for, what is new of them comes in and is kept.
 
 It checks what the replica streams, and turns protobuf into the types of flow.py.
 """
@@ -6,7 +6,7 @@ It checks what the replica streams, and turns protobuf into the types of flow.py
 import asyncio
 import contextlib
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -32,58 +32,58 @@ class MalformedReply(Internal):
     """A service's reply contradicts its contract."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class OpenGroup:
     """A group whose completions are under way, on whichever replica.
 
     Attributes:
         found: what has come of each completion, by its index.
+        waiting: completions that nothing samples and that have not ended.
         running: completions that a stream samples now.
-        ended: completions that are whole.
-        num_returns: how often it came back with completions that were aborted.
+        num_aborted: how many of them came back unfinished, again and again.
     """
 
     group_id: str
     prompt: Prompt
     num_completions: int
     found: dict[int, Completion] = field(default_factory=dict)
+    waiting: list[int] = field(default_factory=list)
     running: set[int] = field(default_factory=set)
-    ended: set[int] = field(default_factory=set)
-    num_returns: int = 0
+    num_aborted: int = 0
 
-    def missing(self) -> list[int]:
-        """Return the completions that have not ended."""
-        return [index for index in range(self.num_completions) if index not in self.ended]
+    def __post_init__(self) -> None:
+        self.waiting = self.waiting or list(range(self.num_completions))
+
+    def take(self, most: int) -> list[int]:
+        """Return completions that wait: they run from now on."""
+        taken, self.waiting = self.waiting[:most], self.waiting[most:]
+        self.running.update(taken)
+        return taken
+
+    def stop(self, indices: Iterable[int], *, keep: bool) -> None:
+        """Let completions that run wait, before the others: after their tokens, or (not `keep`) from their start."""
+        stopped = sorted(indices)
+        self.running.difference_update(stopped)
+        self.waiting[:0] = stopped
+        if not keep:
+            for index in stopped:
+                self.found.pop(index, None)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every completion has ended."""
+        return not (self.running or self.waiting)
 
     def num_begun(self) -> int:
         """Count the tokens of completions that have not ended."""
-        return sum(len(self.found[index].token_ids) for index in self.missing() if index in self.found)
-
-    def begin_anew(self) -> None:
-        """Forget what has come of completions that have not ended."""
-        for index in self.missing():
-            self.found.pop(index, None)
+        return sum(
+            [len(self.found[index].token_ids) for index in (*self.running, *self.waiting) if index in self.found]
+        )
 
     def group(self) -> Group:
         """Return the whole group."""
         completions = tuple([self.found[index] for index in range(self.num_completions)])
         return Group(group_id=self.group_id, prompt=self.prompt, completions=completions)
-
-
-def _extend(begun: Completion, part: Completion) -> None:
-    """Append tokens that were sampled after those of `begun`."""
-    first = len(begun.token_ids)
-    if begun.loss_mask is not None or part.loss_mask is not None:
-        masks = [one.loss_mask or array("B", b"\1" * len(one.token_ids)) for one in (begun, part)]
-        begun.loss_mask = masks[0] + masks[1]
-    begun.token_ids.extend(part.token_ids)
-    begun.logprobs.extend(part.logprobs)
-    if part.version_spans:
-        spans = [*begun.version_spans, *((first + end, version) for end, version in part.version_spans)]
-        # Neighbours of one version are one run.
-        runs = [span for span, after in pairwise(spans) if span[1] != after[1]]
-        begun.version_spans = (*runs, spans[-1])
-        begun.oldest_version = min(begun.oldest_version, part.oldest_version)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -92,15 +92,14 @@ class News:
 
     Attributes:
         whole: groups of which everything has come.
-        returned: groups of which nothing runs here any more, and which are not whole: a pause or a shutdown has aborted
-            completions. What has come of them is kept.
+        aborted: groups of which completions came back unfinished (a pause, a shutdown) and wait again.
         num_ended: completions that run no more.
         engine_s: seconds of the engine's work for this stream so far.
         load: None: not reported this time.
     """
 
     whole: list[OpenGroup]
-    returned: list[OpenGroup]
+    aborted: list[OpenGroup]
     num_ended: int
     engine_s: float
     load: pb.ReplicaLoad | None
@@ -123,28 +122,26 @@ class SampleStream:
         """Open the stream: the replica answers with its load."""
         await self._write(pb.GenerateRequest(sampling=_sampling(self._order)))
 
-    async def submit(self, groups: Sequence[OpenGroup]) -> None:
-        """Ask for what is missing of groups."""
-        self._open |= {group.group_id: group for group in groups}
-        messages = [self._message(group) for group in groups]
-        starts = [0, *chunk_starts([message.ByteSize() for message in messages], SAMPLE_CHUNK_BYTES), len(groups)]
+    async def submit(self, parts: Sequence[tuple[OpenGroup, Sequence[int]]]) -> None:
+        """Ask for completions of groups, by their index; each continues after what has come of it."""
+        messages = [self._message(group, indices) for group, indices in parts]
+        starts = [0, *chunk_starts([message.ByteSize() for message in messages], SAMPLE_CHUNK_BYTES), len(parts)]
         version = self._order.policy_version
         for first, last in pairwise(starts):
             await self._write(
                 pb.GenerateRequest(groups=messages[first:last], min_policy_version=version, max_policy_version=version)
             )
 
-    def _message(self, group: OpenGroup) -> pb.PromptGroup:
-        missing = group.missing()
-        group.running = set(missing)
+    def _message(self, group: OpenGroup, indices: Sequence[int]) -> pb.PromptGroup:
+        self._open[group.group_id] = group
         message = pb.PromptGroup(
             group_id=group.group_id,
             prompt_ids_u32=packed("prompt_ids_u32", group.prompt.token_ids),
             num_completions=group.num_completions,
             seed=self._order.group_seed(group.group_id),
         )
-        if group.found:
-            for index in missing:
+        if group.found or len(indices) < group.num_completions:
+            for index in indices:
                 has = group.found.get(index)
                 message.samples.add(index=index, token_ids_u32=b"" if has is None else has.token_ids.tobytes())
         return message
@@ -180,51 +177,56 @@ class SampleStream:
                 await self._write(pb.GenerateRequest())
 
     def _read(self, response: pb.GenerateResponse) -> News:
-        news = News(
-            whole=[],
-            returned=[],
-            num_ended=0,
-            engine_s=response.engine_s,
-            load=response.load if response.HasField("load") else None,
-        )
+        load = response.load if response.HasField("load") else None
+        news = News(whole=[], aborted=[], num_ended=0, engine_s=response.engine_s, load=load)
         for result in response.groups:
             group = self._open.get(result.group_id)
             if group is None:
                 raise MalformedReply(f"{self._name}: sent group {result.group_id!r}, which was not asked for")
             before = len(group.running)
             try:
-                self._add(group, result)
+                aborted = self._add(group, result)
             except MalformedReply:
-                group.begin_anew()  # what came with the error counts for nothing, its first half neither
+                group.stop(group.running, keep=False)  # what came with the error counts for nothing
                 raise
+            if aborted:
+                group.stop(aborted, keep=self._order.sampling.can_continue)
+                group.num_aborted += len(aborted)
+                news.aborted.append(group)
             news.num_ended += before - len(group.running)
             if not group.running:
                 del self._open[result.group_id]
-                (news.returned if len(group.ended) < group.num_completions else news.whole).append(group)
+                if not group.waiting:
+                    news.whole.append(group)
         return news
 
-    def _add(self, group: OpenGroup, result: pb.GroupResult) -> None:
+    def _add(self, group: OpenGroup, result: pb.GroupResult) -> list[int]:
+        """Add what is new to a group; return the completions that were aborted."""
         place, items = f"{self._name}: group {group.group_id}", result.completions
         if len({item.index for item in items}) < len(items):
             raise MalformedReply(f"{place} has the same completion twice in a response")
-        found = group.found
+        found, ended, aborted = group.found, list[int](), list[int]()
         for item in items:
             index, reason = item.index, item.finish_reason
             if index not in group.running or reason not in _ENDS:
                 raise MalformedReply(f"{place}, completion {index} was not asked for, or has finish reason {reason}")
-            if item.token_ids_u32 or (_ENDS[reason] and index not in found):
-                part = _read_completion(item, place)
-                if index in found:
-                    _extend(found[index], part)
-                else:
-                    found[index] = part
-            if _ENDS[reason]:
-                found[index].truncated = reason == pb.FINISH_REASON_LENGTH
-        group.running -= {item.index for item in items if item.finish_reason != pb.FINISH_REASON_UNSPECIFIED}
-        group.ended |= {item.index for item in items if _ENDS[item.finish_reason]}
+            ends = _ENDS[reason]
+            if item.token_ids_u32 or (ends and index not in found):
+                _add_part(found, item, place)
+            if ends:
+                completion = found[index]
+                completion.truncated = reason == pb.FINISH_REASON_LENGTH
+                if completion.loss_mask is not None:
+                    _check_sampled(completion, f"{place}, completion {index}")
+                ended.append(index)
+            elif reason == pb.FINISH_REASON_ABORT:
+                aborted.append(index)
+        group.running.difference_update(ended)
+        return aborted
 
 
-def _read_completion(item: pb.Completion, place: str) -> Completion:
+def _add_part(found: dict[int, Completion], item: pb.Completion, place: str) -> None:
+    """Append an item's tokens to its completion, which may begin with them."""
     try:
         token_ids, logprobs = array("I", item.token_ids_u32), array("f", item.logprobs_f32)
         mask = array("B", item.loss_mask_u8) if item.loss_mask_u8 else None
@@ -234,13 +236,13 @@ def _read_completion(item: pb.Completion, place: str) -> Completion:
     num_tokens = len(token_ids)
     if not num_tokens or len(logprobs) != num_tokens:
         raise MalformedReply(f"{place}, completion {item.index} has {num_tokens} tokens and {len(logprobs)} log-probs")
-    if mask is not None:
-        _check_mask(mask, num_tokens, f"{place}, completion {item.index}")
+    if mask is not None and len(mask) != num_tokens:
+        raise MalformedReply(f"{place}, completion {item.index} has {num_tokens} tokens and a loss mask of {len(mask)}")
     if not spans or spans[-1][0] != num_tokens:
         raise MalformedReply(
             f"{place}, completion {item.index}: its version spans do not cover its {num_tokens} tokens"
         )
-    return Completion(
+    part = Completion(
         token_ids=token_ids,
         logprobs=logprobs,
         truncated=False,
@@ -248,6 +250,33 @@ def _read_completion(item: pb.Completion, place: str) -> Completion:
         version_spans=spans,
         loss_mask=None if mask is None or all(mask) else mask,
     )
+    begun = found.setdefault(item.index, part)
+    if begun is not part:
+        _extend(begun, part)
+
+
+def _extend(begun: Completion, part: Completion) -> None:
+    """Append tokens that were sampled after those of `begun`."""
+    first = len(begun.token_ids)
+    if begun.loss_mask is not None or part.loss_mask is not None:
+        masks = [one.loss_mask or array("B", b"\1" * len(one.token_ids)) for one in (begun, part)]
+        begun.loss_mask = masks[0] + masks[1]
+    begun.token_ids.extend(part.token_ids)
+    begun.logprobs.extend(part.logprobs)
+    spans = [*begun.version_spans, *[(first + end, version) for end, version in part.version_spans]]
+    # Neighbours of one version are one run.
+    runs = [span for span, after in pairwise(spans) if span[1] != after[1]]
+    begun.version_spans = (*runs, spans[-1])
+    begun.oldest_version = min(begun.oldest_version, part.oldest_version)
+
+
+def _check_sampled(completion: Completion, place: str) -> None:
+    """Raises: MalformedReply: the policy has sampled no token of a whole completion."""
+    if not completion.num_sampled:
+        raise MalformedReply(
+            f"{place}: its loss mask leaves none of its {len(completion.token_ids)} tokens to the policy; "
+            "a completion needs one that the policy has sampled"
+        )
 
 
 def _sampling(order: Order) -> pb.SamplingParams:
@@ -262,13 +291,3 @@ def _sampling(order: Order) -> pb.SamplingParams:
         stop_token_ids=sampling.stop_token_ids,
         stop=sampling.stop,
     )
-
-
-def _check_mask(mask: Sequence[int], num_tokens: int, place: str) -> None:
-    if len(mask) != num_tokens:
-        raise MalformedReply(f"{place} has {num_tokens} tokens and a loss mask of {len(mask)}")
-    if not any(mask):
-        raise MalformedReply(
-            f"{place}: its loss mask leaves none of its {num_tokens} tokens to the policy; "
-            "a completion needs one that the policy has sampled"
-        )

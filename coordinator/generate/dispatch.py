@@ -1,7 +1,7 @@
 """Step 2: prompts to groups of completions, spread over the rollout replicas.
 
-Each replica has a stream and a share of the groups, of which it gets as many at a time as its KV cache takes. Who has
-none left takes from the others' shares. A group is at one replica at a time, so it is kept once.
+Each replica has a stream and a share of the groups, of which it gets as many completions at a time as its KV cache
+takes. Who has none left takes from the others' shares. A group is at one replica at a time, so it is kept once.
 
 a stream fails                       what it has brought is kept: finished completions, and the others' tokens, after
                                      which they continue (not with stop texts or a repetition penalty). The groups go to
@@ -36,7 +36,7 @@ from tandem_clients.sample_stream import OpenGroup
 
 # One failed stream may be an accident; a replica that fails each of them costs a dispatch two.
 MAX_FAILURES = 2
-# As often pauses may abort a group; a replica that does so for another reason must not be asked for ever.
+# As often pauses may abort a completion; a replica that does so for another reason must not be asked for ever.
 MAX_RETURNS = 10
 
 NOTHING: Mapping[str, Group] = {}
@@ -95,9 +95,11 @@ class _Lane:
     """One replica's part of a dispatch.
 
     Attributes:
-        share: groups that are not submitted.
-        open: groups that are, by id.
-        running: their completions that have not ended.
+        share: groups of which nothing is submitted.
+        open: the others, by id.
+        cut: those of `open` of which completions wait.
+        running: completions under way.
+        prompt_tokens: of the prompts of `open`.
         credit: tokens that may be under way: what the KV cache takes, and twice as much whenever nothing waits for
             room, as completions are mostly shorter than they may be. 0: not known yet; infinite: it is not said.
     """
@@ -105,7 +107,9 @@ class _Lane:
     replica: Replica
     share: deque[OpenGroup]
     open: dict[str, OpenGroup] = field(default_factory=dict)
+    cut: deque[OpenGroup] = field(default_factory=deque)
     running: int = 0
+    prompt_tokens: int = 0
     credit: float = 0.0
 
     def note(self, load: pb.ReplicaLoad) -> None:
@@ -115,8 +119,24 @@ class _Lane:
         elif not load.waiting and self.open:
             self.credit *= 2
 
+    def take(self, group: OpenGroup, most: int) -> list[int]:
+        """Return completions of a group: they run here from now on."""
+        if group.group_id not in self.open:
+            self.open[group.group_id] = group
+            self.prompt_tokens += len(group.prompt.token_ids)
+        taken = group.take(most)
+        self.running += len(taken)
+        if group.waiting:
+            self.cut.append(group)
+        return taken
+
+    def close(self, group: OpenGroup) -> None:
+        """Note that a group is whole."""
+        del self.open[group.group_id]
+        self.prompt_tokens -= len(group.prompt.token_ids)
+
     def left(self) -> list[OpenGroup]:
-        """Return the groups that are not finished."""
+        """Return the groups that are not finished, first those that have begun."""
         return [*self.open.values(), *self.share]
 
 
@@ -222,7 +242,7 @@ class _Dispatch:
         await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         for task in [task for task in self._running if task.done()]:
             lane = self._running.pop(task)
-            self._pending.extendleft(lane.left())
+            self._pending.extendleft(reversed(lane.left()))
             task.result()
         if joining is not None and joining.done():
             self._check(joining)
@@ -272,8 +292,9 @@ class _Dispatch:
             raise
         except TandemError as failure:
             error = failure
-        for group in [group for group in lane.open.values() if not group.missing()]:  # came with what has failed
-            self._keep(lane.open.pop(group.group_id).group())
+        for group in [group for group in lane.open.values() if group.is_whole]:  # came with what has failed
+            lane.close(group)
+            self._keep(group.group())
         if error is None and lane.open:
             error = Unavailable(f"{replica.name}: left {len(lane.open)} groups unfinished")
         if error is not None:
@@ -287,9 +308,8 @@ class _Dispatch:
                 kept_tokens=begun if self._order.sampling.can_continue else 0,
                 error=str(error),
             )
-        if not self._order.sampling.can_continue:
-            for group in lane.open.values():
-                group.begin_anew()
+        for group in lane.open.values():
+            group.stop(group.running, keep=self._order.sampling.can_continue)
 
     async def _sample(self, lane: _Lane) -> None:
         before_s = self._engine_s[lane.replica.name]
@@ -297,56 +317,54 @@ class _Dispatch:
             async for news in stream.news():
                 self._engine_s[lane.replica.name] = before_s + news.engine_s
                 for group in news.whole:
-                    del lane.open[group.group_id]
+                    lane.close(group)
                     self._keep(group.group())
-                for group in news.returned:
+                for group in news.aborted:
                     self._return(lane, group)
                 if news.load is not None:
                     lane.note(news.load)
                 lane.running -= news.num_ended
                 if news.num_ended or news.load is not None:
-                    if groups := self._next_groups(lane):
-                        await stream.submit(groups)
+                    if parts := self._next_parts(lane):
+                        await stream.submit(parts)
                     elif not lane.open:
                         return
 
     def _return(self, lane: _Lane, group: OpenGroup) -> None:
         """Ask again for what was aborted. Raises: Unavailable: that has been too often."""
-        lane.share.appendleft(lane.open.pop(group.group_id))
-        if not self._order.sampling.can_continue:
-            group.begin_anew()
-        group.num_returns += 1
-        if group.num_returns % MAX_RETURNS == 0:
-            raise Unavailable(f"{lane.replica.name}: group {group.group_id} was aborted {group.num_returns} times")
+        if group not in lane.cut:
+            lane.cut.append(group)
+        if group.num_aborted >= MAX_RETURNS * group.num_completions:
+            group.num_aborted = 0
+            raise Unavailable(f"{lane.replica.name}: group {group.group_id} was aborted {MAX_RETURNS} times")
 
     def _keep(self, group: Group) -> None:
         self._groups[group.group_id] = group
         self._finished(group)
         self._stalled_since_s, self._one_is_lost = None, False
 
-    def _next_groups(self, lane: _Lane) -> list[OpenGroup]:
-        """Take the groups for which the replica has room: of its share, of what waits, of the others' shares."""
-        groups: list[OpenGroup] = []
-        tokens = 0
-        while len(groups) < self._most_groups and (source := self._source(lane)):
-            running = lane.running + len(source[0].missing())
-            tokens = (tokens or sum(map(self._tokens, lane.open.values()))) + self._tokens(source[0])
-            if lane.open and (running > self._most or tokens > lane.credit):
+    def _next_parts(self, lane: _Lane) -> list[tuple[OpenGroup, list[int]]]:
+        """Take the completions for which the replica has room: of begun groups, its share, the others' shares."""
+        parts: list[tuple[OpenGroup, list[int]]] = []
+        while len(parts) < self._most_groups and (source := lane.cut or self._source(lane)):
+            if not (room := self._room(lane, source[0])):
                 break
-            lane.running = running
-            groups.append(source.popleft())
-            lane.open[groups[-1].group_id] = groups[-1]
-        return groups
+            group = source.popleft()
+            parts.append((group, lane.take(group, room)))
+        return parts
 
     def _source(self, lane: _Lane) -> deque[OpenGroup]:
         if lane.replica not in self._fleet.serving():
             return deque()
-        return lane.share or self._pending or max(self._full(), key=len, default=deque())
+        return self._pending or lane.share or max(self._full(), key=len, default=deque())
 
-    def _tokens(self, group: OpenGroup) -> int:
-        """Count the tokens that a group may hold in a KV cache."""
-        unended = self._order.num_completions - len(group.ended)
-        return len(group.prompt.token_ids) + unended * self._order.sampling.max_new_tokens
+    def _room(self, lane: _Lane, group: OpenGroup) -> int:
+        """Return for how many completions of a group there is room; one can run in any case."""
+        prompt_tokens = lane.prompt_tokens + (0 if group.group_id in lane.open else len(group.prompt.token_ids))
+        most = self._most
+        if lane.credit < math.inf:
+            most = min(most, int((lane.credit - prompt_tokens) // self._order.sampling.max_new_tokens))
+        return max(most - lane.running, 0 if lane.running else 1)
 
     def _exhausted(self) -> Unavailable:
         waited = f"; none came within {self._patience.rejoin_s:g} s (rollout.rejoin_timeout_s)"

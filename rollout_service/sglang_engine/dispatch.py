@@ -17,7 +17,15 @@ from sglang.srt.entrypoints.engine import Engine, init_tokenizer_manager
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from rollout_service.engine import Finish, GroupRequest, SampledCompletion, SamplingSettings, Span
+from rollout_service.engine import (
+    LOOKS_PER_PART,
+    PART_TOKENS,
+    Finish,
+    GroupRequest,
+    SampledCompletion,
+    SamplingSettings,
+    Span,
+)
 from rollout_service.sglang_engine.scheduler.flips import cache_key
 from rollout_service.sglang_engine.scheduler.seeds import request_seed
 from rollout_service.sglang_engine.scheduler.stops import watch_for
@@ -58,14 +66,14 @@ class _Sample:
     def set(self) -> None:
         self._ended(self)
 
-    def part(self, version: int) -> SampledCompletion | None:
-        """Return the tokens that were reported since the last part; None: there are none, or it is the end.
+    def part(self, version: int, least: int) -> SampledCompletion | None:
+        """Return the tokens that were reported since the last part; None: fewer than `least`, or it is the end.
 
         None also after a change of the policy: SGLang says only at the end where the tokens of a version begin.
         """
         logprobs = self.state.output_token_logprobs_val
         tokens = self.state.output_ids[self.num_given : len(logprobs)]
-        if not tokens or self.state.finished or version != self.version:
+        if len(tokens) < least or self.state.finished or version != self.version:
             return None
         end = self.num_given + len(tokens)
         return self._take(tokens, logprobs[self.num_given : end], None, [(0, end, version)])
@@ -130,7 +138,7 @@ class TokenStream:
         self._manager, self._sampling, self._version, self._caches = manager, sampling, version, caches
         self._prefix = f"{uuid.uuid4().hex}/"
         self._running: dict[str, _Sample] = {}  # by request id
-        self._num_groups = 0
+        self._num_requests = 0
         self._ended: list[_Sample] = []
         self._wake = asyncio.Event()
 
@@ -146,12 +154,16 @@ class TokenStream:
                 await asyncio.sleep(0)  # other calls are answered between two messages
 
     def _samples(self, group: GroupRequest, version: int) -> list[_Sample]:
-        self._num_groups += 1
-        rid = f"{self._prefix}{self._num_groups}/"
+        first, self._num_requests = self._num_requests, self._num_requests + len(group.starts())
+        rid = self._rid_of(group.group_id)
         return [
-            _Sample(group, index, prefix, rid=f"{rid}{index}", version=version, ended=self._on_end)
-            for index, prefix in group.starts().items()
+            _Sample(group, index, prefix, rid=f"{rid}{number}", version=version, ended=self._on_end)
+            for number, (index, prefix) in enumerate(group.starts().items(), first)
         ]
+
+    def _rid_of(self, group_id: str) -> str:
+        """Return what the ids of a group's requests begin with; also of those that are submitted later."""
+        return f"{self._prefix}{hash(group_id):x}/"
 
     def _on_end(self, sample: _Sample) -> None:
         self._ended.append(sample)
@@ -162,9 +174,7 @@ class TokenStream:
 
         SGLang aborts every request whose id begins with that of the message.
         """
-        rids = (sample.rid for sample in self._running.values() if sample.group.group_id == group_id)
-        if (rid := next(rids, None)) is not None:
-            self._abort(rid[: rid.rindex("/") + 1])
+        self._abort(self._rid_of(group_id))
 
     def _abort(self, rid: str) -> None:
         states = [sample.state for sample in self._running.values() if sample.rid.startswith(rid)]
@@ -178,6 +188,7 @@ class TokenStream:
         """Yield what has ended; every so often the parts of what runs."""
         clock = asyncio.get_running_loop().time
         due_s = None if every_s is None else clock() + every_s
+        looks = 0
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(due_s):
@@ -190,10 +201,15 @@ class TokenStream:
             is_due = every_s is not None and due_s is not None and clock() >= due_s
             if every_s is not None and is_due:
                 due_s = clock() + every_s
-                parts = (sample.part(self._version()) for sample in self._running.values() if sample.state is not None)
-                news += [part for part in parts if part is not None]
+                looks += 1
+                news += self._parts(PART_TOKENS if looks % LOOKS_PER_PART else 1)
             if news or is_due:
                 yield news
+
+    def _parts(self, least: int) -> list[SampledCompletion]:
+        version = self._version()
+        parts = (sample.part(version, least) for sample in self._running.values() if sample.state is not None)
+        return [part for part in parts if part is not None]
 
     def close(self) -> None:
         """Abort what has been sent, drop the others."""

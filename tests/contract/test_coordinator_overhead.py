@@ -16,7 +16,7 @@ from tests.kit.folders import write_data
 
 FEW, MANY = 3, 23
 GROUPS, GROUP_SIZE = 64, 16
-# Seen: 60.5 calls for a completion. One more call for each of its tokens would pass the limit.
+# Seen: 62.4 calls for a completion. One more call for each of its tokens would pass the limit.
 LIMIT = 66
 
 

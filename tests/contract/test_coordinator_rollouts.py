@@ -14,7 +14,7 @@ from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2
 from tandem_clients.flow import Generation, Order, Prompt, Sampling
 from tests.fakes.fake_fleet import FakeFleet, StaticFleet, fake_fleet
-from tests.fakes.fake_rollout import GenerateFault
+from tests.fakes.fake_rollout import FakeRollout, GenerateFault
 from tests.kit.folders import EOS, encode
 
 ORDER = Order(
@@ -254,6 +254,67 @@ async def test_a_slow_replica_s_share_goes_to_the_others() -> None:
         generation = await generating
     assert [sum(found) for found in sizes(fleet)] == [2, 18]
     assert len(generation.groups) == 20
+
+
+def asked_of(service: FakeRollout) -> list[list[tuple[str, int]]]:
+    """The completions that each message has asked for."""
+    return [
+        [
+            (group.group_id, index)
+            for group in request.groups
+            for index in ([sample.index for sample in group.samples] or range(group.num_completions))
+        ]
+        for request in service.requests
+    ]
+
+
+async def test_completions_of_a_group_are_asked_for_as_there_is_room() -> None:
+    prompts = {name: PROMPTS[name] for name in ("g0", "g1", "g2")}
+    async with fake_fleet(num_replicas=1) as fleet:
+        serving(fleet)
+        (service,) = fleet.rollout_services
+        service.kv_tokens = 5 * 4 + 2 * 6  # five completions of two prompts of 6 tokens
+        generation = await rollouts_of(fleet).generate(prompts, ORDER)
+        again = await rollouts_of(fleet, max_groups_per_call=64).generate(prompts, ORDER)
+    asked = asked_of(service)
+    assert asked[0] == [("g0", 0), ("g0", 1), ("g0", 2), ("g1", 0), ("g1", 1)]
+    assert sorted(place for message in asked for place in message) == sorted(
+        2 * [(name, index) for name in prompts for index in range(3)]
+    )
+    assert whole(generation) == whole(again)
+
+
+async def test_one_completion_runs_in_any_case() -> None:
+    async with fake_fleet(num_replicas=1) as fleet:
+        serving(fleet)
+        (service,) = fleet.rollout_services
+        service.kv_tokens = 1
+        generation = await rollouts_of(fleet).generate({"g0": PROMPTS["g0"]}, ORDER)
+    assert asked_of(service)[0] == [("g0", 0)]
+    assert len(generation.groups[0].completions) == 3
+
+
+async def test_what_a_failed_stream_has_begun_goes_first() -> None:
+    async with fake_fleet(num_replicas=1) as fleet:
+        serving(fleet)
+        (service,) = fleet.rollout_services
+        service.kv_tokens = 5 * 4 + 2 * 6
+        service.faults.append(GenerateFault(0, Unavailable("socket closed"), partial=2))
+        generation = await rollouts_of(fleet).generate(PROMPTS, ORDER)
+    first, again, *_ = asked_of(service)
+    assert first == again == [("g0", 0), ("g0", 1), ("g0", 2), ("g1", 0), ("g1", 1)]
+    assert {len(sample.token_ids_u32) for group in service.requests[1].groups for sample in group.samples} == {2 * 4}
+    assert len(generation.groups) == 20
+
+
+async def test_a_group_in_parts_stays_where_it_is() -> None:
+    async with fake_fleet() as fleet:
+        serving(fleet)
+        for service in fleet.rollout_services:
+            service.kv_tokens = 2 * 4 + 6  # two completions
+        await rollouts_of(fleet).generate(PROMPTS, ORDER)
+    here, there = [{name for message in asked_of(service) for name, _ in message} for service in fleet.rollout_services]
+    assert not here & there
 
 
 async def test_a_dead_replica_costs_two_calls_and_the_rest_is_done_by_the_others() -> None:

@@ -164,7 +164,9 @@ async def test_a_seeded_completion_continues_as_if_it_had_not_been_interrupted(e
     assert [len(one.logprobs) for one in rest.completions] == [40, 89]
 
 
-async def test_parts_and_the_end_are_the_whole(engine: RolloutEngine) -> None:
+async def test_parts_and_the_end_are_the_whole(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not isinstance(engine, FakeEngine):
+        monkeypatch.setattr("rollout_service.sglang_engine.dispatch.PART_TOKENS", 50)
     version = 7
     await engine.set_version(version)
     asked = GroupRequest(group_id="g", prompt_ids=[7, 8, 9], num_completions=2, seed=5)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from coordinator.learn.updates import make_batch, select_samples
-from rollout_service.engine import Finish, SampledCompletion, SampledGroup, Span
+from rollout_service.engine import PART_TOKENS, Finish, SampledCompletion, SampledGroup, Span
 from rollout_service.servicer import _fill, _split
 from servicekit.rpc.server import GrpcServer
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
@@ -32,7 +32,7 @@ SERVICE = "tandem_api.rollout.v1.RolloutService"
 
 
 class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
-    """Answers each group with completions of `max_new_tokens` tokens."""
+    """Answers each group with completions of `max_new_tokens` tokens, in parts as the real service does."""
 
     async def Generate(
         self, requests: AsyncIterator[rollout_pb2.GenerateRequest], context: Any
@@ -40,26 +40,26 @@ class FakeReplica(rollout_pb2_grpc.RolloutServiceServicer):
         """Answer all groups, in the messages of the real service."""
         tokens = (await anext(requests)).sampling.max_new_tokens
         async for request in requests:
-            groups = [
-                SampledGroup(
-                    group_id=group.group_id,
-                    completions=[_completion(group.group_id, index, tokens) for index in range(group.num_completions)],
-                )
-                for group in request.groups
-            ]
-            for part in _split(groups):
-                yield _fill(rollout_pb2.GenerateResponse(), part)
+            for first in range(0, tokens, PART_TOKENS):
+                size = min(PART_TOKENS, tokens - first)
+                finish = Finish.LENGTH if first + size == tokens else None
+                for part in _split([_group(group, size, finish) for group in request.groups]):
+                    yield _fill(rollout_pb2.GenerateResponse(), part)
 
 
-def _completion(group_id: str, index: int, tokens: int) -> SampledCompletion:
-    return SampledCompletion(
-        group_id=group_id,
-        index=index,
-        token_ids=list(range(100_000, 100_000 + tokens)),
-        logprobs=[-0.125] * tokens,
-        finish=Finish.LENGTH,
-        spans=[Span(start=0, end=tokens, policy_version=1)],
-    )
+def _group(group: rollout_pb2.PromptGroup, tokens: int, finish: Finish | None) -> SampledGroup:
+    completions = [
+        SampledCompletion(
+            group_id=group.group_id,
+            index=index,
+            token_ids=list(range(100_000, 100_000 + tokens)),
+            logprobs=[-0.125] * tokens,
+            finish=finish,
+            spans=[Span(start=0, end=tokens, policy_version=1)],
+        )
+        for index in range(group.num_completions)
+    ]
+    return SampledGroup(group_id=group.group_id, completions=completions)
 
 
 def serve(ready: Connection) -> None:
@@ -78,9 +78,9 @@ async def sample(replica: Replica, prompts: dict[str, Prompt], order: Order) -> 
     """Ask for all groups, and return them."""
     groups: list[Group] = []
     async with replica.sampling(order, timeout_s=60.0) as stream:
-        await stream.submit(
-            [OpenGroup(group_id=name, prompt=prompts[name], num_completions=order.num_completions) for name in prompts]
-        )
+        number = order.num_completions
+        asked = [OpenGroup(group_id=name, prompt=prompts[name], num_completions=number) for name in prompts]
+        await stream.submit([(group, group.take(number)) for group in asked])
         async for news in stream.news():
             groups += [group.group() for group in news.whole]
             if len(groups) == len(prompts):

@@ -230,7 +230,9 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptGroup]:
-        """What is submitted. An id is that of one group as long as the stream is open."""
+        """What is submitted: groups, or completions of groups of which others run. An id is that of one group as long as the
+        stream is open; a completion that runs is refused.
+        """
 
     @_builtins.property
     def cancel(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -301,7 +303,7 @@ class GenerateResponse(_message.Message):
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupResult]:
         """The completions that have something new: the tokens since the last response, and their spans, which begin with 0.
-        FINISH_REASON_UNSPECIFIED: the completion is under way.
+        FINISH_REASON_UNSPECIFIED: the completion is under way; it comes in parts of some 500 tokens, or of half a minute.
         """
 
     @_builtins.property

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from rollout_service.engine import Finish, GroupRequest, SampledCompletion, SamplingSettings, Span
+from rollout_service.sglang_engine import dispatch
 from rollout_service.sglang_engine.dispatch import GroupTokenizerManager, TokenStream, _Sample
 
 pytestmark = [pytest.mark.integration]
@@ -82,9 +83,12 @@ async def test_a_token_without_a_log_prob_does_not_fail_the_call(value: float | 
         await ended(other, stream, {"meta_info": meta | {"output_token_logprobs": logprobs[:1]}, "output_ids": [7, 8]})
 
 
-async def test_parts_and_the_rest_are_the_whole() -> None:
+async def test_parts_and_the_rest_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "PART_TOKENS", 2)
     stream, (sample,) = stream_of(manager_of({}, []), 1)
     news = stream.news(0.001)
+    assert await anext(news) == []
+    sample.state.output_ids, sample.state.output_token_logprobs_val = [5], [-0.5]
     assert await anext(news) == []
     sample.state.output_ids, sample.state.output_token_logprobs_val = [5, 6, 7], [-0.5, -0.25]
     (part,) = await anext(news)
@@ -99,7 +103,27 @@ async def test_parts_and_the_rest_are_the_whole() -> None:
     assert rest.cached_tokens == 9
 
 
-async def test_after_a_change_of_the_policy_no_parts_come() -> None:
+async def test_a_slow_completion_comes_in_smaller_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "LOOKS_PER_PART", 3)
+    stream, (sample,) = stream_of(manager_of({}, []), 1)
+    sample.state.output_ids, sample.state.output_token_logprobs_val = [5, 6], [-0.5, -0.25]
+    news = stream.news(0.001)
+    assert [len(await anext(news)) for _ in range(4)] == [0, 0, 1, 0]
+
+
+async def test_parts_of_a_group_that_are_submitted_later_end_with_its_message() -> None:
+    sent: list[Any] = []
+    stream, samples = stream_of(manager_of({}, sent), 2)
+    later = stream._samples(GroupRequest(group_id="g", prompt_ids=[1], num_completions=3, prefixes={2: [7]}), 3)
+    assert [(one.index, one.prefix) for one in later] == [(2, [7])]
+    assert len({one.rid for one in [*samples, *later]}) == 3
+    stream.cancel("g")
+    (message,) = sent
+    assert all(one.rid.startswith(message.rid) for one in [*samples, *later])
+
+
+async def test_after_a_change_of_the_policy_no_parts_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "PART_TOKENS", 2)
     version = [3]
     stream, (sample,) = stream_of(manager_of({}, []), 1)
     stream._version = lambda: version[0]
@@ -108,7 +132,8 @@ async def test_after_a_change_of_the_policy_no_parts_come() -> None:
     assert await anext(stream.news(0.001)) == []
 
 
-async def test_an_end_that_is_not_announced_yet_is_no_part() -> None:
+async def test_an_end_that_is_not_announced_yet_is_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "PART_TOKENS", 2)
     # Of it the caller could not know that it must not continue.
     stream, (sample,) = stream_of(manager_of({}, []), 1)
     sample.state.output_ids, sample.state.output_token_logprobs_val = [5, 6], [-0.5, -0.25]

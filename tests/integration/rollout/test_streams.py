@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from coordinator.generate.dispatch import Rollouts
+from rollout_service.engine import PART_TOKENS
 from tandem_clients.flow import Completion, Generation, Order, Prompt, Sampling
 from tandem_clients.replica import Replica as Client
 from tests.fakes.fake_fleet import StaticFleet
-from tests.kit.models import VOCABULARY
+from tests.kit.models import VOCABULARY, make_model
 from tests.kit.replicas import Replica, lone_replica
 from tests.kit.waiting import until
 
@@ -48,12 +49,13 @@ def completions(generation: Generation) -> list[Completion]:
     return [completion for group in generation.groups for completion in group.completions]
 
 
-def test_a_replica_that_is_killed_costs_a_prefill(tmp_path: Path, model: Path, module_redis: str) -> None:
+def test_a_replica_that_is_killed_costs_a_prefill(tmp_path: Path, module_redis: str) -> None:
+    model = make_model(tmp_path / "model", max_position_embeddings=1024)
     folders = [tmp_path / name for name in ("dying", "other")]
     for folder in folders:
         folder.mkdir()
     kit = [lone_replica(folder, model, module_redis, serve_model=True) for folder in folders]
-    prompts, order = prompts_of(6), order_of(3, 400, seed=9)
+    prompts, order = prompts_of(6), order_of(3, 900, seed=9)
     try:
         dying, other = [replica.wait_up() for replica in kit]
 
@@ -64,7 +66,7 @@ def test_a_replica_that_is_killed_costs_a_prefill(tmp_path: Path, model: Path, m
             async with rollouts_over(dying, other) as both:
                 generating = asyncio.create_task(both.generate(prompts, order))
                 # parts of its three groups have come
-                await asyncio.to_thread(until, lambda: dying.status().generated_tokens >= 9 * 50)
+                await asyncio.to_thread(until, lambda: dying.status().generated_tokens >= 9 * PART_TOKENS)
                 # The service itself, so that its stream breaks; its engine ends with it.
                 dying.process.kill()
                 disturbed = await generating
@@ -86,9 +88,9 @@ def test_a_replica_that_is_killed_costs_a_prefill(tmp_path: Path, model: Path, m
         < 1e-3
     )
     # What the dead one had sent was not sampled again.
-    kept = 6 * 3 * 400 - sampled_by_other
-    assert kept >= 9 * 50 * 0.9, kept
-    print(f"kept {kept} of {9 * 400} tokens of the replica that was killed")
+    kept = 6 * 3 * 900 - sampled_by_other
+    assert kept >= 9 * PART_TOKENS * 0.9, kept
+    print(f"kept {kept} of {9 * 900} tokens of the replica that was killed")
 
 
 @pytest.mark.slow

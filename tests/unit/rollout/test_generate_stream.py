@@ -146,7 +146,29 @@ async def test_a_name_that_runs_is_refused(served: Served) -> None:
         await stream.submit(group("a"))
         code, _, text = await stream.refusal()
     assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert "group_id 'a' occurs twice" in text
+    assert "group 'a': completion 0 runs already" in text
+
+
+async def test_other_completions_of_a_group_that_runs_can_be_submitted(served: Served) -> None:
+    served.engine.hold()
+    async with stream_of(served) as (stream, _):
+        await stream.submit(group("a", 3, {0: []}))
+        await stream.submit(group("a", 3, {2: [1]}))
+        await stream.until_it_runs(served)
+        served.engine.release()
+        found = [one for result in await stream.results(2) for one in result.completions]
+        assert {one.index: len(one.token_ids_u32) // 4 for one in found} == {0: TOKENS, 2: TOKENS - 1}
+        assert (await served.stub.GetStatus(pb.GetStatusRequest(), timeout=5.0)).running_groups == 0
+
+
+async def test_a_completion_that_runs_is_refused(served: Served) -> None:
+    served.engine.hold()
+    async with stream_of(served) as (stream, _):
+        await stream.submit(group("a", 3, {0: [], 1: []}))
+        await stream.submit(group("a", 3, {2: [], 1: []}))
+        code, _, text = await stream.refusal()
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "group 'a': completion 1 runs already" in text
 
 
 async def test_more_groups_than_the_limit_are_refused(served: Served) -> None:
