@@ -5,12 +5,14 @@ import enum
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Protocol
 
 # What has come of a completion is passed on in parts of so many tokens: each costs the coordinator some 30 us.
 PART_TOKENS = 512
 # Completions that are slower are passed on each so many looks, whatever they have.
 LOOKS_PER_PART = 60
+INDEX = attrgetter("index")
 
 
 class Finish(enum.Enum):
@@ -228,13 +230,9 @@ async def generate_groups(
                 found[completion.group_id].append(completion)
             names = dict.fromkeys(completion.group_id for completion in news)
             if whole := [name for name in names if len(found[name]) == sizes[name]]:
-                yield [_finished(name, found.pop(name)) for name in whole]
+                yield [SampledGroup(group_id=name, completions=sorted(found.pop(name), key=INDEX)) for name in whole]
                 left -= len(whole)
             if not left:
                 return
     finally:
         stream.close()
-
-
-def _finished(group_id: str, completions: list[SampledCompletion]) -> SampledGroup:
-    return SampledGroup(group_id=group_id, completions=sorted(completions, key=lambda one: one.index))

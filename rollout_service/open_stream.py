@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from rollout_service.engine import GroupRequest, RolloutEngine, SampledCompletion, SampledGroup, SamplingSettings
+from rollout_service.engine import RolloutEngine, SampledCompletion, SampledGroup, SamplingSettings
 from rollout_service.sampling import read_groups
 from rollout_service.weight_updates.admission import Admission
 from servicekit.lifecycle.tasks import cancel
@@ -67,17 +67,14 @@ class OpenStream:
             if request.groups:
                 groups = read_groups(request.groups, self._sampling, self._limits, self._max_groups, self._left)
                 await self._until_it_serves(request)
-                self._enter(groups)
+                before = len(self._left)
+                for group in groups:
+                    self._left.setdefault(group.group_id, set()).update(group.starts())
+                self._admission.enter(len(self._left) - before)
                 self._began_s = self._began_s or time.perf_counter()
                 await self._stream.submit(groups)
             del request
             request = await anext(requests, None)
-
-    def _enter(self, groups: Sequence[GroupRequest]) -> None:
-        before = len(self._left)
-        for group in groups:
-            self._left.setdefault(group.group_id, set()).update(group.starts())
-        self._admission.enter(len(self._left) - before)
 
     async def news(self, every_s: float) -> AsyncIterator[list[SampledGroup]]:
         """Yield what is new, by group, at least every so often; until all is read and has ended.

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 from array import array
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -69,7 +69,6 @@ class OpenGroup:
             for index in stopped:
                 self.found.pop(index, None)
 
-    @property
     def is_whole(self) -> bool:
         """Whether every completion has ended."""
         return not (self.running or self.waiting)
@@ -120,7 +119,7 @@ class SampleStream:
 
     async def begin(self) -> None:
         """Open the stream: the replica answers with its load."""
-        await self._write(pb.GenerateRequest(sampling=_sampling(self._order)))
+        await self._write(pb.GenerateRequest(sampling=pb.SamplingParams(**asdict(self._order.sampling))))
 
     async def submit(self, parts: Sequence[tuple[OpenGroup, Sequence[int]]]) -> None:
         """Ask for completions of groups, by their index; each continues after what has come of it."""
@@ -216,8 +215,11 @@ class SampleStream:
             if ends:
                 completion = found[index]
                 completion.truncated = reason == pb.FINISH_REASON_LENGTH
-                if completion.loss_mask is not None:
-                    _check_sampled(completion, f"{place}, completion {index}")
+                if not completion.num_sampled:
+                    raise MalformedReply(
+                        f"{place}, completion {index}: its loss mask leaves none of its {len(completion.token_ids)} "
+                        "tokens to the policy; a completion needs one that the policy has sampled"
+                    )
                 ended.append(index)
             elif reason == pb.FINISH_REASON_ABORT:
                 aborted.append(index)
@@ -227,21 +229,20 @@ class SampleStream:
 
 def _add_part(found: dict[int, Completion], item: pb.Completion, place: str) -> None:
     """Append an item's tokens to its completion, which may begin with them."""
+    place = f"{place}, completion {item.index}"
     try:
         token_ids, logprobs = array("I", item.token_ids_u32), array("f", item.logprobs_f32)
         mask = array("B", item.loss_mask_u8) if item.loss_mask_u8 else None
     except ValueError:
-        raise MalformedReply(f"{place}, completion {item.index} has a part of a number") from None
+        raise MalformedReply(f"{place} has a part of a number") from None
     spans = tuple([(span.end, span.policy_version) for span in item.version_spans])
     num_tokens = len(token_ids)
     if not num_tokens or len(logprobs) != num_tokens:
-        raise MalformedReply(f"{place}, completion {item.index} has {num_tokens} tokens and {len(logprobs)} log-probs")
+        raise MalformedReply(f"{place} has {num_tokens} tokens and {len(logprobs)} log-probs")
     if mask is not None and len(mask) != num_tokens:
-        raise MalformedReply(f"{place}, completion {item.index} has {num_tokens} tokens and a loss mask of {len(mask)}")
+        raise MalformedReply(f"{place} has {num_tokens} tokens and a loss mask of {len(mask)}")
     if not spans or spans[-1][0] != num_tokens:
-        raise MalformedReply(
-            f"{place}, completion {item.index}: its version spans do not cover its {num_tokens} tokens"
-        )
+        raise MalformedReply(f"{place}: its version spans do not cover its {num_tokens} tokens")
     part = Completion(
         token_ids=token_ids,
         logprobs=logprobs,
@@ -268,26 +269,3 @@ def _extend(begun: Completion, part: Completion) -> None:
     runs = [span for span, after in pairwise(spans) if span[1] != after[1]]
     begun.version_spans = (*runs, spans[-1])
     begun.oldest_version = min(begun.oldest_version, part.oldest_version)
-
-
-def _check_sampled(completion: Completion, place: str) -> None:
-    """Raises: MalformedReply: the policy has sampled no token of a whole completion."""
-    if not completion.num_sampled:
-        raise MalformedReply(
-            f"{place}: its loss mask leaves none of its {len(completion.token_ids)} tokens to the policy; "
-            "a completion needs one that the policy has sampled"
-        )
-
-
-def _sampling(order: Order) -> pb.SamplingParams:
-    sampling = order.sampling
-    return pb.SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        max_new_tokens=sampling.max_new_tokens,
-        stop_token_ids=sampling.stop_token_ids,
-        stop=sampling.stop,
-    )

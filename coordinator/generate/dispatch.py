@@ -1,7 +1,7 @@
 """Step 2: prompts to groups of completions, spread over the rollout replicas.
 
-Each replica has a stream and a share of the groups, of which it gets as many completions at a time as its KV cache
-takes. Who has none left takes from the others' shares. A group is at one replica at a time, so it is kept once.
+Each replica has a stream and a share of the groups. It gets as many completions at a time as its KV cache takes. Who
+has none left takes from the others' shares. A group is at one replica at a time, so it is kept once.
 
 a stream fails                       what it has brought is kept: finished completions, and the others' tokens, after
                                      which they continue (not with stop texts or a repetition penalty). The groups go to
@@ -34,7 +34,7 @@ from tandem_clients.probing import while_alive
 from tandem_clients.replica import Replica
 from tandem_clients.sample_stream import OpenGroup
 
-# One failed stream may be an accident; a replica that fails each of them costs a dispatch two.
+# One failed stream may be an accident.
 MAX_FAILURES = 2
 # As often pauses may abort a completion; a replica that does so for another reason must not be asked for ever.
 MAX_RETURNS = 10
@@ -42,10 +42,6 @@ MAX_RETURNS = 10
 NOTHING: Mapping[str, Group] = {}
 
 log = get_logger(__name__)
-
-
-def ignore(group: Group) -> None:
-    """Do nothing with a finished group, which `generate` returns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +69,7 @@ class Rollouts:
         prompts: Mapping[str, Prompt],
         order: Order,
         have: Mapping[str, Group] = NOTHING,
-        finished: Callable[[Group], None] = ignore,
+        finished: Callable[[Group], None] = lambda group: None,
     ) -> Generation:
         """Sample `order.num_completions` completions for each prompt.
 
@@ -200,7 +196,9 @@ class _Dispatch:
                 return
             size = -(-len(self._pending) // (len(free) - number))
             if replica not in self._replicas:
-                self._add_joiner(replica)
+                self._replicas.append(replica)
+                metrics.DISPATCH_JOINERS.inc()
+                self._warn(f"{replica.name} joined and is seeded: it generates groups that were waiting")
             lane = _Lane(replica=replica, share=deque(self._pending.popleft() for _ in range(size)))
             task = asyncio.create_task(self._run_lane(lane), name=f"generate-{replica.name}")
             self._running[task] = lane
@@ -224,11 +222,6 @@ class _Dispatch:
 
     def _any_free(self) -> bool:
         return bool(self._free())
-
-    def _add_joiner(self, joiner: Replica) -> None:
-        self._replicas.append(joiner)
-        metrics.DISPATCH_JOINERS.inc()
-        self._warn(f"{joiner.name} joined and is seeded: it generates groups that were waiting")
 
     async def _wait(self) -> None:
         """Wait until a stream has ended or a replica has joined; only briefly: shares may have begun to wait."""
@@ -292,7 +285,7 @@ class _Dispatch:
             raise
         except TandemError as failure:
             error = failure
-        for group in [group for group in lane.open.values() if group.is_whole]:  # came with what has failed
+        for group in [group for group in lane.open.values() if group.is_whole()]:  # came with what has failed
             lane.close(group)
             self._keep(group.group())
         if error is None and lane.open:
@@ -361,10 +354,8 @@ class _Dispatch:
     def _room(self, lane: _Lane, group: OpenGroup) -> int:
         """Return for how many completions of a group there is room; one can run in any case."""
         prompt_tokens = lane.prompt_tokens + (0 if group.group_id in lane.open else len(group.prompt.token_ids))
-        most = self._most
-        if lane.credit < math.inf:
-            most = min(most, int((lane.credit - prompt_tokens) // self._order.sampling.max_new_tokens))
-        return max(most - lane.running, 0 if lane.running else 1)
+        fit = (lane.credit - prompt_tokens) / self._order.sampling.max_new_tokens
+        return max(int(min(self._most, fit)) - lane.running, 0 if lane.running else 1)
 
     def _exhausted(self) -> Unavailable:
         waited = f"; none came within {self._patience.rejoin_s:g} s (rollout.rejoin_timeout_s)"

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from coordinator.ledger.files import LedgerFiles
 from coordinator.ledger.groups import group_record, order_digest, read_group, read_scores, scores_record, versions_of
 from coordinator.record.state import NotWritten, RunState
+from coordinator.watch import metrics
 from servicekit.errors import Internal, TandemError, describe
 from servicekit.logs import get_logger
 from tandem_clients.flow import AdvantageResult, Generation, Group, GroupScores, Order, Prompt, TrainBatch
@@ -296,6 +297,8 @@ class Ledger:
             self._account.add(record)
         except Unbalanced as error:
             raise Internal(f"ledger: {error}") from error
+        if kind != "finished":  # that settles no sample
+            metrics.observe_samples(self._account)
         self._submit(partial(self._files.append, framed(record)))
 
     def _keep(self, make: Callable[[], Record]) -> None:

@@ -10,6 +10,7 @@ from servicekit.buckets import fine_buckets
 from servicekit.errors import DigestMismatch, TandemError
 from servicekit.tracing import exemplar
 from tandem_clients.flow import DataKey, GroupScores, ReplicaOutcome, SyncResult
+from tandem_files.ledger.account import FATES, Account
 from tandem_files.metrics_table import METRICS
 
 # There is one coordinator, and its labels have few values: quantiles of all of its durations are right within 10 %.
@@ -92,6 +93,9 @@ DISPATCH_STALLS = Counter("tandem_dispatch_stalls_total",
     "Times that dispatch waited for a replica because none was left.")
 DISPATCH_JOINERS = Counter("tandem_dispatch_joiners_total",
     "Replicas that joined and were seeded while groups were being generated.")
+SAMPLES = Gauge("tandem_samples",
+    "Samples in the run's ledger: begun, and what became of them (trained, filtered, dropped, under_way); returned: "
+    "those of train steps that a resume has undone.", ["fate"])
 SCORED_COMPLETIONS = Counter("tandem_scored_completions_total",
     "Completions that were scored, by data file (train, heldout).", ["data"])
 REWARD_ERRORS = Counter("tandem_reward_errors_total", "Completions whose scoring failed.", ["data"])
@@ -150,6 +154,13 @@ def observe_figures(figures: Mapping[str, float | int | None]) -> None:
         value = figures.get(name)
         if value is not None:
             export(value)
+
+
+def observe_samples(account: Account) -> None:
+    """Export what became of the run's samples."""
+    for fate in ("begun", *FATES, "returned"):
+        SAMPLES.labels(fate=fate).set(account.total(fate))
+    SAMPLES.labels(fate="under_way").set(account.under_way)
 
 
 def progress() -> None:

@@ -53,8 +53,9 @@ class RolloutSection(Section):
     )
     """Sample each completion with a seed made of run.seed, iteration, place and number: a run that is repeated samples
     the same, up to rounding, whatever its replicas and their order."""
-    generate_timeout_s: PositiveFloat = setting(1800.0, "longer than a queue of long completions takes to begin", "s")
-    """Seconds without a token from a replica that has work, after which its work goes to others."""
+    generate_timeout_s: float = setting(1800.0, "longer than a queue of long completions takes to begin", "s", ge=60)
+    """Seconds without a token from a replica that has work, after which its work goes to others. Slow completions come
+    in parts of 30 seconds."""
     stall_timeout_s: PositiveFloat = setting(
         60.0, "15 decode steps take less, and so does a weight sync's pause of a rank", "s"
     )

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from prometheus_client import REGISTRY
 
 from coordinator.app import conduct
 from coordinator.ledger.ledger import Ledger
@@ -26,6 +27,7 @@ from tests.fakes.fake_trainer import FakeTrainer
 from weightsync.round.phases import PREPARE
 
 SIZE, PROMPTS = 4, 8  # conftest.config
+COUNTED = ("begun", "trained", "filtered", "dropped", "returned")
 
 
 async def attempt(config: RunConfig, environment: ServiceEnvironment, *, resume: bool = True) -> int:
@@ -43,9 +45,13 @@ def trained(trainer: FakeTrainer) -> Counter[str]:
 
 
 def account_of(environment: ServiceEnvironment) -> Account:
+    """What the files say, which is what the last process has exported."""
     ledger = read_ledger(environment.run_dir, "t")
     assert ledger.problems == []
-    return ledger.account
+    account = ledger.account
+    exported = {fate: REGISTRY.get_sample_value("tandem_samples", {"fate": fate}) for fate in ("under_way", *COUNTED)}
+    assert exported == {"under_way": account.under_way} | {fate: account.total(fate) for fate in COUNTED}
+    return account
 
 
 @pytest.fixture

@@ -162,6 +162,12 @@ _SAMPLES = Row(
             gauge("tandem_dropped_prompts", "{{data}}"),
         ),
         panel(
+            "Samples",
+            "In the run's ledger, of which `tandem ledger` shows the records. begun = trained + filtered + dropped + "
+            "under_way; returned: of train steps that a resume has undone.",
+            gauge("tandem_samples", "{{fate}}"),
+        ),
+        panel(
             "Warnings",
             "By kind; their text is in the coordinator's log.",
             increase("tandem_warnings_total", "{{kind}}", by="kind"),

@@ -90,8 +90,8 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request_iterator, context):
-        """Samples for as long as the stream is open: groups are submitted and cancelled meanwhile, replies bring what is new of
-        each completion, and the load, about twice a second. What is submitted during a pause waits for its end.
+        """Samples for as long as the stream is open: completions are submitted and cancelled meanwhile, replies bring what is
+        new of each, and the load about twice a second. What is submitted during a pause waits for its end.
         Deadline: that of the longest stream, a day; it is renewed by messages, empty ones too, of which each 300 s need one.
         Errors, as of GenerateGroups, end the stream; what replies have brought stays valid: prefixes of further calls.
         """

@@ -38,8 +38,8 @@ class RolloutServiceStub:
     answers. Longest deadline: 3600 s. Idempotent.
     """
     Generate: _grpc.StreamStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]
-    """Samples for as long as the stream is open: groups are submitted and cancelled meanwhile, replies bring what is new of
-    each completion, and the load, about twice a second. What is submitted during a pause waits for its end.
+    """Samples for as long as the stream is open: completions are submitted and cancelled meanwhile, replies bring what is
+    new of each, and the load about twice a second. What is submitted during a pause waits for its end.
     Deadline: that of the longest stream, a day; it is renewed by messages, empty ones too, of which each 300 s need one.
     Errors, as of GenerateGroups, end the stream; what replies have brought stays valid: prefixes of further calls.
     """
@@ -73,8 +73,8 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     answers. Longest deadline: 3600 s. Idempotent.
     """
     Generate: _aio.StreamStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Samples for as long as the stream is open: groups are submitted and cancelled meanwhile, replies bring what is new of
-    each completion, and the load, about twice a second. What is submitted during a pause waits for its end.
+    """Samples for as long as the stream is open: completions are submitted and cancelled meanwhile, replies bring what is
+    new of each, and the load about twice a second. What is submitted during a pause waits for its end.
     Deadline: that of the longest stream, a day; it is renewed by messages, empty ones too, of which each 300 s need one.
     Errors, as of GenerateGroups, end the stream; what replies have brought stays valid: prefixes of further calls.
     """
@@ -117,8 +117,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_rollout_pb2.GenerateRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_pb2.GenerateResponse], _abc.AsyncIterator[_rollout_pb2.GenerateResponse]]:
-        """Samples for as long as the stream is open: groups are submitted and cancelled meanwhile, replies bring what is new of
-        each completion, and the load, about twice a second. What is submitted during a pause waits for its end.
+        """Samples for as long as the stream is open: completions are submitted and cancelled meanwhile, replies bring what is
+        new of each, and the load about twice a second. What is submitted during a pause waits for its end.
         Deadline: that of the longest stream, a day; it is renewed by messages, empty ones too, of which each 300 s need one.
         Errors, as of GenerateGroups, end the stream; what replies have brought stays valid: prefixes of further calls.
         """
