@@ -26,6 +26,8 @@ from servicekit.rpc.request_bounds import BOUNDS
 from tests.near_valid_requests import Near, changed
 
 CALL_S = 10.0
+# What is submitted to a stream of samples waits for the end of a pause.
+STREAM_S = 1.0
 # Of many fields: one that is out of bounds in each would keep all of them from the handlers.
 ROUNDS = ("Round", "ReplicaSpec", "ParallelSizes")
 STRINGS = ("", "x", "r-1", "../../etc", "/nonexistent/x", "\x00", "A" * 5000, "rollout-0", "é\u202e", "%s%n", "{}")
@@ -154,7 +156,8 @@ class Attack:
         """So many calls, one after the other."""
         for _ in range(calls):
             method = hostile.random.choice(self._methods)
-            timeout_s = 0.001 if hostile.random.random() < 0.05 else CALL_S
+            longest_s = STREAM_S if method.client_streaming and method.server_streaming else CALL_S
+            timeout_s = 0.001 if hostile.random.random() < 0.05 else longest_s
             big = [("x-big", "A" * 7000)] if hostile.random.random() < 0.02 else []
             try:
                 # On the wire a single message is a stream of one.
