@@ -104,8 +104,8 @@ async def test_a_checkpoint_at_the_end_lacks_the_step_that_was_noted_and_not_sen
     """Ctrl-C, just before a train step."""
     stop, real = asyncio.Event(), Ledger.step
 
-    async def step(ledger: Ledger, batch: TrainBatch) -> None:
-        await real(ledger, batch)
+    async def step(ledger: Ledger, iteration: int, batch: TrainBatch) -> None:
+        await real(ledger, iteration, batch)
         if batch.step_id.startswith("i4."):
             stop.set()
             await asyncio.Event().wait()

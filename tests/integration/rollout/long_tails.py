@@ -1,6 +1,7 @@
 """A rollout service whose completions have lengths of a long tail: `python -m tests.integration.rollout.long_tails`.
 
-Lognormal, median 30, 99th percentile 323 tokens, whatever is sampled; those of up to 8 tokens (its warm-up) are let be.
+Lognormal, median 30, 99th percentile 323 tokens, drawn from a completion's seed; those of up to 8 tokens (its warm-up)
+are let be.
 """
 
 import math
@@ -12,14 +13,13 @@ from rollout_service.__main__ import main
 from rollout_service.sglang_engine import dispatch
 
 MEDIAN, SIGMA = 30.0, 1.02
-_draw = random.Random(0)
 
 
 def watch_for(params: Any, stop: Sequence[str]) -> None:
     """In the place of dispatch's own, which is called with each request's SamplingParams."""
     params.stop_strs, params.stop_str_max_len = list(stop), 0
     if params.max_new_tokens > 8:
-        drawn = int(MEDIAN * math.exp(_draw.gauss(0.0, SIGMA)))
+        drawn = int(MEDIAN * math.exp(random.Random(params.sampling_seed).gauss(0.0, SIGMA)))
         params.max_new_tokens = max(1, min(params.max_new_tokens, drawn))
         params.ignore_eos = True
 
