@@ -31,6 +31,7 @@ from coordinator.record.trackers.base import Outcome
 from coordinator.rewards.registry import Part
 from coordinator.rewards.taken import ShownColumns
 from coordinator.run import Run
+from coordinator.schedule.one_step_off import OneStepOff
 from coordinator.schedule.sync import SyncSchedule
 from coordinator.shutdown import Exits, Leaving
 from coordinator.sync.forecast import Forecast
@@ -119,6 +120,10 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
         rng=inputs.rng,
         ending=app.leaving.asked,
     )
+    if config.schedule.kind == "one_step_off":
+        # Replicas that join cannot be seeded while the trainer, which sends the weights, is at work.
+        beside_training = _rollouts(app, services, seed=None)
+        schedule = OneStepOff(**vars(schedule), beside_training=beside_training, iterations=config.run.iterations)
     return Run(
         settings=config.run,
         logprob_diff_stop=config.grpo.logprob_diff_stop,
@@ -153,6 +158,7 @@ def _ledger(app: App, progress: Progress, lead: LeaderCheck) -> Ledger:
         max_mib=config.run.ledger_max_mib,
         model=inputs.state.model_fingerprint,
         rewards=text_digest(json.dumps(app.reward_facts, sort_keys=True)),
+        max_staleness=(OneStepOff if config.schedule.kind == "one_step_off" else SyncSchedule).MAX_STALENESS,
         budget=config.run.missed_checkpoint_budget,
         check=lead.check,
         warn=partial(progress.warn, "ledger"),

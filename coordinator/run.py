@@ -309,7 +309,7 @@ class Run:
         await self.lead.confirm()
         row = build_row(record, heldout_of(evaluated), timing) | evaluation_row(evaluated)
         self.state.cursor, self.state.batch_rng = (
-            self.schedule.cursor.state(),
+            self.schedule.position(),
             dict(self.schedule.rng.bit_generator.state),
         )
         self.state.steps_digest = self.schedule.ledger.digest

@@ -344,3 +344,8 @@ class IterationRecord:
     staleness: Mapping[int, int]
     # What is taken off the rewards; None: nothing is.
     divergence: Divergence | None = None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether any sample is of an older policy than the one that was trained."""
+        return max(self.staleness, default=0) > 0

@@ -16,7 +16,14 @@ from tandem_config.sections.profile import ProfileSection
 from tandem_config.sections.reward import REWARD_KINDS, ExactMatchReward, Rewards
 from tandem_config.sections.rewards.base import RewardSection
 from tandem_config.sections.rollout import RolloutSection
-from tandem_config.sections.run import HELDOUT, EvaluationSection, EvaluationSet, ModelSection, RunSection
+from tandem_config.sections.run import (
+    HELDOUT,
+    EvaluationSection,
+    EvaluationSet,
+    ModelSection,
+    RunSection,
+    ScheduleSection,
+)
 from tandem_config.sections.samples import SamplesSection
 from tandem_config.sections.sync import SyncSection
 from tandem_config.sections.trackers import TRACKER_KINDS, Trackers, TrackerSection
@@ -31,6 +38,7 @@ __all__ = [
     "DataSection",
     "RewardSection",
     "GrpoSection",
+    "ScheduleSection",
     "OffloadSection",
     "TrainerSection",
     "RolloutSection",
@@ -52,6 +60,7 @@ class RunConfig(Section):
     data: DataSection
     reward: Rewards = Field(default_factory=lambda: (ExactMatchReward(),))
     grpo: GrpoSection = Field(default_factory=GrpoSection)
+    schedule: ScheduleSection = Field(default_factory=ScheduleSection)
     trainer: TrainerSection = Field(default_factory=TrainerSection)
     rollout: RolloutSection = Field(default_factory=RolloutSection)
     sync: SyncSection = Field(default_factory=SyncSection)

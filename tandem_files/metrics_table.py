@@ -121,6 +121,10 @@ METRICS = (
            exported="tandem_generate_retries_total", less=True),
     Metric("run", "staleness_max", "", "Age of the oldest sample of the last iteration, in versions.",
            exported="tandem_staleness_versions"),
+    Metric("run", "policy_shift_mean", "nats", "Mean |log pi_trainer - log pi_engine| where samples are of an older "
+           "policy; the mismatch is not measured then.", "Policy shift", "tandem_policy_shift_mean"),
+    Metric("run", "trainer_idle_ratio", "share", "Share of the last iteration in which the trainer computed nothing.",
+           "Trainer idle", "tandem_trainer_idle_ratio", less=True),
     Metric("run", "scored_completions", "", "Completions that were scored."),
     Metric("run", "reward_errors", "", "Completions whose scoring failed.", less=True),
     Metric("run", "reward_timeouts", "", "Completions whose scoring took longer than reward.timeout_s.", less=True),

@@ -64,7 +64,7 @@ class _File:
 
 
 class LedgerFiles:
-    """A segment of the log, and the finished groups of the iteration under way.
+    """A segment of the log, and the finished groups of the iterations under way.
 
     Args:
         max_mib: run.ledger_max_mib.
@@ -77,7 +77,7 @@ class LedgerFiles:
         self._run_dir, self._check = run_dir, check
         self._max_bytes = max_mib * _MIB
         self._log: _File | None = None
-        self._groups: _File | None = None
+        self._groups: dict[int, _File] = {}
         # Records for the log: they wait while the disk has no room.
         self._waiting: list[bytes] = []
         self._others = 0  # bytes of the groups of other iterations
@@ -109,31 +109,32 @@ class LedgerFiles:
 
     def begin_groups(self, iteration: int, *, keep: bool) -> None:
         """Begin the file of an iteration's finished groups. keep: continue with those that it has."""
-        self._close_groups()
         own = groups_file(self._run_dir, iteration)
-        self._others = sum(path.stat().st_size for path in groups_files(self._run_dir).values() if path != own)
-        self._groups = _File(own, self._check, 0 if keep else os.O_TRUNC)
+        self._groups[iteration] = _File(own, self._check, 0 if keep else os.O_TRUNC)
+        others = [path for number, path in groups_files(self._run_dir).items() if number not in self._groups]
+        self._others = sum(path.stat().st_size for path in others)
 
-    def append_groups(self, content: bytes) -> None:
-        """Append finished groups; if some cannot be kept, those before them in this iteration are given up."""
-        if self._groups is None:
+    def append_groups(self, iteration: int, content: bytes) -> None:
+        """Append finished groups; if some cannot be kept, those before them in their iteration are given up."""
+        groups = self._groups.get(iteration)
+        if groups is None:
             return
         try:
-            if self._others + self._groups.size + len(content) > self._max_bytes:
+            if self._others + sum(file.size for file in self._groups.values()) + len(content) > self._max_bytes:
                 raise OSError(f"they take more than run.ledger_max_mib ({self._max_bytes // _MIB} MiB)")
-            self._groups.append(content)
+            groups.append(content)
             if time.monotonic() - self._synced_s > SYNC_EVERY_S:
                 with contextlib.suppress(OSError):  # a step's own sync tells of it
                     self.sync()
         except OSError as error:
             self.remarks.append(f"a crash would cost the finished groups of this iteration, they are not kept: {error}")
-            self._groups.empty()  # it may fill the disk
-            self._close_groups()
+            groups.empty()  # it may fill the disk
+            self._groups.pop(iteration).close()
 
     def sync(self) -> None:
         """Force everything to disk. Raises: OSError: the log is not there, and waits; TandemError: of `check`."""
         self._flush()
-        for file in (self._groups, self._log):
+        for file in (*self._groups.values(), self._log):
             if file is not None:
                 file.sync()
         self._synced_s = time.monotonic()
@@ -142,19 +143,23 @@ class LedgerFiles:
         """Return the iteration of the oldest complete checkpoint; 0: there is none."""
         return min((number for number, _ in list_complete(self._run_dir)), default=0)
 
-    def tidy(self, done: int, boundaries: Mapping[int, int]) -> None:
+    def tidy(self, done: int, boundaries: Mapping[int, int], ahead: int) -> None:
         """Remove finished groups and segments that nothing needs any more.
 
         A resume begins with the iteration after a checkpoint, or after the last one that is done.
 
         Args:
             done: that iteration.
-            boundaries: by segment that begins between iterations, the one before it.
+            boundaries: by segment, the last iteration of which it needs nothing of the segments before.
+            ahead: how many iterations after it may have groups of the same policy.
         """
+        for number in [number for number in self._groups if number <= done]:
+            self._groups.pop(number).close()
         oldest = self.oldest_checkpoint()
         first = max((number for number, after in boundaries.items() if after <= oldest), default=0)
-        kept = {number for number, _ in list_complete(self._run_dir)} or {0}
-        old = [path for n, path in groups_files(self._run_dir).items() if n <= done and n - 1 not in kept]
+        kept = [number for number, _ in list_complete(self._run_dir)] or [0]
+        needed = {number + 1 + more for number in kept for more in range(ahead + 1)}
+        old = [path for n, path in groups_files(self._run_dir).items() if n <= done and n not in needed]
         for number in range(first - 1, 0, -1):
             if not segment(self._run_dir, number).exists():
                 break
@@ -167,16 +172,11 @@ class LedgerFiles:
         """Write what waits, as far as possible, and close the files."""
         with contextlib.suppress(OSError):
             self.sync()
-        self._close_groups()
-        if self._log is not None:
-            self._log.close()
+        for file in (*self._groups.values(), *([self._log] if self._log is not None else [])):
+            file.close()
+        self._groups.clear()
 
     def _flush(self) -> None:
         while self._waiting and self._log is not None:
             self._log.append(self._waiting[0])
             del self._waiting[0]
-
-    def _close_groups(self) -> None:
-        if self._groups is not None:
-            self._groups.close()
-        self._groups = None

@@ -51,11 +51,11 @@ def group_record(group: Group, order: str) -> Record:
     return Record(kind="group", fields=fields, content=b"".join(content))
 
 
-def read_group(record: Record, prompt: Prompt, policy_version: int) -> Group:
+def read_group(record: Record, prompt: Prompt, versions: Mapping[int, int]) -> Group:
     """Return the group of a record.
 
     Args:
-        policy_version: the present one of the policy that has sampled it, whatever its version was then.
+        versions: that the policies which have sampled it have now, by those that they had then.
     """
     completions, at = [], 0
 
@@ -65,14 +65,15 @@ def read_group(record: Record, prompt: Prompt, policy_version: int) -> Group:
         at += num * width
         return items
 
-    for num, truncated, has_mask, spans in record.fields["completions"]:
+    for num, truncated, has_mask, said in record.fields["completions"]:
+        spans = tuple((end, versions[version]) for end, version in said)
         completions.append(
             Completion(
                 token_ids=taken("I", num, 4),
                 logprobs=taken("f", num, 4),
                 truncated=truncated,
-                oldest_version=policy_version,
-                version_spans=tuple((end, policy_version) for end, _ in spans),
+                oldest_version=min(version for _, version in spans),
+                version_spans=spans,
                 loss_mask=taken("B", num, 1) if has_mask else None,
             )
         )

@@ -30,6 +30,7 @@ from tandem_files.ledger.records import FORMAT, NoRecord, Record, framed, groups
 EQUAL = "all rewards of the group are equal"
 UNSCORED = "no reward"
 LOST_POLICY = "sampled by a policy that was lost"
+OLD_POLICY = "sampled by an older policy than the schedule trains on"
 OTHER_ORDER = "other prompts or sampling now"
 UNRECORDED = "what became of it was not recorded"
 
@@ -74,6 +75,7 @@ class Ledger:
         found: what earlier processes have written.
         model: fingerprint of the model.
         rewards: digest of what scores depend on.
+        max_staleness: most versions between the policy that samples and the one that is trained.
         budget: run.missed_checkpoint_budget.
         check: raises if another coordinator leads the run; called before each write, in a thread.
         warn: gets warnings for the run's user.
@@ -88,31 +90,34 @@ class Ledger:
         max_mib: int,
         model: str,
         rewards: str = "",
+        max_staleness: int = 0,
         budget: int = 0,
         check: Callable[[], None] = no_check,
         warn: Callable[[str], None] = log.warning,
     ) -> None:
         self._run_dir, self._run_id = run_dir, run_id
         self._found, self._account = found, found.account
-        self._model, self._rewards = model, rewards
+        self._model, self._rewards, self._max_staleness = model, rewards, max_staleness
         self._budget, self._warn = budget, warn
         self._files = LedgerFiles(run_dir, max_mib, check)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         self._waiting: deque[Callable[[], object]] = deque()
         self._number = max(found.heads, default=0)
-        # By segment that begins between iterations, the one before it.
+        # By segment, the last iteration of which it needs nothing of the segments before.
         self._boundaries = {
-            number: head["account"]["position"]["iteration"]
+            number: head["account"]["settled_until"]
             for number, head in found.heads.items()
-            if head and not head["account"]["under_way"]
+            if head and "settled_until" in head["account"]
         }
-        self._names: set[int] = set()
+        # The versions that policies had in an earlier process, with those that they have now.
+        self._names: dict[int, int] = {}
         # What was wrong when this process began; said further when the segments in which it was seen are gone.
         self._problems = found.problems[:MAX_PROBLEMS]
         # What the next step is of: by group, its samples, None for all.
         self._trained: dict[str, list[int] | None] = {}
-        self._sent, self._order = "", ""
-        self._iteration = self._resumed_after = 0
+        self._sent = ""
+        self._orders: dict[int, str] = {}  # of iterations under way
+        self._resumed_after = 0
         self._has_checkpoint = False  # in the newest segment
         self._unwritten = 0
 
@@ -140,7 +145,10 @@ class Ledger:
             step_id: of the step after it, which the trainer has done already.
         """
         iteration = state.iteration
-        self._names = self._found.names_of(iteration, saved)
+        self._names = dict.fromkeys(self._found.names_of(iteration, saved), state.policy_version)
+        if (before := self._account.trained.get(iteration)) is not None:
+            for name in self._found.names_of(iteration - 1, before):
+                self._names.setdefault(name, state.policy_version - 1)
         self._sent, self._resumed_after = step_id, iteration
         await self._begin_segment()
         if self._found.heads or iteration:
@@ -154,8 +162,10 @@ class Ledger:
         self._problems = self._found.problems[:MAX_PROBLEMS]
         self._account.problems = None  # from now on one is an error
         for number in self._account.open_iterations():
-            if number != iteration + 1:
-                self._drop(number, LOST_POLICY if number > iteration else UNRECORDED)
+            if number <= iteration:
+                self._drop(number, UNRECORDED)
+            elif number > iteration + 1 + self._max_staleness:
+                self._drop(number, OLD_POLICY if self._is_known(number) else LOST_POLICY)
 
     async def begin(self, iteration: int, prompts: Mapping[str, Prompt], order: Order, first: int) -> Restored:
         """Note that the groups of an iteration begin. Returns: what is left of them from before this process.
@@ -165,45 +175,46 @@ class Ledger:
         """
         if self._has_checkpoint:
             await self._begin_segment()
-        self._iteration, self._order = iteration, order_digest(prompts, order, self._model)
+        ordered_now = self._orders[iteration] = order_digest(prompts, order, self._model)
         restored = Restored()
-        if iteration == self._resumed_after + 1:
+        if iteration <= self._resumed_after + 1 + self._max_staleness:
             kept = await asyncio.to_thread(_read_groups, groups_file(self._run_dir, iteration))
             for damage in kept.damages[:1]:
                 self._warn(f"ledger: {damage}: what it held is generated anew")
-            restored = await asyncio.to_thread(self._restore, kept, prompts, order.policy_version)
-            if len(restored.groups) == len(prompts) and not self._sent and self._found.repeats >= MAX_REPEATS:
+            restored = await asyncio.to_thread(self._restore, iteration, kept, prompts, order.policy_version)
+            again = self._found.repeats[iteration]
+            if len(restored.groups) == len(prompts) and not restored.step_id and again >= MAX_REPEATS:
                 self._warn(f"iteration {iteration} has failed with the same groups again: they are generated anew")
                 restored = Restored()
             if restored.groups:
                 log.info("groups restored", iteration=iteration, groups=len(restored.groups), of=len(prompts))
         under_way = self._account.open_groups(iteration)
-        ordered, sampled_by = self._found.orders.get(iteration, ("", -1))
-        if under_way and (ordered != self._order or sampled_by not in self._names):
-            self._drop(iteration, LOST_POLICY if ordered == self._order else OTHER_ORDER)
-            under_way = {}
+        ordered, sampled_by = self._account.orders.get(iteration, ("", -1))
         version = order.policy_version
+        is_same, is_young = ordered == ordered_now, self._is_young(sampled_by, version)
+        if under_way and not (is_same and is_young):
+            known = self._is_known(iteration)
+            self._drop(iteration, OTHER_ORDER if not is_same else OLD_POLICY if known else LOST_POLICY)
+            under_way = {}
+        where = {"iteration": iteration, "version": version, "first": first, "order": ordered_now}
         if under_way:
-            names = list(restored.groups)
-            self._put("continued", iteration=iteration, version=version, first=first, groups=names, order=self._order)
+            self._put("continued", **where, groups=list(restored.groups))
         else:
-            names, size = list(prompts), order.num_completions
-            what = {"first": first, "size": size, "groups": names, "order": self._order}
-            self._put("begun", iteration=iteration, version=version, **what)
+            self._put("begun", **where, size=order.num_completions, groups=list(prompts))
             for name in restored.groups:  # of a log that is lost
                 self._put("finished", groups=[name])
         self._submit(partial(self._files.begin_groups, iteration, keep=bool(restored.groups)))
         return restored
 
-    def finished(self, group: Group) -> None:
-        """Note a finished group, and keep it."""
+    def finished(self, iteration: int, group: Group) -> None:
+        """Note a finished group of an iteration, and keep it."""
         self._put("finished", groups=[group.group_id])
-        self._keep(partial(group_record, group, self._order))
+        self._keep(iteration, partial(group_record, group, self._orders[iteration]))
 
-    def scored(self, scored: GroupScores) -> None:
-        """Note that the groups of this iteration were scored, and keep the scores."""
-        self._put("scored", iteration=self._iteration, samples=scored.rewards_PG.size, missing=scored.num_missing)
-        self._keep(partial(scores_record, scored, self._order, self._rewards))
+    def scored(self, iteration: int, scored: GroupScores) -> None:
+        """Note that the groups of an iteration were scored, and keep the scores."""
+        self._put("scored", iteration=iteration, samples=scored.rewards_PG.size, missing=scored.num_missing)
+        self._keep(iteration, partial(scores_record, scored, self._orders[iteration], self._rewards))
 
     def filtered(self, generation: Generation, result: AdvantageResult) -> None:
         """Note the samples that are not trained on; a step has all others of the iteration."""
@@ -222,15 +233,15 @@ class Ledger:
             if samples:
                 self._put("filtered", why=why, samples=samples)
 
-    async def step(self, batch: TrainBatch) -> None:
-        """Note a train step that is about to be sent; all records are on disk then.
+    async def step(self, iteration: int, batch: TrainBatch) -> None:
+        """Note an iteration's train step, which is about to be sent; all records are on disk then.
 
         Raises: Internal: one of its samples was trained already; NotWritten: too many records could not be written.
         """
         samples = {name: indices for name, indices in self._trained.items() if indices != []}
         digest = chained(self.digest, batch.step_id, batch.policy_version, samples)
         step, version = batch.step_id, batch.policy_version
-        self._put("step", iteration=self._iteration, step=step, version=version, samples=samples, digest=digest)
+        self._put("step", iteration=iteration, step=step, version=version, samples=samples, digest=digest)
         await self._sync()
 
     async def checkpoint(self, state: RunState) -> None:
@@ -249,7 +260,8 @@ class Ledger:
 
     def done(self, iteration: int) -> None:
         """Note that the run's state after an iteration is saved: what is needed no more is removed."""
-        self._submit(partial(self._files.tidy, iteration, dict(self._boundaries)))
+        self._orders.pop(iteration, None)
+        self._submit(partial(self._files.tidy, iteration, dict(self._boundaries), self._max_staleness))
 
     async def close(self) -> None:
         """End this process's part. Idempotent."""
@@ -257,19 +269,29 @@ class Ledger:
             await self._on_thread(self._files.close)
         self._thread.shutdown(wait=False)
 
-    def _restore(self, kept: _Kept, prompts: Mapping[str, Prompt], version: int) -> Restored:
-        """Return what is left of an iteration that was ordered as now, and sampled by the present policy, `version`."""
+    def _is_known(self, iteration: int) -> bool:
+        """Whether the policy with which an iteration began is one of those that are known."""
+        return self._account.orders.get(iteration, ("", -1))[1] in self._names
+
+    def _is_young(self, name: int, version: int) -> bool:
+        """Whether a policy of an earlier process is known, and not too old for one of now."""
+        return name in self._names and version - self._names[name] <= self._max_staleness
+
+    def _restore(self, iteration: int, kept: _Kept, prompts: Mapping[str, Prompt], version: int) -> Restored:
+        """Return what is left of an iteration that was ordered as now, for a policy `version`."""
+        order = self._orders[iteration]
         groups = {
-            name: read_group(record, prompts[name], version)
+            name: read_group(record, prompts[name], self._names)
             for name, record in kept.groups.items()
-            if record.fields["order"] == self._order and versions_of(record) <= self._names
+            if record.fields["order"] == order and all(self._is_young(one, version) for one in versions_of(record))
         }
         if len(groups) < len(prompts):
             return Restored(groups=groups)
-        is_same = kept.scores is not None and kept.scores.fields["order"] == self._order
+        is_same = kept.scores is not None and kept.scores.fields["order"] == order
         is_scored = kept.scores is not None and is_same and kept.scores.fields["rewards"] == self._rewards
         scored = read_scores(kept.scores) if kept.scores is not None and is_scored else None
-        return Restored(groups=groups, scored=scored, step_id=self._sent)
+        sent = self._sent if iteration == self._resumed_after + 1 else ""
+        return Restored(groups=groups, scored=scored, step_id=sent)
 
     def _drop(self, iteration: int, why: str) -> None:
         """Drop all samples of an iteration that are under way."""
@@ -279,17 +301,16 @@ class Ledger:
 
     async def _begin_segment(self) -> None:
         number = self._number + 1
-        fields = {"format": FORMAT, "run_id": self._run_id, "number": number, "account": self._account.snapshot()}
+        account = self._account.snapshot()
+        fields = {"format": FORMAT, "run_id": self._run_id, "number": number, "account": account}
         fields["problems"] = self._problems
-        position, is_boundary = self._account.position.iteration, not self._account.under_way
 
         def head(after: int) -> bytes:
             return framed(Record(kind="segment", fields=fields | {"after": after}))
 
         if await self._on_thread(partial(self._files.begin_segment, number, head)):
             self._number, self._has_checkpoint = number, False
-            if is_boundary:
-                self._boundaries[number] = position
+            self._boundaries[number] = account["settled_until"]
 
     def _put(self, kind: str, **fields: Any) -> None:
         record = Record(kind=kind, fields=fields)
@@ -301,9 +322,9 @@ class Ledger:
             metrics.observe_samples(self._account)
         self._submit(partial(self._files.append, framed(record)))
 
-    def _keep(self, make: Callable[[], Record]) -> None:
+    def _keep(self, iteration: int, make: Callable[[], Record]) -> None:
         """Keep a group or scores, which the thread makes into bytes."""
-        self._submit(lambda: self._files.append_groups(framed(make())))
+        self._submit(lambda: self._files.append_groups(iteration, framed(make())))
 
     def _submit(self, action: Callable[[], object]) -> None:
         """Let the thread do it, with what else waits for it then: groups finish in swarms."""

@@ -31,7 +31,8 @@ def check_same_model(record: IterationRecord, stop_at: float | None) -> None:
             f"tokens, more than {MAX_UNKNOWN_SHARE:.0%}, so that nothing of the iteration is kept: see the replicas' "
             "logs, model.dtype and the model's weights; grpo.logprob_diff_stop: null continues nevertheless"
         )
-    mean = metrics.get("logprob_abs_diff_mean")
+    # Samples of an older policy differ for that reason.
+    mean = None if record.is_stale else metrics.get("logprob_abs_diff_mean")
     # NaN does not pass either.
     if stop_at is None or mean is None or mean <= stop_at:
         return
@@ -46,7 +47,7 @@ def check_same_model(record: IterationRecord, stop_at: float | None) -> None:
 
 def remarks(record: IterationRecord, limits: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     """Yield (kind, message) of each warning, except those about scores. limits: health.logprob_limits."""
-    for message in [] if record.step is None else mismatches(record.step.metrics, limits):
+    for message in [] if record.step is None or record.is_stale else mismatches(record.step.metrics, limits):
         yield "logprob_difference", f"iteration {record.iteration}: {message}; see grpo.logprob_diff_limit"
     skipped = 0 if record.step is None else int(record.step.metrics.get("skipped_updates", 0))
     if skipped:

@@ -2,7 +2,7 @@
 
 The overhead figure: `overhead_s = iteration_s - evaluate_s - checkpoint_s - export_s - engine_s - trainer_compute_s`,
 i.e. all that Tandem adds to the engine's generation and the trainer's model work (RPCs, packing, scoring, weight sync,
-waiting).
+waiting). What is generated while the trainer works counts as far as it is waited for (generate_s).
 """
 
 import math
@@ -61,6 +61,7 @@ def build_row(record: IterationRecord, heldout: GroupScores | None, timing: Timi
         **_scores_row("heldout_", heldout),
         "retried_calls": record.generation.retried_calls,
         "staleness_max": max(record.staleness),
+        **(_shift_row(metrics) if record.is_stale else {"policy_shift_mean": None}),
         "generated_tokens": num_tokens,
         "trained_samples": 0 if record.step is None else _num_trained(record),
         "tokens_per_s": num_tokens / timing.busy_s,
@@ -77,6 +78,12 @@ def baseline_row(policy_version: int, heldout: GroupScores | None) -> Row:
     measured = {} if heldout is None else _scores_row("heldout_", heldout) | _parts_row("heldout_", heldout)
     accuracy = {} if heldout is None else {ACCURACY: _finite(heldout.accuracy)}
     return {"iteration": 0, "policy_version": policy_version, **accuracy, **measured}
+
+
+def _shift_row(metrics: Mapping[str, float]) -> Row:
+    """Take the difference between trainer and engine for what it is where samples are of an older policy."""
+    nothing = dict.fromkeys(name for name in _TRAINER_FIELDS if name.startswith("logprob_abs_diff_"))
+    return {**nothing, "policy_shift_mean": _finite(metrics.get("logprob_abs_diff_mean"))}
 
 
 def _scores_row(prefix: str, scored: GroupScores | None) -> Row:
@@ -111,7 +118,8 @@ def _std(values_S: NDArray[np.float64]) -> float | None:
 def _time_row(record: IterationRecord, timing: Timing) -> Row:
     compute_s = 0.0 if record.step is None else record.step.compute_s
     compute_s += 0.0 if record.divergence is None else record.divergence.seconds
-    overhead_s = timing.busy_s - record.generation.engine_s - compute_s
+    waited_s = min(record.generation.engine_s, timing.parts.get("generate", 0.0))
+    overhead_s = timing.busy_s - waited_s - compute_s
     return {
         # "report" is the previous iteration's: a row cannot hold the seconds of its own writing.
         **{f"{part}_s": timing.parts.get(part, 0.0) for part in ITERATION_PARTS},
@@ -121,6 +129,7 @@ def _time_row(record: IterationRecord, timing: Timing) -> Row:
         "trainer_compute_s": compute_s,
         "overhead_s": overhead_s,
         "overhead_share": overhead_s / timing.busy_s,
+        "trainer_idle_ratio": 1.0 - compute_s / timing.busy_s,
     }
 
 

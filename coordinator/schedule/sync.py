@@ -5,33 +5,61 @@ The replicas wait while the trainer works, and the trainer waits while they gene
 """
 
 import asyncio
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from coordinator import steps
-from coordinator.data.cursor import DataCursor
+from coordinator.data.cursor import CursorState, DataCursor
 from coordinator.generate.dispatch import Rollouts
 from coordinator.learn.scoring import Scorer
 from coordinator.learn.updates import oldest_versions, staleness_histogram
-from coordinator.ledger.ledger import Ledger
+from coordinator.ledger.ledger import Ledger, Restored
 from coordinator.sync.publish_attempt import is_retriable
 from coordinator.sync.weight_sync import WeightSync
 from servicekit.errors import TandemError
 from servicekit.lifecycle.background import BackgroundTask
 from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
-from tandem_clients.flow import IterationRecord, Order, Sampling, SyncResult, TrainBatch, TrainResult
+from tandem_clients.flow import (
+    Generation,
+    Group,
+    IterationRecord,
+    Order,
+    Prompt,
+    Sampling,
+    SyncResult,
+    TrainBatch,
+    TrainResult,
+)
 from tandem_clients.trainer import Trainer
 from tandem_config.schema import GrpoSection
 
-# A synchronous iteration trains only on samples of the current policy.
-MAX_STALENESS = 0
 NOTHING: BackgroundTask[Any] = BackgroundTask()
 
 log = get_logger(__name__)
+
+
+@dataclass(kw_only=True)
+class Begun:
+    """An iteration whose groups are under way.
+
+    Attributes:
+        before: position of the data before its prompts.
+        restored: what an earlier process has left of it.
+        groups: finished ones, by id.
+        generation: None: some are not finished.
+    """
+
+    number: int
+    prompts: Mapping[str, Prompt]
+    before: CursorState
+    restored: Restored
+    groups: dict[str, Group]
+    generation: Generation | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +67,7 @@ class SyncSchedule:
     """One GRPO iteration, with the parts that it needs.
 
     Attributes:
+        MAX_STALENESS: most versions between the policy that samples and the one that is trained.
         ledger: notes what becomes of each sample, and restores what a crash has left.
         incarnation: id of this process in step ids: a trainer that outlives us must not answer a new step with an old
             reply.
@@ -47,6 +76,7 @@ class SyncSchedule:
         ending: set when the run is to end.
     """
 
+    MAX_STALENESS: ClassVar[int] = 0
     grpo: GrpoSection
     sampling: Sampling
     cursor: DataCursor
@@ -70,19 +100,53 @@ class SyncSchedule:
         Raises: TandemError: of the service that failed, with its name. Nothing of the iteration is kept then.
         """
         with watch.part("generate"):
-            order, first = self._order(policy_version), self.cursor.state().num_taken
-            prompts = steps.take_prompts(self.cursor, self.grpo.prompts_per_iteration, number)
-            restored = await self.ledger.begin(number, prompts, order, first)
-            if len(restored.groups) < len(prompts):
-                await self.weights.seed_late_joiners(policy_version)
-            generation = await self.rollouts.generate(prompts, order, restored.groups, self.ledger.finished)
-            steps.check_staleness(generation, policy_version, MAX_STALENESS)
+            begun = await self.begin(number, policy_version)
+            generation = await self.generate(begun, policy_version, self.rollouts)
+        record = await self.learn(begun, generation, policy_version, watch, during_training)
+        with watch.part("sync"):
+            return replace(record, sync=await self.publish(record.step))
+
+    def position(self) -> CursorState:
+        """Return the position of the data after the last iteration."""
+        return self.cursor.state()
+
+    async def begin(self, number: int, policy_version: int) -> Begun:
+        """Take the prompts of an iteration, and what an earlier process has left of their groups."""
+        before = self.cursor.state()
+        prompts = steps.take_prompts(self.cursor, self.grpo.prompts_per_iteration, number)
+        restored = await self.ledger.begin(number, prompts, self._order(policy_version), before.num_taken)
+        if len(restored.groups) < len(prompts):
+            await self.weights.seed_late_joiners(policy_version)
+        return Begun(number=number, prompts=prompts, before=before, restored=restored, groups={**restored.groups})
+
+    async def generate(self, begun: Begun, policy_version: int, rollouts: Rollouts) -> Generation:
+        """Generate what is missing of an iteration's groups."""
+
+        def finished(group: Group) -> None:
+            begun.groups[group.group_id] = group
+            self.ledger.finished(begun.number, group)
+
+        order = self._order(policy_version)
+        begun.generation = await rollouts.generate(begun.prompts, order, begun.groups, finished)
+        return begun.generation
+
+    async def learn(
+        self,
+        begun: Begun,
+        generation: Generation,
+        policy_version: int,
+        watch: Stopwatch,
+        during_training: BackgroundTask[Any],
+    ) -> IterationRecord:
+        """Score the groups of an iteration, and train on them. Returns: its record, without a weight sync."""
+        number, restored = begun.number, begun.restored
+        steps.check_staleness(generation, policy_version, self.MAX_STALENESS)
         async with during_training:
             with watch.part("reward"):
                 scored = restored.scored
                 if scored is None:
                     scored = await self.scorer.score(generation.groups)
-                    self.ledger.scored(scored)
+                    self.ledger.scored(number, scored)
             divergence = None
             if self.grpo.kl_in_reward:
                 with watch.part("reference"):
@@ -95,14 +159,12 @@ class SyncSchedule:
                     self.grpo, generation, advantages, step_id=step_id, policy_version=policy_version, rng=self.rng
                 )
                 if batch is not None:
-                    await self.ledger.step(batch)
+                    await self.ledger.step(number, batch)
             with watch.part("train"):
                 step = await self.train(batch)
             if during_training.has_work:
                 with watch.part("evaluate"):
                     await during_training.result()
-        with watch.part("sync"):
-            sync = await self.publish(step)
         return IterationRecord(
             iteration=number,
             policy_version=policy_version if step is None else step.policy_version,
@@ -113,7 +175,7 @@ class SyncSchedule:
             dropped_P=advantages.dropped_P,
             step=step,
             divergence=divergence,
-            sync=sync,
+            sync=None,
             staleness=staleness_histogram(oldest_versions(generation.groups), policy_version),
         )
 

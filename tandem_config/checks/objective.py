@@ -72,6 +72,18 @@ def _correction_has_its_bounds(config: RunConfig) -> ConfigProblem | None:
     return None
 
 
+@check("schedule.kind", "grpo.correction")
+def _older_samples_are_corrected(config: RunConfig) -> ConfigProblem | None:
+    if config.schedule.kind == "sync" or config.grpo.correction != "none":
+        return None
+    return problem(
+        "schedule.kind",
+        config.schedule.kind,
+        "trains on samples of an older policy, which grpo.correction: none takes for samples of the present one",
+        "set grpo.preset: decoupled (importance weights), or grpo.correction: tis, icepop or mis",
+    )
+
+
 @check("grpo.correction", "grpo.old_logprobs")
 def _correction_needs_recompute(config: RunConfig) -> ConfigProblem | None:
     if config.grpo.correction == "none" or config.grpo.old_logprobs == "recompute":

@@ -1,4 +1,4 @@
-"""The run as a whole, its evaluations, and the model that it starts from."""
+"""The run as a whole, its schedule and evaluations, and the model that it starts from."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,6 +96,16 @@ class ModelSection(Section):
     """Parameter type in trainer and rollouts. float32 is exact and the default on CPU."""
     tokenizer_path: Path | None = setting(None, "a model folder has its own")
     """Folder with tokenizer.json; null: the model's."""
+
+
+class ScheduleSection(Section):
+    """What waits for what."""
+
+    kind: Literal["sync", "one_step_off"] = setting("sync", "each sample is of the very policy that it trains")
+    """sync: the trainer waits while replicas generate, and they wait while it trains; one_step_off: they generate the
+    next iteration meanwhile, with the policy of one version before. That needs a grpo.correction, and
+    grpo.logprob_diff_stop and _limit are compared in iterations without older samples only: the first of a run or
+    resume."""
 
 
 class EvaluationSet(Section):

@@ -60,6 +60,8 @@ class Account:
         counts: samples `begun`, samples by fate, and those `returned` from steps that a resume has undone.
         under_way: samples that are not settled.
         firsts: ordinal of the first prompt of each iteration since the oldest checkpoint that is kept.
+        orders: of these iterations, what their groups were sampled from, and the version of the policy.
+        trained: the version from which each iteration on the run's line was trained, from that checkpoint's on.
         problems: what cannot be true of the records so far, which count as far as they can; None: one is an error.
     """
 
@@ -67,6 +69,8 @@ class Account:
     under_way: int = 0
     position: Position = field(default_factory=Position)
     firsts: dict[int, int] = field(default_factory=dict)
+    orders: dict[int, tuple[str, int]] = field(default_factory=dict)
+    trained: dict[int, int] = field(default_factory=dict)
     problems: list[str] | None = None
     _groups: dict[str, _Group] = field(default_factory=dict)
     _fates: list[str] = field(default_factory=lambda: ["under way"])
@@ -118,12 +122,25 @@ class Account:
         """Return the iterations that have unsettled samples, in order."""
         return sorted({group.iteration for group in self._groups.values() if _OPEN in group.fates})
 
+    def settled_until(self) -> int:
+        """Return the last iteration before all that have unsettled samples."""
+        return min(self.open_iterations(), default=self.position.iteration + 1) - 1
+
     def snapshot(self) -> dict[str, Any]:
         """Return what the head of a segment says of those before it."""
+        settled_until = self.settled_until()
         return {
             "counts": dict(self.counts),
             "under_way": self.under_way,
             "position": vars(self.position),
+            "settled_until": settled_until,
+            "trained": self.trained,
+            "orders": {iteration: order for iteration, order in self.orders.items() if iteration > settled_until},
+            "groups": {
+                name: [group.iteration, group.is_finished, [self._fates[place] for place in group.fates]]
+                for name, group in self._groups.items()
+                if group.iteration > settled_until
+            },
         }
 
     def _segment(self, fields: Mapping[str, Any]) -> None:
@@ -133,6 +150,11 @@ class Account:
         said = fields["account"]
         self.counts, self.under_way = Counter(said["counts"]), said["under_way"]
         self.position = Position(**said["position"])
+        self.orders = {int(iteration): tuple(order) for iteration, order in said.get("orders", {}).items()}
+        self.trained = {int(iteration): version for iteration, version in said.get("trained", {}).items()}
+        for name, (iteration, is_finished, fates) in said.get("groups", {}).items():
+            places = bytearray(map(self._place, fates))
+            self._groups[name] = _Group(iteration=iteration, fates=places, is_finished=is_finished)
 
     def _begun(self, fields: Mapping[str, Any]) -> None:
         iteration, first, names = fields["iteration"], fields["first"], fields["groups"]
@@ -143,7 +165,7 @@ class Account:
         if again := [name for name in names if name in self._groups and _OPEN in self._groups[name].fates]:
             self._wrong(f"group {again[0]} is begun while it is under way")
             return
-        self._begin(iteration, first, len(names))
+        self._begin(fields, len(names))
         for name in names:
             self._groups[name] = _Group(iteration=iteration, fates=bytearray(fields["size"]))
         self.counts["begun"] += fields["size"] * len(names)
@@ -163,10 +185,11 @@ class Account:
             group.is_finished = False
         for _, group in self._known(fields["groups"]):
             group.is_finished = True
-        self._begin(iteration, fields["first"], len(groups))
+        self._begin(fields, len(groups))
 
-    def _begin(self, iteration: int, first: int, num_groups: int) -> None:
-        self.firsts[iteration] = first
+    def _begin(self, fields: Mapping[str, Any], num_groups: int) -> None:
+        iteration, first = fields["iteration"], fields["first"]
+        self.firsts[iteration], self.orders[iteration] = first, (fields["order"], fields["version"])
         self.position.iteration, self.position.next_prompt = iteration, first + num_groups
 
     def _filtered(self, fields: Mapping[str, Any]) -> None:
@@ -182,6 +205,7 @@ class Account:
         if digest != chained(self.position.digest, fields["step"], fields["version"], samples):
             self._wrong(f"step {fields['step']} has another digest than its samples and the steps before it")
         self._settle(samples, "trained")
+        self.trained[fields["iteration"]] = fields["version"]
         self.position.before, self.position.step_id, self.position.digest = self.position.digest, fields["step"], digest
 
     def _checkpoint(self, fields: Mapping[str, Any]) -> None:
@@ -195,6 +219,8 @@ class Account:
             name: group for name, group in self._groups.items() if group.iteration > oldest or _OPEN in group.fates
         }
         self.firsts = {number: first for number, first in self.firsts.items() if number > oldest}
+        self.orders = {number: order for number, order in self.orders.items() if number > oldest}
+        self.trained = {number: version for number, version in self.trained.items() if number >= oldest}
 
     def _resumed(self, fields: Mapping[str, Any]) -> None:
         iteration = fields["iteration"]
@@ -214,15 +240,14 @@ class Account:
         if first != fields["first"]:
             self._wrong(f"iteration {iteration + 1} began with prompt {first}, and begins with {fields['first']} now")
         self.firsts = {number: first for number, first in self.firsts.items() if number <= iteration}
+        self.trained = {number: version for number, version in self.trained.items() if number <= iteration}
         self.position = Position(
             iteration=iteration, next_prompt=fields["first"], step_id=fields["last"], digest=fields["digest"]
         )
 
     def _settle(self, samples: Samples, fate: str) -> None:
         """Settle samples. Raises: Unbalanced: one is not under way."""
-        if fate not in self._fates:
-            self._fates.append(fate)
-        code = self._fates.index(fate)
+        code = self._place(fate)
         for name, group in self._known(samples):
             fates, num_open, indices = group.fates, group.fates.count(_OPEN), samples[name]
             wanted = range(len(fates)) if indices is None else indices
@@ -234,6 +259,12 @@ class Account:
             settled = num_open - fates.count(_OPEN)
             self.counts[fate] += settled
             self.under_way -= settled
+
+    def _place(self, fate: str) -> int:
+        """Return the place of a fate in `_fates`."""
+        if fate not in self._fates:
+            self._fates.append(fate)
+        return self._fates.index(fate)
 
     def _known(self, names: Iterable[str]) -> Iterator[tuple[str, _Group]]:
         for name in names:

@@ -1,5 +1,6 @@
 """Reads a run's ledger: the account of its samples, what is damaged, and what a resume needs of it."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +21,7 @@ class LedgerContent:
         newest_bytes: size of the newest segment; what a replaced coordinator adds to it later does not count.
         resumes: the records of resumes, in order.
         steps: the last train step of each iteration since the oldest checkpoint that is kept.
-        orders: by iteration, what its groups were sampled from, and the version of the policy (`order`, `version`).
-        repeats: how often an iteration, the one that began last, was continued with all of its groups.
+        repeats: how often in a row an iteration was continued with all of its groups.
         checkpoints: by iteration, the digest of the train steps before its checkpoint.
         damages: what is not readable, or missing, as sentences.
     """
@@ -32,8 +32,7 @@ class LedgerContent:
     num_records: int = 0
     resumes: list[Mapping[str, Any]] = field(default_factory=list)
     steps: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    orders: dict[int, tuple[str, int]] = field(default_factory=dict)
-    repeats: int = 0
+    repeats: Counter[int] = field(default_factory=Counter)
     checkpoints: dict[int, str] = field(default_factory=dict)
     damages: list[str] = field(default_factory=list)
 
@@ -70,7 +69,7 @@ def read_ledger(run_dir: Path, run_id: str = "") -> LedgerContent:
         _check_head(ledger.heads[number], path, run_id)
     first = min(paths, default=1)
     ledger.damages += ledger.heads.get(first, {}).get("problems", [])  # those of segments that are gone
-    begins = ledger.heads[first]["account"]["position"]["iteration"] if paths and ledger.heads[first] else 0
+    begins = ledger.heads[first]["account"].get("settled_until", 0) if paths and ledger.heads[first] else 0
     kept = min((iteration for iteration, _ in list_complete(run_dir)), default=0)
     if first > 1 and begins > kept:  # one that is not needed any more ends with a checkpoint that is older than all
         ledger.damages.append(
@@ -97,9 +96,9 @@ def _add(ledger: LedgerContent, found: Record | NoRecord) -> None:
     try:
         ledger.account.add(found)
         if found.kind in ("begun", "continued"):
-            has_all = len(found.fields["groups"]) == len(ledger.account.groups_of(found.fields["iteration"]))
-            ledger.orders[found.fields["iteration"]] = found.fields["order"], found.fields["version"]
-            ledger.repeats = ledger.repeats + 1 if found.kind == "continued" and has_all else 0
+            iteration = found.fields["iteration"]
+            has_all = len(found.fields["groups"]) == len(ledger.account.groups_of(iteration))
+            ledger.repeats[iteration] = ledger.repeats[iteration] + 1 if found.kind == "continued" and has_all else 0
         elif found.kind == "resumed":
             ledger.resumes.append(found.fields)
         elif found.kind == "step":

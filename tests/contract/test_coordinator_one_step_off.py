@@ -231,3 +231,37 @@ async def test_groups_begun_ahead_are_dropped_by_name_when_the_schedule_becomes_
     assert {name: num for name, num in account.counts.items() if name.startswith("dropped")} == {why: PROMPTS * SIZE}
     assert [row["staleness_max"] for row in rows(environment)][3:] == [0, 0, 0]
     assert (account.under_way, account.total("trained")) == (0, ITERATIONS * PROMPTS * SIZE)
+
+
+async def test_evaluations_beside_training_are_of_the_current_policy(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    config = with_settings(config, evaluation={"concurrent": True}, run={"evaluate_every": 2})
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
+        assert await attempt(config, environment, resume=False) == 0
+    measured = {row["iteration"]: row.get("eval/heldout/policy_version") for row in rows(environment)}
+    assert measured == {1: None, 2: None, 3: 2, 4: None, 5: 4, 6: 6}
+    assert set(trained(fleet.trainer_service).values()) == {1}
+
+
+async def test_what_an_older_policy_sampled_is_not_taken_for_another_model(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    async with announced_fleet(environment.redis_url, environment.run_id, FakeTrainer(logprob_diff=0.5)) as fleet:
+        stops = with_settings(config, grpo={"logprob_diff_stop": 0.1})
+        assert await attempt(stops, environment, resume=False) == 1, "the first iteration is of the current policy"
+    assert fleet.trainer_service.policy_version == 1
+    assert rows(environment) == []
+    own = environment.model_copy(update={"run_dir": environment.run_dir.parent / "second", "run_id": "t2"})
+    own.run_dir.mkdir()
+    async with announced_fleet(own.redis_url, own.run_id) as fleet:
+
+        async def differ(step: int) -> None:
+            fleet.trainer_service.logprob_diff = 0.5 if step > 1 else 1e-6
+
+        fleet.trainer_service.before_step = differ
+        assert await attempt(with_settings(config, grpo={"logprob_diff_stop": 0.1}), own, resume=False) == 0
+    table = rows(own)
+    assert [row["logprob_abs_diff_max"] for row in table] == [1e-6, *[None] * 5]
+    assert [row["policy_shift_mean"] is not None for row in table] == [False, *[True] * 5]
+    assert all(0.0 <= row["trainer_idle_ratio"] <= 1.0 for row in table)

@@ -133,3 +133,12 @@ def test_a_setting_that_a_preset_makes_wrong_is_placed_where_the_preset_is(tmp_p
 )
 def test_settings_that_fit(tmp_path: Path, grpo: dict[str, Any]) -> None:
     assert draft_config(write(tmp_path, str(grpo))).problems == []
+
+
+@pytest.mark.parametrize(("grpo", "fits"), [("{}", False), ("preset: decoupled", True), ("preset: dapo", False)])
+def test_samples_of_an_older_policy_need_a_correction(tmp_path: Path, grpo: str, fits: bool) -> None:
+    file = write(tmp_path, grpo)
+    assert draft_config(file).problems == []
+    problems = draft_config(file, ["schedule.kind=one_step_off"]).problems
+    assert [problem.key for problem in problems] == ([] if fits else ["schedule.kind"])
+    assert all("grpo.preset: decoupled" in str(problem) for problem in problems)
