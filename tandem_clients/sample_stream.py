@@ -7,15 +7,17 @@ import asyncio
 import contextlib
 from array import array
 from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 from servicekit.errors import DeadlineExceeded, Internal, rpc_errors
 from servicekit.rpc.arrays import packed
 from servicekit.rpc.limits import SAMPLE_CHUNK_BYTES, STREAM_SILENCE_S, chunk_starts
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_clients.flow import Completion, Group, Order, Prompt
+from tandem_clients.probing import ProbedService
 
 # The service ends a stream that is silent for longer.
 RENEW_S = STREAM_SILENCE_S / 5
@@ -225,6 +227,22 @@ class SampleStream:
                 aborted.append(index)
         group.running.difference_update(ended)
         return aborted
+
+
+class Sampler(ProbedService, Protocol):
+    """What samples: a replica's client (replica.py)."""
+
+    def sampling(self, order: Order, *, timeout_s: float) -> AbstractAsyncContextManager[SampleStream]:
+        """Open a stream of samples for a block."""
+        ...
+
+
+class ServingFleet(Protocol):
+    """The replicas that get work."""
+
+    def serving(self) -> Sequence[Sampler]:
+        """Return them, by name."""
+        ...
 
 
 def _add_part(found: dict[int, Completion], item: pb.Completion, place: str) -> None:

@@ -16,7 +16,6 @@ no replica is left, none is lost     all are present but fail, so none will join
 
 import asyncio
 import math
-import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,11 +27,9 @@ from servicekit.lifecycle.tasks import cancel
 from servicekit.logs import get_logger
 from servicekit.rpc.limits import MAX_COMPLETIONS_PER_CALL
 from tandem_api.rollout.v1 import rollout_pb2 as pb
-from tandem_clients.fleet import Fleet
 from tandem_clients.flow import Generation, Group, Order, Prompt
 from tandem_clients.probing import while_alive
-from tandem_clients.replica import Replica
-from tandem_clients.sample_stream import OpenGroup
+from tandem_clients.sample_stream import OpenGroup, Sampler, ServingFleet
 
 # One failed stream may be an accident.
 MAX_FAILURES = 2
@@ -57,7 +54,7 @@ class Rollouts:
         warn: gets a message for the operator when no replica is left, and when one joins.
     """
 
-    fleet: Fleet
+    fleet: ServingFleet
     max_groups_per_call: int
     timeout_s: float
     patience: Patience = field(default_factory=Patience)
@@ -100,7 +97,7 @@ class _Lane:
             room, as completions are mostly shorter than they may be. 0: not known yet; infinite: it is not said.
     """
 
-    replica: Replica
+    replica: Sampler
     share: deque[OpenGroup]
     open: dict[str, OpenGroup] = field(default_factory=dict)
     cut: deque[OpenGroup] = field(default_factory=deque)
@@ -164,8 +161,8 @@ class _Dispatch:
         self._groups = dict(have)
         self._finished = finished
         self._engine_s: defaultdict[str, float] = defaultdict(float)
-        self._failures: Counter[Replica] = Counter()
-        self._errors: dict[Replica, TandemError] = {}
+        self._failures: Counter[Sampler] = Counter()
+        self._errors: dict[Sampler, TandemError] = {}
         self._stalled_since_s: float | None = None  # no replica works, and no group has come since
         self._one_is_lost = False
 
@@ -211,7 +208,7 @@ class _Dispatch:
         """Yield what is left of the shares of replicas that have as much as they can take."""
         return (lane.share for lane in self._running.values() if lane.open)
 
-    def _free(self) -> list[Replica]:
+    def _free(self) -> list[Sampler]:
         """Return the replicas that may get a stream now; one that is leaving finishes what it has and gets no more."""
         busy = {lane.replica for lane in self._running.values()}
         return [
@@ -250,7 +247,7 @@ class _Dispatch:
         """Called while no replica works. Raises: Unavailable: none has worked for too long."""
         if not self._pending or self._any_free():
             return
-        now_s = time.monotonic()
+        now_s = asyncio.get_running_loop().time()
         if self._stalled_since_s is None:
             self._stalled_since_s = now_s
             metrics.DISPATCH_STALLS.inc()

@@ -1,0 +1,151 @@
+"""A replica without a service, for virtual time: the coordinator's own SampleStream over messages in this process.
+
+The tokens of a completion are a function of its group, index and place, so that what was kept or lost is seen.
+"""
+
+import asyncio
+import random
+import zlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from servicekit.errors import Unavailable
+from servicekit.lifecycle.tasks import cancel
+from servicekit.rpc.arrays import packed
+from tandem_api.common.v1 import common_pb2
+from tandem_api.rollout.v1 import rollout_pb2 as pb
+from tandem_clients.flow import Order
+from tandem_clients.sample_stream import SampleStream
+
+
+def length_of(group: str, index: int, most: int) -> int:
+    """Of a completion: of a long tail, cut at `most`."""
+    drawn = random.Random(f"{group}/{index}").lognormvariate(3.0, 1.0)
+    return max(1, min(most, int(drawn)))
+
+
+def token_of(group: str, index: int, place: int) -> int:
+    """A token of a completion."""
+    return zlib.crc32(f"{group}/{index}/{place}".encode()) % 50_000
+
+
+@dataclass(eq=False)
+class FakeSampler:
+    """Samples `tokens_per_s` of each completion, however many run.
+
+    Attributes:
+        sampled: tokens, also those that nobody got.
+        running: completions now, and the most there were.
+    """
+
+    name: str
+    random: random.Random
+    tokens_per_s: float = 10.0
+    kv_tokens: int = 0
+    policy_version: int = 0
+    is_dead: bool = False
+    sampled: int = 0
+    running: int = 0
+    most: int = 0
+    calls: list["_Call"] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def sampling(self, order: Order, *, timeout_s: float) -> AsyncIterator[SampleStream]:
+        call = _Call(self, order)
+        self.calls.append(call)
+        try:
+            stream = SampleStream(self.name, call, order, timeout_s)
+            await stream.begin()
+            yield stream
+        finally:
+            self.calls.remove(call)
+            await call.close()
+
+    async def status(self, *, timeout_s: float) -> object:
+        self.check()
+        return object()
+
+    def check(self) -> None:
+        """As a connection would."""
+        if self.is_dead:
+            raise Unavailable(f"{self.name}: connection refused")
+
+    def die(self) -> None:
+        """As a process that is killed."""
+        self.is_dead = True
+        for call in self.calls:
+            call.responses.put_nowait(None)
+
+    def abort(self) -> None:
+        """As a pause that aborts does."""
+        for call in self.calls:
+            call.aborts.set()
+            call.aborts = asyncio.Event()
+
+
+class _Call:
+    def __init__(self, sampler: FakeSampler, order: Order) -> None:
+        self.sampler, self.order = sampler, order
+        self.responses: asyncio.Queue[pb.GenerateResponse | None] = asyncio.Queue()
+        self.aborts = asyncio.Event()
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    async def write(self, request: pb.GenerateRequest) -> None:
+        if request.HasField("sampling"):
+            self.responses.put_nowait(pb.GenerateResponse(load=pb.ReplicaLoad(kv_tokens=self.sampler.kv_tokens)))
+        for group in request.groups:
+            prefixes = {sample.index: len(sample.token_ids_u32) // 4 for sample in group.samples}
+            for index, first in (prefixes or dict.fromkeys(range(group.num_completions), 0)).items():
+                task = asyncio.create_task(self._sample(group.group_id, index, first))
+                self.tasks.add(task)
+                task.add_done_callback(self.tasks.discard)
+
+    async def read(self) -> pb.GenerateResponse:
+        self.sampler.check()
+        response = await self.responses.get()
+        self.sampler.check()
+        assert response is not None
+        return response
+
+    async def _sample(self, group: str, index: int, at: int) -> None:
+        sampler, length, aborts = self.sampler, length_of(group, index, self.order.sampling.max_new_tokens), self.aborts
+        sampler.running += 1
+        sampler.most = max(sampler.most, sampler.running)
+        try:
+            while at < length:
+                number = min(sampler.random.randint(1, 20), length - at)
+                try:
+                    async with asyncio.timeout(number / sampler.tokens_per_s):
+                        await aborts.wait()
+                except TimeoutError:
+                    sampler.sampled += number
+                    self._say(group, index, at, number, _END if at + number == length else _UNDER_WAY)
+                    at += number
+                else:
+                    self._say(group, index, at, 0, pb.FINISH_REASON_ABORT)
+                    return
+        finally:
+            sampler.running -= 1
+
+    def _say(self, group: str, index: int, first: int, number: int, reason: pb.FinishReason.ValueType) -> None:
+        ids = [token_of(group, index, place) for place in range(first, first + number)]
+        span = common_pb2.VersionSpan(start=0, end=number, policy_version=self.sampler.policy_version)
+        completion = pb.Completion(
+            index=index,
+            token_ids_u32=packed("token_ids_u32", ids),
+            logprobs_f32=packed("logprobs_f32", [-0.5] * number),
+            finish_reason=reason,
+            version_spans=[span],
+        )
+        self.responses.put_nowait(
+            pb.GenerateResponse(groups=[pb.GroupResult(group_id=group, completions=[completion])])
+        )
+        if self.sampler.random.random() < 0.1:
+            self.responses.put_nowait(pb.GenerateResponse(load=pb.ReplicaLoad(kv_tokens=self.sampler.kv_tokens)))
+
+    async def close(self) -> None:
+        await cancel(*self.tasks)
+
+
+_END, _UNDER_WAY = pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_UNSPECIFIED

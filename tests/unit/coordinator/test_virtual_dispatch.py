@@ -1,0 +1,139 @@
+"""The real dispatch in virtual time, over replicas that die, return, abort and fill up at random: nothing is lost."""
+
+import asyncio
+import random
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from coordinator.generate.dispatch import Rollouts
+from coordinator.generate.joiners import Patience
+from servicekit.errors import Unavailable
+from servicekit.lifecycle.tasks import cancel
+from tandem_clients.flow import Generation, Group, Order, Prompt, Sampling
+from tests.fakes.fake_sampler import FakeSampler, length_of, token_of
+from tests.kit.virtual_loop import Deadlock, run
+
+GROUPS, SIZE, MOST = 12, 4, 120
+PROMPTS = {f"g{i}": Prompt(row=i, token_ids=array("I", range(1 + i)), answer="") for i in range(GROUPS)}
+TOKENS = sum(length_of(name, index, MOST) for name in PROMPTS for index in range(SIZE))
+
+
+class Fleet:
+    """Replicas of which some die, and whose next processes join when they are seeded."""
+
+    def __init__(self, rng: random.Random, num: int, kv_tokens: int) -> None:
+        self.random, self.kv_tokens = rng, kv_tokens
+        self.members = [self.make(index) for index in range(num)]
+        self.gone: list[FakeSampler] = []
+
+    def make(self, index: int) -> FakeSampler:
+        speed = self.random.choice([3.0, 10.0, 30.0])
+        return FakeSampler(f"rollout-{index}", self.random, tokens_per_s=speed, kv_tokens=self.kv_tokens)
+
+    def serving(self) -> Sequence[FakeSampler]:
+        return tuple(self.members)
+
+    async def seed(self, version: int) -> None:
+        """The next processes of those that are dead take part."""
+        await asyncio.sleep(self.random.uniform(0.1, 3.0))
+        for place, member in enumerate(self.members):
+            if member.is_dead:
+                self.gone.append(member)
+                self.members[place] = self.make(place)
+
+    async def trouble(self, kinds: Sequence[str]) -> None:
+        while True:
+            await asyncio.sleep(self.random.expovariate(0.1))
+            member, kind = self.random.choice(self.members), self.random.choice(kinds)
+            member.die() if kind == "die" else member.abort()
+
+    @property
+    def sampled(self) -> int:
+        return sum(member.sampled for member in [*self.members, *self.gone])
+
+
+def order_of(**sampling: object) -> Order:
+    settings = Sampling(temperature=1.0, max_new_tokens=MOST, stop_token_ids=(), **sampling)  # type: ignore[arg-type]
+    return Order(policy_version=0, num_completions=SIZE, sampling=settings)
+
+
+async def generate(
+    fleet: Fleet, order: Order, kinds: Sequence[str], *, most_groups: int = 1024
+) -> tuple[Generation, Counter[str]]:
+    finished: Counter[str] = Counter()
+
+    def note(group: Group) -> None:
+        finished[group.group_id] += 1
+
+    patience = Patience(probe_s=5.0, rejoin_s=60.0)
+    rollouts = Rollouts(
+        fleet=fleet, max_groups_per_call=most_groups, timeout_s=60.0, patience=patience, seed=fleet.seed, warn=print
+    )
+    trouble = asyncio.create_task(fleet.trouble(kinds)) if kinds else None
+    try:
+        return await rollouts.generate(PROMPTS, order, finished=note), finished
+    finally:
+        if trouble is not None:
+            await cancel(trouble)
+
+
+def check(generation: Generation, finished: Counter[str]) -> None:
+    assert [group.group_id for group in generation.groups] == list(PROMPTS)
+    assert finished == dict.fromkeys(PROMPTS, 1)
+    for group in generation.groups:
+        for index, completion in enumerate(group.completions):
+            length = length_of(group.group_id, index, MOST)
+            assert completion.token_ids.tolist() == [token_of(group.group_id, index, i) for i in range(length)]
+            assert (len(completion.logprobs), completion.version_spans) == (length, ((length, 0),))
+
+
+@pytest.mark.parametrize("kinds", [(), ("abort",), ("die",), ("die", "abort", "abort")])
+@pytest.mark.parametrize("kv_tokens", [0, 1, 300, 5000])
+def test_every_completion_comes_whole_and_once(kinds: Sequence[str], kv_tokens: int) -> None:
+    for seed in range(25):
+        rng = random.Random(f"{seed}/{kinds}/{kv_tokens}")
+        fleet = Fleet(rng, num=rng.randint(1, 4), kv_tokens=kv_tokens)
+        generation, finished = run(generate(fleet, order_of(), kinds, most_groups=rng.choice([1, 3, 1024])))
+        check(generation, finished)
+        # What was under way when a replica died or aborted, less than a part of each, is sampled again; no more.
+        lost = fleet.sampled - TOKENS
+        assert lost == 0 or "die" in kinds, lost
+
+
+def test_what_cannot_continue_begins_anew_and_comes_whole() -> None:
+    for seed in range(25):
+        rng = random.Random(seed)
+        fleet = Fleet(rng, num=2, kv_tokens=300)
+        generation, finished = run(generate(fleet, order_of(stop=("x",)), ("abort",)))
+        check(generation, finished)
+
+
+def test_a_replica_has_as_many_tokens_as_its_cache_holds_until_nothing_waits() -> None:
+    rng = random.Random(0)
+    fleet = Fleet(rng, num=1, kv_tokens=2 * MOST + 3)
+    fleet.members[0].calls.clear()
+    run(generate(fleet, order_of(), ()))
+    assert fleet.members[0].most >= 2
+    fleet = Fleet(rng, num=1, kv_tokens=1)
+    run(generate(fleet, order_of(), (), most_groups=2))
+    assert fleet.members[0].most <= 2 * SIZE
+
+
+def test_a_fleet_without_any_replica_ends_in_time_with_a_reason() -> None:
+    fleet = Fleet(random.Random(0), num=1, kv_tokens=0)
+    fleet.members[0].is_dead = True
+
+    async def unseedable(version: int) -> None:
+        await asyncio.sleep(1.0)
+
+    fleet.seed = unseedable  # type: ignore[method-assign]
+    with pytest.raises(Unavailable, match="12 of 12 groups could not be generated"):
+        run(generate(fleet, order_of(), ()))
+
+
+def test_a_wait_for_nothing_is_an_error() -> None:
+    with pytest.raises(Deadlock):
+        run(asyncio.Event().wait())
