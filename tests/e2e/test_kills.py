@@ -92,8 +92,9 @@ def test_ten_kills_do_not_bend_the_curve(tandem: Callable[..., Tandem], tmp_path
     struck.assert_nothing_left()
 
 
+@pytest.mark.parametrize("schedule", ["sync", "one_step_off"])
 def test_kills_of_the_coordinator_cost_no_iteration_and_no_finished_group(
-    tandem: Callable[..., Tandem], tmp_path: Path
+    tandem: Callable[..., Tandem], tmp_path: Path, schedule: str
 ) -> None:
     folder, chance = tmp_path / "runs" / "struck", random.Random(SEED)
     settings = {
@@ -103,6 +104,8 @@ def test_kills_of_the_coordinator_cost_no_iteration_and_no_finished_group(
         "run__checkpoint_every": 10,
         "run__evaluate_every": 5,
         "rollout__replicas": 2,
+        "schedule__kind": schedule,
+        "grpo__preset": "grpo" if schedule == "sync" else "decoupled",
     }
     run = tandem(*run_arguments("struck", **settings))
     run.wait_iteration(1)
