@@ -19,6 +19,7 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from coordinator.generate.joiners import Joiners, Patience, Seed
 from coordinator.watch import metrics
@@ -60,6 +61,8 @@ class Rollouts:
     patience: Patience = field(default_factory=Patience)
     seed: Seed | None = None
     warn: Callable[[str], None] = log.warning
+    # What the KV cache of each replica takes, so that the next dispatch need not wait to hear it.
+    rooms: WeakKeyDictionary[Sampler, float] = field(default_factory=WeakKeyDictionary, repr=False)
 
     async def generate(
         self,
@@ -95,6 +98,7 @@ class _Lane:
         prompt_tokens: of the prompts of `open`.
         credit: tokens that may be under way: what the KV cache takes, and twice as much whenever nothing waits for
             room, as completions are mostly shorter than they may be. 0: not known yet; infinite: it is not said.
+        is_noted: whether the replica has said its load in this dispatch.
     """
 
     replica: Sampler
@@ -104,11 +108,12 @@ class _Lane:
     running: int = 0
     prompt_tokens: int = 0
     credit: float = 0.0
+    is_noted: bool = False
 
     def note(self, load: pb.ReplicaLoad) -> None:
         """Note what the replica has said."""
-        if not self.credit:
-            self.credit = load.kv_tokens or math.inf
+        if not self.is_noted:
+            self.credit, self.is_noted = load.kv_tokens or math.inf, True
         elif not load.waiting and self.open:
             self.credit *= 2
 
@@ -145,6 +150,7 @@ class _Dispatch:
         finished: Callable[[Group], None],
     ) -> None:
         self._fleet, self._patience, self._warn = rollouts.fleet, rollouts.patience, rollouts.warn
+        self._rooms = rollouts.rooms
         self._timeout_s = rollouts.timeout_s
         self._most_groups = rollouts.max_groups_per_call
         self._most = min(self._most_groups * order.num_completions, MAX_COMPLETIONS_PER_CALL)
@@ -196,7 +202,8 @@ class _Dispatch:
                 self._replicas.append(replica)
                 metrics.DISPATCH_JOINERS.inc()
                 self._warn(f"{replica.name} joined and is seeded: it generates groups that were waiting")
-            lane = _Lane(replica=replica, share=deque(self._pending.popleft() for _ in range(size)))
+            share = deque(self._pending.popleft() for _ in range(size))
+            lane = _Lane(replica=replica, share=share, credit=self._rooms.get(replica, 0.0))
             task = asyncio.create_task(self._run_lane(lane), name=f"generate-{replica.name}")
             self._running[task] = lane
 
@@ -304,6 +311,8 @@ class _Dispatch:
     async def _sample(self, lane: _Lane) -> None:
         before_s = self._engine_s[lane.replica.name]
         async with lane.replica.sampling(self._order, timeout_s=self._timeout_s) as stream:
+            if lane.credit and (parts := self._next_parts(lane)):
+                await stream.submit(parts)
             async for news in stream.news():
                 self._engine_s[lane.replica.name] = before_s + news.engine_s
                 for group in news.whole:
@@ -313,6 +322,7 @@ class _Dispatch:
                     self._return(lane, group)
                 if news.load is not None:
                     lane.note(news.load)
+                    self._rooms[lane.replica] = news.load.kv_tokens or math.inf
                 lane.running -= news.num_ended
                 if news.num_ended or news.load is not None:
                     if parts := self._next_parts(lane):
