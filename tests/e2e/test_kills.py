@@ -97,8 +97,9 @@ def test_kills_of_the_coordinator_cost_no_iteration_and_no_finished_group(
     tandem: Callable[..., Tandem], tmp_path: Path, schedule: str
 ) -> None:
     folder, chance = tmp_path / "runs" / "struck", random.Random(SEED)
+    iterations = 2 * COORDINATOR_KILLS + 5
     settings = {
-        "run__iterations": 2 * COORDINATOR_KILLS + 5,
+        "run__iterations": iterations,
         "run__coordinator_restarts": COORDINATOR_KILLS,
         # As they are by default.
         "run__checkpoint_every": 10,
@@ -112,12 +113,12 @@ def test_kills_of_the_coordinator_cost_no_iteration_and_no_finished_group(
     for _ in range(COORDINATOR_KILLS):
         kill(run, folder, chance, ["coordinator"])
     assert run.wait_end(900) == 0, run.output()
-    assert [row["iteration"] for row in rows_of(folder)] == list(range(1, settings["run__iterations"] + 1))
+    assert [row["iteration"] for row in rows_of(folder)] == list(range(1, iterations + 1))
     account = proven(folder)
     # Each sample was begun once: nothing was undone, dropped or generated twice.
     config = RunConfig.model_validate(yaml.safe_load((folder / RESOLVED_CONFIG).read_text()))
     size = config.grpo.prompts_per_iteration * config.grpo.group_size
-    assert account.counts["begun"] == settings["run__iterations"] * size
+    assert account.counts["begun"] == iterations * size
     assert account.total("dropped") == 0
     assert "restoring the checkpoint under a new version" not in (folder / "logs" / "coordinator.log").read_text()
     run.assert_nothing_left()
