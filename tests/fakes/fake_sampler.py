@@ -44,6 +44,7 @@ class FakeSampler:
     tokens_per_s: float = 10.0
     kv_tokens: int = 0
     policy_version: int = 0
+    logprob: float = -0.5
     is_dead: bool = False
     sampled: int = 0
     running: int = 0
@@ -94,6 +95,9 @@ class _Call:
     async def write(self, request: pb.GenerateRequest) -> None:
         if request.HasField("sampling"):
             self.responses.put_nowait(pb.GenerateResponse(load=pb.ReplicaLoad(kv_tokens=self.sampler.kv_tokens)))
+        if request.groups:
+            asked = {request.min_policy_version, request.max_policy_version}
+            assert asked == {self.sampler.policy_version}, "another version is served"
         for group in request.groups:
             prefixes = {sample.index: len(sample.token_ids_u32) // 4 for sample in group.samples}
             for index, first in (prefixes or dict.fromkeys(range(group.num_completions), 0)).items():
@@ -134,7 +138,7 @@ class _Call:
         completion = pb.Completion(
             index=index,
             token_ids_u32=packed("token_ids_u32", ids),
-            logprobs_f32=packed("logprobs_f32", [-0.5] * number),
+            logprobs_f32=packed("logprobs_f32", [self.sampler.logprob] * number),
             finish_reason=reason,
             version_spans=[span],
         )

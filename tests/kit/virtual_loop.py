@@ -2,7 +2,8 @@
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -26,8 +27,20 @@ class _Jumping(selectors.SelectSelector):
         return ready
 
 
+class Inline(Executor):
+    """Does what it is given in the caller's thread: virtual time waits for no other."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
+        done: Future[T] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - the future's
+            done.set_exception(error)
+        return done
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """The loop; what is not asyncio's (threads, sockets of others) must not be waited for."""
+    """The loop; sockets of other processes must not be waited for."""
 
     def __init__(self) -> None:
         self._jumping = _Jumping()
@@ -36,6 +49,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
         return self._jumping.now_s
+
+    def run_in_executor(self, executor: Executor | None, func: Any, *args: Any) -> Any:
+        """Run it now."""
+        return asyncio.wrap_future(Inline().submit(func, *args), loop=self)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

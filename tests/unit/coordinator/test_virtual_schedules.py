@@ -1,0 +1,284 @@
+"""Schedules, dispatch and ledger as they are, in virtual time, with kills at random moments: each sample is used once.
+
+The world outlives the processes: a trainer, whose line of steps a restart shortens to the last checkpoint, replicas,
+and the run's folder. Each policy has a number of its own, which is in the log-probs of what it samples.
+"""
+
+import asyncio
+import random
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from coordinator.data.cursor import CursorState, DataCursor, SourcePosition
+from coordinator.generate.dispatch import Rollouts
+from coordinator.generate.joiners import Patience
+from coordinator.learn.scoring import Scorer
+from coordinator.ledger.ledger import Ledger
+from coordinator.record.state import RunState
+from coordinator.schedule.one_step_off import OneStepOff
+from coordinator.schedule.sync import SyncSchedule
+from coordinator.sync.weight_sync import WeightSync
+from servicekit.lifecycle.tasks import cancel
+from servicekit.stopwatch import Stopwatch
+from tandem_clients.flow import Group, GroupScores, Prompt, Sampling, TrainBatch, TrainResult
+from tandem_clients.trainer import Trainer
+from tandem_config.schema import GrpoSection
+from tandem_files.checkpoints import COMPLETE
+from tandem_files.ledger.reading import read_ledger
+from tests.fakes.fake_sampler import FakeSampler
+from tests.kit.virtual_loop import Inline, run
+
+ITERATIONS, PROMPTS, SIZE, EVERY = 9, 4, 3, 3
+SEEDS = 60
+GRPO = GrpoSection(prompts_per_iteration=PROMPTS, group_size=SIZE, updates_per_iteration=1, zero_variance="drop")
+SAMPLING = Sampling(temperature=1.0, max_new_tokens=60, stop_token_ids=())
+
+
+class Cursor:
+    """A data cursor over rows without end."""
+
+    def __init__(self, taken: int) -> None:
+        self.taken = taken
+
+    def take(self, count: int) -> list[Prompt]:
+        rows = range(self.taken, self.taken + count)
+        self.taken += count
+        return [Prompt(row=row, token_ids=array("I", [row]), answer="") for row in rows]
+
+    def read_ahead(self, count: int) -> None:
+        """There is nothing to read."""
+
+    def state(self) -> CursorState:
+        return CursorState(sources=(SourcePosition(epoch=0, position=self.taken, num_prompts=10**6),))
+
+
+@dataclass
+class Step:
+    step_id: str
+    policy: int
+    samples: dict[str, int]  # with the policy that sampled each
+
+
+@dataclass
+class World:
+    """What outlives the processes of the coordinator.
+
+    Attributes:
+        line: the steps of which the trainer's present policy is made; `policy` is its number.
+    """
+
+    random: random.Random
+    folder: Path
+    max_staleness: int
+    line: list[Step] = field(default_factory=list)
+    policy: int = 0
+    policies: int = 0
+    version: int = 0
+    replies: dict[str, TrainResult] = field(default_factory=dict)
+    replicas: list[FakeSampler] = field(default_factory=list)
+    last: RunState | None = None
+    saved: RunState | None = None
+    num_saved: int = 0  # steps
+    newest: int = 0  # of all versions
+
+    def __post_init__(self) -> None:
+        self.replicas = [self.replica(index) for index in range(2)]
+
+    def replica(self, index: int) -> FakeSampler:
+        speed = self.random.choice([5.0, 20.0])
+        made = FakeSampler(f"rollout-{index}", self.random, tokens_per_s=speed, kv_tokens=500)
+        made.policy_version, made.logprob = self.version, -float(self.policy)
+        return made
+
+    # The trainer.
+
+    async def train_step(self, batch: TrainBatch, sent: asyncio.Event) -> TrainResult:
+        if batch.step_id in self.replies:
+            sent.set()
+            return self.replies[batch.step_id]
+        assert batch.policy_version == self.version
+        sent.set()
+        await asyncio.sleep(self.random.uniform(0.5, 10.0))
+        samples = {
+            sample.sample_id: self.sampled_by(sample.completion.logprobs)
+            for update in batch.updates
+            for sample in update
+        }
+        ancestors = [step.policy for step in self.line] + [self.policy]
+        ages = {name: len(ancestors) - 1 - ancestors.index(policy) for name, policy in samples.items()}
+        assert max(ages.values()) <= self.max_staleness, ages
+        assert not {name for step in self.line for name in step.samples} & samples.keys(), "trained twice"
+        self.line.append(Step(batch.step_id, self.policy, samples))
+        self.policies += 1
+        self.policy, self.version = self.policies, self.version + 1
+        self.newest = max(self.newest, self.version)
+        result = TrainResult(step_id=batch.step_id, policy_version=self.version, metrics={}, seconds={})
+        self.replies = {batch.step_id: result}
+        return result
+
+    @staticmethod
+    def sampled_by(logprobs: Sequence[float]) -> int:
+        (policy,) = {round(-logprob) for logprob in logprobs}
+        return policy
+
+    def lose_trainer(self) -> None:
+        """The next one begins at the checkpoint, under a version that nobody has had."""
+        if self.num_saved < len(self.line):
+            self.policy = self.line[self.num_saved].policy
+        del self.line[self.num_saved :]
+        self.version, self.replies, self.last = -1, {}, None
+
+    # The weight sync.
+
+    async def publish(self, version: int) -> None:
+        await asyncio.sleep(self.random.uniform(0.1, 1.0))
+        await self.seed_late_joiners(version)
+
+    async def seed_late_joiners(self, version: int) -> None:
+        assert version == self.version
+        for index, replica in enumerate(self.replicas):
+            if replica.is_dead:
+                self.replicas[index] = self.replica(index)
+            assert not replica.running or replica.policy_version == version, "weights change under a generation"
+            self.replicas[index].policy_version, self.replicas[index].logprob = version, -float(self.policy)
+
+    async def look_ahead(self) -> Any:
+        for _ in ():
+            yield
+
+    def serving(self) -> Sequence[FakeSampler]:
+        return tuple(replica for replica in self.replicas if not replica.is_dead)
+
+    # The rewards.
+
+    async def score(self, groups: Sequence[Group]) -> GroupScores:
+        await asyncio.sleep(self.random.uniform(0.0, 3.0))
+        draws = [random.Random(f"{group.group_id}") for group in groups]
+        rewards_PG = np.array([[float(draw.random() < 0.5) for _ in range(SIZE)] for draw in draws])
+        return GroupScores(rewards_PG=rewards_PG, accuracy=float(rewards_PG.mean()))
+
+
+async def process(world: World, kind: str, number: int) -> None:
+    """One process of the coordinator, as coordinator/run.py lets it continue."""
+    found = read_ledger(world.folder, "r")
+    staleness = schedule_of(kind).MAX_STALENESS
+    ledger = Ledger(run_dir=world.folder, run_id="r", found=found, max_mib=64, model="m", max_staleness=staleness)
+    ledger._thread = Inline()  # type: ignore[assignment]
+    state, sent = (world.last or world.saved or first_state()).model_copy(deep=True), ""
+    saved = state.policy_version
+    if world.last is not None and world.version == saved + 1:
+        sent = ledger.sent_step(state.iteration + 1)
+        assert sent == world.line[-1].step_id, "its samples are kept"
+    elif not world.version == saved >= world.newest:
+        world.newest += 1
+        world.version = state.policy_version = world.newest
+    cursor = Cursor(state.cursor.num_taken)
+    await ledger.open(state, saved=saved, step_id=sent)
+    await world.publish(world.version)
+    world.last = state.model_copy(deep=True)
+    parts: dict[str, Any] = {
+        "grpo": GRPO,
+        "sampling": SAMPLING,
+        "cursor": cast(DataCursor, cursor),
+        "rollouts": rollouts_of(world, world.seed_late_joiners),
+        "scorer": cast(Scorer, world),
+        "trainer": cast(Trainer, world),
+        "weights": cast(WeightSync, world),
+        "ledger": ledger,
+        "incarnation": str(number),
+        "rng": np.random.default_rng(0),
+    }
+    beside: dict[str, Any] = {"beside_training": rollouts_of(world, None), "iterations": ITERATIONS}
+    schedule = SyncSchedule(**parts) if kind == "sync" else OneStepOff(**parts, **beside)
+    while state.iteration < ITERATIONS:
+        record = await schedule.iterate(state.iteration + 1, state.policy_version, Stopwatch())
+        state.iteration, state.policy_version = record.iteration, record.policy_version
+        state.cursor, state.steps_digest = schedule.position(), ledger.digest
+        state.step_id = state.step_id if record.step is None else record.step.step_id
+        world.last = state.model_copy(deep=True)
+        ledger.done(record.iteration)
+        if record.iteration % EVERY == 0:
+            await ledger.checkpoint(state)
+            folder = world.folder / "checkpoints" / f"step-{record.iteration:08d}"
+            folder.mkdir(parents=True)
+            (folder / COMPLETE).write_text("{}")
+            world.saved, world.num_saved = state.model_copy(deep=True), len(world.line)
+
+
+def schedule_of(kind: str) -> type[SyncSchedule]:
+    return SyncSchedule if kind == "sync" else OneStepOff
+
+
+def first_state() -> RunState:
+    return RunState(cursor=Cursor(0).state(), batch_rng={}, model_fingerprint="m")
+
+
+def rollouts_of(world: World, seed: Any) -> Rollouts:
+    patience = Patience(probe_s=5.0, rejoin_s=60.0)
+    return Rollouts(
+        fleet=world, max_groups_per_call=1024, timeout_s=60.0, patience=patience, seed=seed, warn=lambda _: None
+    )
+
+
+async def story(world: World, kind: str, kills: int) -> None:
+    """Processes one after the other, until the run is over; of which most are killed."""
+    for number in range(kills + 1):
+        work = asyncio.create_task(process(world, kind, number))
+        trouble = asyncio.create_task(kill_replicas(world))
+        try:
+            await asyncio.wait({work}, timeout=world.random.expovariate(1 / 60) if number < kills else None)
+        finally:
+            await cancel(trouble)
+        if work.done():
+            work.result()
+            return
+        await cancel(work)
+        if world.random.random() < 0.4:
+            world.lose_trainer()
+
+
+async def kill_replicas(world: World) -> None:
+    while True:
+        await asyncio.sleep(world.random.expovariate(1 / 40))
+        world.random.choice(world.replicas).die()
+
+
+def names() -> dict[str, bool]:
+    """All samples of the run, and whether their rewards differ."""
+    groups = [
+        f"i{number + 1}.g{place}.row{number * PROMPTS + place}"
+        for number in range(ITERATIONS)
+        for place in range(PROMPTS)
+    ]
+    differ = {}
+    for group in groups:
+        draw = random.Random(group)
+        differ[group] = len({draw.random() < 0.5 for _ in range(SIZE)}) > 1
+    return {f"{group}#{index}": differ[group] for group in groups for index in range(SIZE)}
+
+
+@pytest.mark.parametrize("kind", ["sync", "one_step_off"])
+def test_every_sample_is_trained_once_whatever_is_killed_and_when(tmp_path: Path, kind: str) -> None:
+    expected = {name for name, differs in names().items() if differs}
+    returned = 0
+    for seed in range(SEEDS):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        world = World(random.Random(seed), folder, schedule_of(kind).MAX_STALENESS)
+        run(story(world, kind, kills=seed % 5))
+        trained = Counter(name for step in world.line for name in step.samples)
+        assert trained == dict.fromkeys(expected, 1), seed
+        ledger = read_ledger(folder, "r")
+        assert ledger.problems == [], seed
+        account = ledger.account
+        assert (account.under_way, account.total("trained")) == (0, len(expected)), seed
+        assert account.total("filtered") == len(names()) - len(expected), seed
+        returned += account.counts["returned"]
+    assert returned, "no step was undone: the kills say nothing"
