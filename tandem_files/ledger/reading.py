@@ -45,12 +45,12 @@ class LedgerContent:
         """Return all versions that the policy after an iteration has had: a resume may give it a new one.
 
         Args:
-            version: the one that its checkpoint has.
+            version: one of them.
         """
         names = {version}
-        for resume in self.resumes:
-            if resume["iteration"] == iteration and resume["version"] in names:
-                names.add(resume["as"])
+        renamed = [{resume["version"], resume["as"]} for resume in self.resumes if resume["iteration"] == iteration]
+        for same in renamed * len(renamed):
+            names |= same if same & names else set()
         return names
 
 

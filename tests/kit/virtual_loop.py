@@ -50,7 +50,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Virtual seconds since the loop was made."""
         return self._jumping.now_s
 
-    def run_in_executor(self, executor: Executor | None, func: Any, *args: Any) -> Any:
+    def run_in_executor(self, executor: Executor | None, func: Any, *args: Any) -> Any:  # type: ignore[override]
         """Run it now."""
         return asyncio.wrap_future(Inline().submit(func, *args), loop=self)
 

@@ -5,10 +5,11 @@ and the run's folder. Each policy has a number of its own, which is in the log-p
 """
 
 import asyncio
+import math
 import random
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -20,14 +21,14 @@ from coordinator.data.cursor import CursorState, DataCursor, SourcePosition
 from coordinator.generate.dispatch import Rollouts
 from coordinator.generate.joiners import Patience
 from coordinator.learn.scoring import Scorer
-from coordinator.ledger.ledger import Ledger
+from coordinator.ledger.ledger import MAX_REPEATS, Ledger, Restored
 from coordinator.record.state import RunState
 from coordinator.schedule.one_step_off import OneStepOff
 from coordinator.schedule.sync import SyncSchedule
 from coordinator.sync.weight_sync import WeightSync
 from servicekit.lifecycle.tasks import cancel
 from servicekit.stopwatch import Stopwatch
-from tandem_clients.flow import Group, GroupScores, Prompt, Sampling, TrainBatch, TrainResult
+from tandem_clients.flow import Group, GroupScores, Order, Prompt, Sampling, TrainBatch, TrainResult
 from tandem_clients.trainer import Trainer
 from tandem_config.schema import GrpoSection
 from tandem_files.checkpoints import COMPLETE
@@ -87,6 +88,7 @@ class World:
     saved: RunState | None = None
     num_saved: int = 0  # steps
     newest: int = 0  # of all versions
+    finished: dict[str, set[int]] = field(default_factory=dict)  # groups, with the policies that sampled them
 
     def __post_init__(self) -> None:
         self.replicas = [self.replica(index) for index in range(2)]
@@ -106,14 +108,12 @@ class World:
         assert batch.policy_version == self.version
         sent.set()
         await asyncio.sleep(self.random.uniform(0.5, 10.0))
-        samples = {
-            sample.sample_id: self.sampled_by(sample.completion.logprobs)
-            for update in batch.updates
-            for sample in update
-        }
-        ancestors = [step.policy for step in self.line] + [self.policy]
-        ages = {name: len(ancestors) - 1 - ancestors.index(policy) for name, policy in samples.items()}
+        whole = [sample for update in batch.updates for sample in update]
+        samples = {sample.sample_id: self.sampled_by(sample.completion.logprobs) for sample in whole}
+        ages = {name: self.age_of([policy]) for name, policy in samples.items()}
         assert max(ages.values()) <= self.max_staleness, ages
+        said = {sample.sample_id: batch.policy_version - sample.completion.oldest_version for sample in whole}
+        assert said == ages
         assert not {name for step in self.line for name in step.samples} & samples.keys(), "trained twice"
         self.line.append(Step(batch.step_id, self.policy, samples))
         self.policies += 1
@@ -127,6 +127,11 @@ class World:
     def sampled_by(logprobs: Sequence[float]) -> int:
         (policy,) = {round(-logprob) for logprob in logprobs}
         return policy
+
+    def age_of(self, policies: Iterable[int]) -> float:
+        """The age of the oldest; infinite: the policy is lost."""
+        ancestors = [step.policy for step in self.line] + [self.policy]
+        return max(len(ancestors) - 1 - ancestors.index(one) if one in ancestors else math.inf for one in policies)
 
     def lose_trainer(self) -> None:
         """The next one begins at the checkpoint, under a version that nobody has had."""
@@ -165,11 +170,33 @@ class World:
         return GroupScores(rewards_PG=rewards_PG, accuracy=float(rewards_PG.mean()))
 
 
+class WatchedLedger(Ledger):
+    """Restores all that is finished and young enough, unless an iteration has failed with it again and again."""
+
+    world: World
+
+    def finished(self, iteration: int, group: Group) -> None:
+        self.world.finished[group.group_id] = {World.sampled_by(one.logprobs) for one in group.completions}
+        super().finished(iteration, group)
+
+    async def begin(self, iteration: int, prompts: Mapping[str, Prompt], order: Order, first: int) -> Restored:
+        finished = self.world.finished
+        young = {
+            name for name in prompts if name in finished and self.world.age_of(finished[name]) <= self._max_staleness
+        }
+        restored = await super().begin(iteration, prompts, order, first)
+        assert young <= restored.groups.keys() or self._found.repeats[iteration] >= MAX_REPEATS
+        return restored
+
+
 async def process(world: World, kind: str, number: int) -> None:
     """One process of the coordinator, as coordinator/run.py lets it continue."""
     found = read_ledger(world.folder, "r")
     staleness = schedule_of(kind).MAX_STALENESS
-    ledger = Ledger(run_dir=world.folder, run_id="r", found=found, max_mib=64, model="m", max_staleness=staleness)
+    ledger = WatchedLedger(
+        run_dir=world.folder, run_id="r", found=found, max_mib=64, model="m", max_staleness=staleness
+    )
+    ledger.world = world
     ledger._thread = Inline()  # type: ignore[assignment]
     state, sent = (world.last or world.saved or first_state()).model_copy(deep=True), ""
     saved = state.policy_version
