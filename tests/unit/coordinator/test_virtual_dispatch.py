@@ -13,8 +13,8 @@ from coordinator.generate.joiners import Patience
 from servicekit.errors import Unavailable
 from servicekit.lifecycle.tasks import cancel
 from tandem_clients.flow import Generation, Group, Order, Prompt, Sampling
+from tests.fakes.fake_loop import Deadlock, run
 from tests.fakes.fake_sampler import FakeSampler, length_of, token_of
-from tests.kit.virtual_loop import Deadlock, run
 
 GROUPS, SIZE, MOST = 12, 4, 120
 PROMPTS = {f"g{i}": Prompt(row=i, token_ids=array("I", range(1 + i)), answer="") for i in range(GROUPS)}

@@ -33,11 +33,11 @@ from tandem_clients.trainer import Trainer
 from tandem_config.schema import GrpoSection
 from tandem_files.checkpoints import COMPLETE
 from tandem_files.ledger.reading import read_ledger
+from tests.fakes.fake_loop import Inline, run
 from tests.fakes.fake_sampler import FakeSampler
-from tests.kit.virtual_loop import Inline, run
 
 ITERATIONS, PROMPTS, SIZE, EVERY = 9, 4, 3, 3
-SEEDS = 60
+SEEDS = 40
 GRPO = GrpoSection(prompts_per_iteration=PROMPTS, group_size=SIZE, updates_per_iteration=1, zero_variance="drop")
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=60, stop_token_ids=())
 

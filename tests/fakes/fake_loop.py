@@ -31,6 +31,7 @@ class Inline(Executor):
     """Does what it is given in the caller's thread: virtual time waits for no other."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
+        """Do it now."""
         done: Future[T] = Future()
         try:
             done.set_result(fn(*args, **kwargs))
