@@ -6,7 +6,8 @@ iteration n  scores, trains: version v -> v + 1       generate n + 1 with versio
              sends v + 1                              take v + 1
 
 So an iteration lasts as long as the slower of the two. Samples are of the policy one version before the one that is
-trained, but for those of a run's first iteration. No completion mixes policies: nothing is generated in a sync.
+trained, but for those of a run's first iteration, and of each 20th after it: they are of the policy itself, so that the
+log-probs of trainer and engine can be compared. No completion mixes policies: nothing is generated in a sync.
 """
 
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,9 @@ from servicekit.lifecycle.tasks import first_of
 from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
 from tandem_clients.flow import IterationRecord
+
+# After so many iterations one is generated after the weight sync, not before it: it costs one overlap.
+COMPARE_EVERY = 20
 
 log = get_logger(__name__)
 
@@ -49,7 +53,7 @@ class OneStepOff(SyncSchedule):
             begun = self._ahead.pop() if self._ahead else await self.begin(number, policy_version)
             generation = begun.generation or await self.generate(begun, policy_version, self.rollouts)
             # After a step that the trainer has done already, the replicas serve a newer version than this iteration's.
-            if number < self.iterations and not begun.restored.step_id:
+            if number < self.iterations and number % COMPARE_EVERY and not begun.restored.step_id:
                 self._ahead.append(await self.begin(number + 1, policy_version))
         ahead = [partial(self._generate_ahead, following, policy_version) for following in self._ahead]
         async with BackgroundTask(*ahead) as generating:

@@ -105,7 +105,7 @@ class ScheduleSection(Section):
     """sync: the trainer waits while replicas generate, and they wait while it trains; one_step_off: they generate the
     next iteration meanwhile, with the policy of one version before. That needs a grpo.correction, and
     grpo.logprob_diff_stop and _limit are compared in iterations without older samples only: the first of a run or
-    resume."""
+    resume, and each that follows a multiple of 20."""
 
 
 class EvaluationSet(Section):

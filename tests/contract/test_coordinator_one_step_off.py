@@ -6,6 +6,7 @@ from collections import Counter, defaultdict, deque
 import pytest
 
 from coordinator.app import conduct
+from coordinator.schedule import one_step_off
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import InvalidRequest, NotFinite, Unavailable
 from tandem_api.rollout.v1 import rollout_pb2
@@ -92,6 +93,18 @@ async def test_the_replicas_generate_while_the_trainer_trains(
         assert await attempt(with_settings(config, run={"iterations": 3}), environment, resume=False) == 0
     assert len(fleet.trainer_service.steps) == 3
     assert set(asked(fleet)) == {1, 2, 3}, "nothing is generated for an iteration after the last"
+
+
+async def test_some_iterations_are_of_the_current_policy_so_that_it_can_be_compared(
+    config: RunConfig, environment: ServiceEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(one_step_off, "COMPARE_EVERY", 3)
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
+        assert await attempt(config, environment, resume=False) == 0
+    table = rows(environment)
+    assert [row["staleness_max"] for row in table] == [0, 1, 1, 0, 1, 1]
+    assert [row["logprob_abs_diff_max"] for row in table] == [1e-6, None, None, 1e-6, None, None]
+    assert set(trained(fleet.trainer_service).values()) == {1}
 
 
 async def test_a_run_that_lost_its_trainer_equals_an_uninterrupted_one(
