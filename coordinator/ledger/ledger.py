@@ -6,6 +6,7 @@ after them is complete. On a disk without room the run continues with warnings, 
 
 import asyncio
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -129,7 +130,9 @@ class Ledger:
     def sent_step(self, iteration: int) -> str:
         """Return the id of the train step that was sent in an iteration; "": none was, or its groups are lost."""
         step = self._found.steps.get(iteration)
-        if step is None or step["step"] != self._account.position.step_id:
+        # A process that was to send it again, and was killed before, has taken it back.
+        again = [resume["step"] for resume in self._found.resumes[-1:]]
+        if step is None or step["step"] not in (self._account.position.step_id, *again):
             return ""
         kept = _read_groups(groups_file(self._run_dir, iteration))
         is_scored = kept.scores is not None and kept.scores.fields["rewards"] == self._rewards
@@ -145,12 +148,12 @@ class Ledger:
             step_id: of the step after it, which the trainer has done already.
         """
         iteration = state.iteration
-        self._names = dict.fromkeys(self._found.names_of(iteration, saved), state.policy_version)
+        self._names = dict.fromkeys(self._account.names_of(iteration, saved), state.policy_version)
         if (before := self._account.trained.get(iteration)) is not None:
-            for name in self._found.names_of(iteration - 1, before):
+            for name in self._account.names_of(iteration - 1, before):
                 self._names.setdefault(name, state.policy_version - 1)
         self._sent, self._resumed_after = step_id, iteration
-        await self._begin_segment()
+        await self._begin_segment(iteration)
         if self._found.heads or iteration:
             line = {"first": state.cursor.num_taken, "last": state.step_id, "digest": state.steps_digest}
             self._put(
@@ -299,9 +302,9 @@ class Ledger:
         log.warning("samples dropped", iteration=iteration, samples=sum(map(len, samples.values())), why=why)
         self._put("dropped", iteration=iteration, why=why, samples=samples)
 
-    async def _begin_segment(self) -> None:
+    async def _begin_segment(self, resumes_after: float = math.inf) -> None:
         number = self._number + 1
-        account = self._account.snapshot()
+        account = self._account.snapshot(resumes_after)
         fields = {"format": FORMAT, "run_id": self._run_id, "number": number, "account": account}
         fields["problems"] = self._problems
 

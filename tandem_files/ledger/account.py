@@ -7,6 +7,7 @@ samples are under way again, and are trained on the line that survives, or dropp
 """
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,6 +63,7 @@ class Account:
         firsts: ordinal of the first prompt of each iteration since the oldest checkpoint that is kept.
         orders: of these iterations, what their groups were sampled from, and the version of the policy.
         trained: the version from which each iteration on the run's line was trained, from that checkpoint's on.
+        renamed: iterations after which a resume gave the policy another version: iteration, former version, new one.
         problems: what cannot be true of the records so far, which count as far as they can; None: one is an error.
     """
 
@@ -71,6 +73,7 @@ class Account:
     firsts: dict[int, int] = field(default_factory=dict)
     orders: dict[int, tuple[str, int]] = field(default_factory=dict)
     trained: dict[int, int] = field(default_factory=dict)
+    renamed: list[tuple[int, int, int]] = field(default_factory=list)
     problems: list[str] | None = None
     _groups: dict[str, _Group] = field(default_factory=dict)
     _fates: list[str] = field(default_factory=lambda: ["under way"])
@@ -122,19 +125,36 @@ class Account:
         """Return the iterations that have unsettled samples, in order."""
         return sorted({group.iteration for group in self._groups.values() if _OPEN in group.fates})
 
+    def names_of(self, iteration: int, version: int) -> set[int]:
+        """Return all versions that the policy after an iteration has had: a resume may give it a new one.
+
+        Args:
+            version: one of them.
+        """
+        names = {version}
+        renamed = [{former, now} for number, former, now in self.renamed if number == iteration]
+        for same in renamed * len(renamed):
+            names |= same if same & names else set()
+        return names
+
     def settled_until(self) -> int:
         """Return the last iteration before all that have unsettled samples."""
         return min(self.open_iterations(), default=self.position.iteration + 1) - 1
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return what the head of a segment says of those before it."""
-        settled_until = self.settled_until()
+    def snapshot(self, resumes_after: float = math.inf) -> dict[str, Any]:
+        """Return what the head of a segment says of those before it.
+
+        Args:
+            resumes_after: the iteration after which the run continues, so that later ones are not settled.
+        """
+        settled_until = min(self.settled_until(), resumes_after)
         return {
             "counts": dict(self.counts),
             "under_way": self.under_way,
             "position": vars(self.position),
             "settled_until": settled_until,
             "trained": self.trained,
+            "renamed": self.renamed,
             "orders": {iteration: order for iteration, order in self.orders.items() if iteration > settled_until},
             "groups": {
                 name: [group.iteration, group.is_finished, [self._fates[place] for place in group.fates]]
@@ -152,6 +172,7 @@ class Account:
         self.position = Position(**said["position"])
         self.orders = {int(iteration): tuple(order) for iteration, order in said.get("orders", {}).items()}
         self.trained = {int(iteration): version for iteration, version in said.get("trained", {}).items()}
+        self.renamed = [(iteration, version, now) for iteration, version, now in said.get("renamed", ())]
         for name, (iteration, is_finished, fates) in said.get("groups", {}).items():
             places = bytearray(map(self._place, fates))
             self._groups[name] = _Group(iteration=iteration, fates=places, is_finished=is_finished)
@@ -221,9 +242,11 @@ class Account:
         self.firsts = {number: first for number, first in self.firsts.items() if number > oldest}
         self.orders = {number: order for number, order in self.orders.items() if number > oldest}
         self.trained = {number: version for number, version in self.trained.items() if number >= oldest}
+        self.renamed = [renamed for renamed in self.renamed if renamed[0] >= oldest]
 
     def _resumed(self, fields: Mapping[str, Any]) -> None:
         iteration = fields["iteration"]
+        self.renamed.append((iteration, fields["version"], fields["as"]))
         for group in self._groups.values():
             if group.iteration > iteration:
                 for place, num in Counter(group.fates).items():

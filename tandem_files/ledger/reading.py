@@ -41,18 +41,6 @@ class LedgerContent:
         """What is damaged, and what cannot be true of the records that are left."""
         return [*self.damages, *(self.account.problems or ())]
 
-    def names_of(self, iteration: int, version: int) -> set[int]:
-        """Return all versions that the policy after an iteration has had: a resume may give it a new one.
-
-        Args:
-            version: one of them.
-        """
-        names = {version}
-        renamed = [{resume["version"], resume["as"]} for resume in self.resumes if resume["iteration"] == iteration]
-        for same in renamed * len(renamed):
-            names |= same if same & names else set()
-        return names
-
 
 def read_ledger(run_dir: Path, run_id: str = "") -> LedgerContent:
     """Read a run's ledger; an empty one if it has none.

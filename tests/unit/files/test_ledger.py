@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from servicekit.errors import ConfigError
 from tandem_files.checkpoints import mark_complete, step_folder
 from tandem_files.ledger.account import FATES, Account, Unbalanced, chained
-from tandem_files.ledger.reading import LedgerContent, read_ledger
+from tandem_files.ledger.reading import read_ledger
 from tandem_files.ledger.records import NoRecord, Record, framed, read_records, segment
 
 SIZE = 3
@@ -238,6 +238,6 @@ def test_the_head_of_the_oldest_segment_says_what_those_before_it_held(tmp_path:
 
 def test_a_policy_has_all_the_names_that_resumes_gave_it() -> None:
     renamed = [(6, 6, 8), (6, 8, 10), (3, 8, 11), (6, 6, 12), (6, 13, 14)]
-    content = LedgerContent(resumes=[{"iteration": n, "version": old, "as": new} for n, old, new in renamed])
-    assert content.names_of(6, 12) == content.names_of(6, 10) == {6, 8, 10, 12}
-    assert (content.names_of(6, 14), content.names_of(6, 7)) == ({13, 14}, {7})
+    account = Account(renamed=renamed)
+    assert account.names_of(6, 12) == account.names_of(6, 10) == {6, 8, 10, 12}
+    assert (account.names_of(6, 14), account.names_of(6, 7)) == ({13, 14}, {7})
