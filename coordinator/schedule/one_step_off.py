@@ -6,8 +6,8 @@ iteration n  scores, trains: version v -> v + 1       generate n + 1 with versio
              sends v + 1                              take v + 1
 
 So an iteration lasts as long as the slower of the two. Samples are of the policy one version before the one that is
-trained, but for those of a run's first iteration, and of each 20th after it: they are of the policy itself, so that the
-log-probs of trainer and engine can be compared. No completion mixes policies: nothing is generated in a sync.
+trained. Those of the first iteration, and of each 20th after it, are of the policy itself: the log-probs of trainer and
+engine can be compared then. No completion mixes policies, because nothing is generated in a sync.
 """
 
 from dataclasses import dataclass, field, replace
