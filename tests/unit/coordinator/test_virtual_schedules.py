@@ -7,6 +7,7 @@ and the run's folder. Each policy has a number of its own, which is in the log-p
 import asyncio
 import math
 import random
+import shutil
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +38,7 @@ from tandem_files.ledger.reading import read_ledger
 from tests.fakes.fake_loop import Inline, run
 from tests.fakes.fake_sampler import FakeSampler
 
-ITERATIONS, PROMPTS, SIZE, EVERY = 9, 4, 3, 3
+ITERATIONS, PROMPTS, SIZE, EVERY, KEPT = 9, 4, 3, 2, 2
 SEEDS = 40
 GRPO = GrpoSection(prompts_per_iteration=PROMPTS, group_size=SIZE, updates_per_iteration=1, zero_variance="drop")
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=60, stop_token_ids=())
@@ -78,7 +79,7 @@ class World:
 
     random: random.Random
     folder: Path
-    max_staleness: int
+    max_staleness: int = 0
     line: list[Step] = field(default_factory=list)
     policy: int = 0
     policies: int = 0
@@ -180,6 +181,11 @@ class WatchedLedger(Ledger):
         self.world.finished[group.group_id] = {World.sampled_by(one.logprobs) for one in group.completions}
         super().finished(iteration, group)
 
+    def _drop(self, iteration: int, why: str) -> None:
+        for name in self._account.groups_of(iteration):
+            self.world.finished.pop(name, None)
+        super()._drop(iteration, why)
+
     async def begin(self, iteration: int, prompts: Mapping[str, Prompt], order: Order, first: int) -> Restored:
         finished = self.world.finished
         young = {
@@ -193,7 +199,7 @@ class WatchedLedger(Ledger):
 async def process(world: World, kind: str, number: int) -> None:
     """One process of the coordinator, as coordinator/run.py lets it continue."""
     found = read_ledger(world.folder, "r")
-    staleness = schedule_of(kind).MAX_STALENESS
+    staleness = world.max_staleness = schedule_of(kind).MAX_STALENESS
     ledger = WatchedLedger(
         run_dir=world.folder, run_id="r", found=found, max_mib=64, model="m", max_staleness=staleness
     )
@@ -237,6 +243,8 @@ async def process(world: World, kind: str, number: int) -> None:
             folder = world.folder / "checkpoints" / f"step-{record.iteration:08d}"
             folder.mkdir(parents=True)
             (folder / COMPLETE).write_text("{}")
+            for old in sorted(folder.parent.iterdir())[:-KEPT]:
+                shutil.rmtree(old)
             world.saved, world.num_saved = state.model_copy(deep=True), len(world.line)
 
 
@@ -255,9 +263,14 @@ def rollouts_of(world: World, seed: Any) -> Rollouts:
     )
 
 
-async def story(world: World, kind: str, kills: int) -> None:
-    """Processes one after the other, until the run is over; of which most are killed."""
+async def story(world: World, kinds: Sequence[str], kills: int) -> None:
+    """Processes one after the other, each with one of the schedules, until the run is over; most are killed."""
+    before = kind = kinds[0]
     for number in range(kills + 1):
+        kind = world.random.choice(kinds)
+        if kind != before and world.last is not None and world.version != world.last.policy_version:
+            world.lose_trainer()  # a step that was sent is repeated only if no setting has changed
+        before = kind
         work = asyncio.create_task(process(world, kind, number))
         trouble = asyncio.create_task(kill_replicas(world))
         try:
@@ -292,9 +305,9 @@ def names() -> dict[str, bool]:
     return {f"{group}#{index}": differ[group] for group in groups for index in range(SIZE)}
 
 
-@pytest.mark.parametrize("kind", ["sync", "one_step_off"])
+@pytest.mark.parametrize("kinds", [["sync"], ["one_step_off"], ["sync", "one_step_off"]])
 def test_every_sample_is_trained_once_whatever_is_killed_and_when(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: Sequence[str]
 ) -> None:
     monkeypatch.setattr(one_step_off, "COMPARE_EVERY", 4)
     expected = {name for name, differs in names().items() if differs}
@@ -302,8 +315,8 @@ def test_every_sample_is_trained_once_whatever_is_killed_and_when(
     for seed in range(SEEDS):
         folder = tmp_path / str(seed)
         folder.mkdir()
-        world = World(random.Random(seed), folder, schedule_of(kind).MAX_STALENESS)
-        run(story(world, kind, kills=seed % 5))
+        world = World(random.Random(seed), folder)
+        run(story(world, kinds, kills=seed % 7))
         trained = Counter(name for step in world.line for name in step.samples)
         assert trained == dict.fromkeys(expected, 1), seed
         ledger = read_ledger(folder, "r")
