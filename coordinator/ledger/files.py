@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tandem_files.atomic import naming, sync_folder
 from tandem_files.checkpoints import list_complete
-from tandem_files.ledger.records import groups_file, groups_files, segment
+from tandem_files.ledger.records import groups_file, groups_files, segment, segments
 
 # What a power cut may cost of the groups that are finished.
 SYNC_EVERY_S = 1.0
@@ -160,10 +160,8 @@ class LedgerFiles:
         kept = [number for number, _ in list_complete(self._run_dir)] or [0]
         needed = {number + 1 + more for number in kept for more in range(ahead + 1)}
         old = [path for n, path in groups_files(self._run_dir).items() if n <= done and n not in needed]
-        for number in range(first - 1, 0, -1):
-            if not segment(self._run_dir, number).exists():
-                break
-            old.append(segment(self._run_dir, number))
+        # The oldest first: whoever is killed meanwhile leaves no gap, which would be taken for a loss.
+        old += [path for number, path in segments(self._run_dir).items() if number < first]
         for path in old:
             self._check()
             path.unlink(missing_ok=True)
