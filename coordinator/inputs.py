@@ -108,7 +108,8 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
             state = _checked(newest, fresh)
             renewal = begin_sets_anew(state, config, facts, before)
         last = _last_iteration(run_dir, fresh, config, before)
-        if last is not None and last.state.iteration > state.iteration:
+        # Also if there is none since the checkpoint: the step after it may be done.
+        if last is not None and last.state.iteration >= max(state.iteration, 1):
             last = replace(last, renewal=begin_sets_anew(last.state, config, facts, before))
         else:
             last = None

@@ -127,20 +127,22 @@ async def test_a_checkpoint_at_the_end_lacks_the_step_that_was_noted_and_not_sen
     )
 
 
+@pytest.mark.parametrize("step", [3, 4])
 async def test_a_crash_between_a_step_and_its_record_costs_nothing(
-    config: RunConfig, environment: ServiceEnvironment
+    config: RunConfig, environment: ServiceEnvironment, step: int
 ) -> None:
+    """In the iteration after a checkpoint, and later."""
     async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
-        # The weights of the fourth step are not taken: too few replicas are left.
-        fleet.trainer_service.before_step = fail_sync_after(fleet, 4)
+        # The weights of the step are not taken: too few replicas are left.
+        fleet.trainer_service.before_step = fail_sync_after(fleet, step)
         assert await attempt(config, environment, resume=False) == 1
-        assert (saved_state(environment)["iteration"], fleet.trainer_service.policy_version) == (3, 4)
+        assert (saved_state(environment)["iteration"], fleet.trainer_service.policy_version) == (step - 1, step)
         before = asked(fleet)
         fleet.trainer_service.before_step = None
         assert await attempt(config, environment) == 0
-        assert not [group for group in asked(fleet) - before if group.startswith("i4.")]
+        assert not [group for group in asked(fleet) - before if group.startswith(f"i{step}.")]
         assert fleet.trainer_service.restored == []
-        assert len(fleet.trainer_service.steps) == 6  # the fourth was answered with its first reply
+        assert len(fleet.trainer_service.steps) == 6  # one was answered with its first reply
         assert set(trained(fleet.trainer_service).values()) == {1}
         assert [row["iteration"] for row in rows(environment)] == [1, 2, 3, 4, 5, 6]
     account = account_of(environment)
