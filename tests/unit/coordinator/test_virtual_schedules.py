@@ -38,7 +38,7 @@ from tandem_files.ledger.reading import read_ledger
 from tests.fakes.fake_loop import Inline, run
 from tests.fakes.fake_sampler import FakeSampler
 
-ITERATIONS, PROMPTS, SIZE, EVERY, KEPT = 9, 4, 3, 2, 2
+ITERATIONS, PROMPTS, SIZE, EVERY, KEPT = 9, 4, 3, 3, 2
 SEEDS = 40
 GRPO = GrpoSection(prompts_per_iteration=PROMPTS, group_size=SIZE, updates_per_iteration=1, zero_variance="drop")
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=60, stop_token_ids=())
@@ -193,6 +193,8 @@ class WatchedLedger(Ledger):
         }
         restored = await super().begin(iteration, prompts, order, first)
         assert young <= restored.groups.keys() or self._found.repeats[iteration] >= MAX_REPEATS
+        for name in young - restored.groups.keys():
+            del finished[name]
         return restored
 
 
