@@ -159,6 +159,7 @@ def _ledger(app: App, progress: Progress, lead: LeaderCheck) -> Ledger:
         model=inputs.state.model_fingerprint,
         rewards=text_digest(json.dumps(app.reward_facts, sort_keys=True)),
         max_staleness=(OneStepOff if config.schedule.kind == "one_step_off" else SyncSchedule).MAX_STALENESS,
+        waves_ahead=(OneStepOff if config.schedule.kind == "one_step_off" else SyncSchedule).MAX_STALENESS,
         budget=config.run.missed_checkpoint_budget,
         check=lead.check,
         warn=partial(progress.warn, "ledger"),

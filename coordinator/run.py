@@ -316,7 +316,7 @@ class Run:
         self.progress.advance(record, row)
         self.rows.append(row, self.lead.check)
         self._save_state("running")
-        self.schedule.ledger.done(record.iteration)
+        self.schedule.ledger.done(self.state.wave)
         if adopt_next(self.run_dir):
             log.info("configuration of this launch adopted")
         if checkpoint:

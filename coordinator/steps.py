@@ -25,11 +25,15 @@ from tandem_clients.trainer import Trainer
 from tandem_config.schema import GrpoSection
 
 
-def take_prompts(cursor: DataCursor, num_prompts: int, number: int) -> dict[str, Prompt]:
-    """Step 1: take the next P prompts, by group id: iteration, place and data row, as in `i12.g3.row77`."""
+def take_prompts(cursor: DataCursor, num_prompts: int) -> tuple[int, dict[str, Prompt]]:
+    """Step 1: take the next P prompts. Returns: the number of the wave that they are, and prompts by group id.
+
+    A group id has wave, place and data row, as in `i12.g3.row77`.
+    """
     with in_part("data"):
         prompts = cursor.take(num_prompts)
-    return {f"i{number}.g{place}.{prompt.name}": prompt for place, prompt in enumerate(prompts)}
+    wave = cursor.state().waves
+    return wave, {f"i{wave}.g{place}.{prompt.name}": prompt for place, prompt in enumerate(prompts)}
 
 
 def check_staleness(generation: Generation, policy_version: int, max_staleness: int) -> None:

@@ -30,6 +30,8 @@ class CursorState:
     # What is shuffled where data repeat prompts: rows, as releases did that did not look for copies, or the different
     # prompts, all of which come before a copy.
     order: Literal["rows", "prompts"] = "rows"
+    # How often prompts were taken: the number of the last wave. -1: once in each iteration (older releases).
+    waves: int = -1
 
     @property
     def num_taken(self) -> int:
@@ -72,18 +74,20 @@ class DataCursor:
         ]
         self._weights = [source.weight for source in prompts.sources]
         self._ahead: _Ahead | None = None
+        self._waves = 0
 
     def take(self, count: int) -> list[Prompt]:
-        """Return the next `count` prompts; a source begins its next epoch when one ends.
+        """Return the next `count` prompts, a wave; a source begins its next epoch when one ends.
 
         Raises: ConfigError: a data file has changed or is gone.
         """
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and len(ahead.prompts) == count:
-            return ahead.prompts
-        if ahead is not None:
+        if ahead is not None and len(ahead.prompts) != count:
             self.restore(ahead.before)
-        return self._read(count)
+            ahead = None
+        prompts = self._read(count) if ahead is None else ahead.prompts
+        self._waves += 1
+        return prompts
 
     def read_ahead(self, count: int) -> None:
         """Read the prompts that the next `take` of `count` returns; until then, the position is that before them.
@@ -116,7 +120,7 @@ class DataCursor:
             return self._ahead.before
         positions = tuple(order.position() for order in self._orders)
         by_prompt = any(order.by_prompt for order in self._orders)
-        return CursorState(sources=positions, order="prompts" if by_prompt else "rows")
+        return CursorState(sources=positions, order="prompts" if by_prompt else "rows", waves=self._waves)
 
     @property
     def keeps_old_order(self) -> bool:
@@ -134,7 +138,7 @@ class DataCursor:
                 f"data.train has {_listed(own)} usable prompts, but the checkpoint was made with {_listed(saved)}: "
                 "resume with the same data, or start a new run"
             )
-        self._ahead = None
+        self._ahead, self._waves = None, max(state.waves, 0)
         for order, position in zip(self._orders, state.sources, strict=True):
             order.go_to(position, by_prompt=state.order == "prompts")
 

@@ -64,7 +64,7 @@ class _File:
 
 
 class LedgerFiles:
-    """A segment of the log, and the finished groups of the iterations under way.
+    """A segment of the log, and the finished groups of the waves under way.
 
     Args:
         max_mib: run.ledger_max_mib.
@@ -80,7 +80,7 @@ class LedgerFiles:
         self._groups: dict[int, _File] = {}
         # Records for the log: they wait while the disk has no room.
         self._waiting: list[bytes] = []
-        self._others = 0  # bytes of the groups of other iterations
+        self._others = 0  # bytes of the groups of other waves
         self._synced_s = 0.0
         self.remarks: list[str] = []
 
@@ -107,16 +107,16 @@ class LedgerFiles:
         with contextlib.suppress(OSError):
             self._flush()
 
-    def begin_groups(self, iteration: int, *, keep: bool) -> None:
-        """Begin the file of an iteration's finished groups. keep: continue with those that it has."""
-        own = groups_file(self._run_dir, iteration)
-        self._groups[iteration] = _File(own, self._check, 0 if keep else os.O_TRUNC)
+    def begin_groups(self, wave: int, *, keep: bool) -> None:
+        """Begin the file of a wave's finished groups. keep: continue with those that it has."""
+        own = groups_file(self._run_dir, wave)
+        self._groups[wave] = _File(own, self._check, 0 if keep else os.O_TRUNC)
         others = [path for number, path in groups_files(self._run_dir).items() if number not in self._groups]
         self._others = sum(path.stat().st_size for path in others)
 
-    def append_groups(self, iteration: int, content: bytes) -> None:
-        """Append finished groups; if some cannot be kept, those before them in their iteration are given up."""
-        groups = self._groups.get(iteration)
+    def append_groups(self, wave: int, content: bytes) -> None:
+        """Append finished groups; if some cannot be kept, those before them in their wave are given up."""
+        groups = self._groups.get(wave)
         if groups is None:
             return
         try:
@@ -129,7 +129,7 @@ class LedgerFiles:
         except OSError as error:
             self.remarks.append(f"a crash would cost the finished groups of this iteration, they are not kept: {error}")
             groups.empty()  # it may fill the disk
-            self._groups.pop(iteration).close()
+            self._groups.pop(wave).close()
 
     def sync(self) -> None:
         """Force everything to disk. Raises: OSError: the log is not there, and waits; TandemError: of `check`."""
@@ -143,25 +143,25 @@ class LedgerFiles:
         """Return the iteration of the oldest complete checkpoint; 0: there is none."""
         return min((number for number, _ in list_complete(self._run_dir)), default=0)
 
-    def tidy(self, done: int, boundaries: Mapping[int, int], ahead: int) -> None:
+    def tidy(self, first: int, boundaries: Mapping[int, int], firsts: Mapping[int, int], ahead: int) -> None:
         """Remove finished groups and segments that nothing needs any more.
 
-        A resume begins with the iteration after a checkpoint, or after the last one that is done.
+        A resume begins with the groups that were under way after a checkpoint, or after the last iteration.
 
         Args:
-            done: that iteration.
-            boundaries: by segment, the last iteration of which it needs nothing of the segments before.
-            ahead: how many iterations after it may have groups of the same policy.
+            first: wave that has groups under way after that iteration.
+            boundaries: by segment, the last iteration whose groups it leaves to the segments before.
+            firsts: by checkpoint, the first wave that had groups under way.
+            ahead: how many waves may be under way besides it.
         """
-        for number in [number for number in self._groups if number <= done]:
+        for number in [number for number in self._groups if number < first]:
             self._groups.pop(number).close()
-        oldest = self.oldest_checkpoint()
-        first = max((number for number, after in boundaries.items() if after <= oldest), default=0)
         kept = [number for number, _ in list_complete(self._run_dir)] or [0]
-        needed = {number + 1 + more for number in kept for more in range(ahead + 1)}
-        old = [path for n, path in groups_files(self._run_dir).items() if n <= done and n not in needed]
+        begins = max((number for number, after in boundaries.items() if after <= min(kept)), default=0)
+        needed = {firsts.get(number, number + 1) + more for number in kept for more in range(ahead + 1)}
+        old = [path for n, path in groups_files(self._run_dir).items() if n < first and n not in needed]
         # The oldest first: whoever is killed meanwhile leaves no gap, which would be taken for a loss.
-        old += [path for number, path in segments(self._run_dir).items() if number < first]
+        old += [path for number, path in segments(self._run_dir).items() if number < begins]
         for path in old:
             self._check()
             path.unlink(missing_ok=True)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -85,15 +85,18 @@ def versions_of(record: Record) -> set[int]:
     return {version for *_, spans in record.fields["completions"] for _, version in spans}
 
 
-def scores_record(scored: GroupScores, order: str, rewards: str) -> Record:
+def scores_record(scored: GroupScores, iteration: int, groups: Sequence[str], order: str, rewards: str) -> Record:
     """Return the scores of an iteration as a record.
 
     Args:
-        order: `order_digest` of its groups.
+        groups: ids, in the order of the scores.
+        order: `order_digest` of the wave in whose file it is.
         rewards: digest of what the scores depend on.
     """
     fields: dict[str, Any] = {name: getattr(scored, name) for name in _PLAIN}
     fields |= {
+        "iteration": iteration,
+        "groups": list(groups),
         "order": order,
         "rewards": rewards,
         "rewards_PG": scored.rewards_PG.tolist(),

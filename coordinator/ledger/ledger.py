@@ -1,5 +1,8 @@
 """The run's ledger: says what became of each sample, and restores after a crash what was finished (docs/ledger.md).
 
+Groups begin in waves: the prompts that the data's cursor gives out at a time, for an iteration each. With `sync` and
+`one_step_off` the step of an iteration is of its own wave; with `async` it may be of several.
+
 A thread writes the records. They are on disk before the train step of their samples is sent, and before a checkpoint
 after them is complete. On a disk without room the run continues with warnings, as without checkpoints.
 """
@@ -8,7 +11,8 @@ import asyncio
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,9 +27,9 @@ from servicekit.errors import Internal, TandemError, describe
 from servicekit.logs import get_logger
 from tandem_clients.flow import AdvantageResult, Generation, Group, GroupScores, Order, Prompt, TrainBatch
 from tandem_files.atomic import no_check
-from tandem_files.ledger.account import Unbalanced, chained
+from tandem_files.ledger.account import KEPT_VERSIONS, Unbalanced, chained
 from tandem_files.ledger.reading import LedgerContent
-from tandem_files.ledger.records import FORMAT, NoRecord, Record, framed, groups_file, read_records
+from tandem_files.ledger.records import FORMAT, NoRecord, Record, framed, groups_file, read_records, wave_of_file
 
 # Why samples are not trained.
 EQUAL = "all rewards of the group are equal"
@@ -44,27 +48,29 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 
+# An iteration's groups in their order, and their scores.
+Scored = tuple[tuple[str, ...], GroupScores]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What an earlier process has left of an iteration.
+    """What an earlier process has left of a wave.
 
     Attributes:
         groups: finished groups, by id.
-        scored: their scores, if all are finished and were scored as they would be now.
-        step_id: of the train step that the trainer has done with them; "": of none.
+        settled: ids of groups that are trained or filtered: there is nothing more to do for them.
     """
 
     groups: Mapping[str, Group] = field(default_factory=dict)
-    scored: GroupScores | None = None
-    step_id: str = ""
+    settled: AbstractSet[str] = frozenset()
 
 
 @dataclass(kw_only=True)
 class _Kept:
-    """What the file of an iteration's finished groups holds."""
+    """What the file of a wave holds: finished groups by id, and scores by iteration."""
 
     groups: dict[str, Record] = field(default_factory=dict)
-    scores: Record | None = None
+    scores: dict[int, Record] = field(default_factory=dict)
     damages: list[NoRecord] = field(default_factory=list)
 
 
@@ -77,6 +83,7 @@ class Ledger:
         model: fingerprint of the model.
         rewards: digest of what scores depend on.
         max_staleness: most versions between the policy that samples and the one that is trained.
+        waves_ahead: how many waves may be under way besides the first one.
         budget: run.missed_checkpoint_budget.
         check: raises if another coordinator leads the run; called before each write, in a thread.
         warn: gets warnings for the run's user.
@@ -92,19 +99,21 @@ class Ledger:
         model: str,
         rewards: str = "",
         max_staleness: int = 0,
+        waves_ahead: int = 0,
         budget: int = 0,
         check: Callable[[], None] = no_check,
         warn: Callable[[str], None] = log.warning,
     ) -> None:
         self._run_dir, self._run_id = run_dir, run_id
         self._found, self._account = found, found.account
-        self._model, self._rewards, self._max_staleness = model, rewards, max_staleness
+        self._model, self._rewards = model, rewards
+        self._max_staleness, self._waves_ahead = max_staleness, waves_ahead
         self._budget, self._warn = budget, warn
         self._files = LedgerFiles(run_dir, max_mib, check)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         self._waiting: deque[Callable[[], object]] = deque()
         self._number = max(found.heads, default=0)
-        # By segment, the last iteration of which it needs nothing of the segments before.
+        # By segment, the last iteration whose groups it leaves to the segments before.
         self._boundaries = {
             number: head["account"]["settled_until"]
             for number, head in found.heads.items()
@@ -116,9 +125,13 @@ class Ledger:
         self._problems = found.problems[:MAX_PROBLEMS]
         # What the next step is of: by group, its samples, None for all.
         self._trained: dict[str, list[int] | None] = {}
-        self._sent = ""
-        self._orders: dict[int, str] = {}  # of iterations under way
-        self._resumed_after = 0
+        self._sent = ""  # the step of the iteration after the one that this process continued from
+        self._orders: dict[int, str] = {}  # of waves under way
+        self._first_wave = self._resumed_after = 0
+        self._first_waves = dict(found.waves)  # by checkpoint
+        # Of earlier processes: groups that are used again, and scores by iteration.
+        self._restored: set[str] = set()
+        self._scores: dict[int, list[Record]] = {}
         self._has_checkpoint = False  # in the newest segment
         self._unwritten = 0
 
@@ -134,10 +147,14 @@ class Ledger:
         again = [resume["step"] for resume in self._found.resumes[-1:]]
         if step is None or step["step"] not in (self._account.position.step_id, *again):
             return ""
-        kept = _read_groups(groups_file(self._run_dir, iteration))
-        is_scored = kept.scores is not None and kept.scores.fields["rewards"] == self._rewards
-        has_all = kept.groups.keys() >= set(self._account.groups_of(iteration))
-        return str(step["step"]) if is_scored and has_all else ""
+        waves = {self._account.wave_of(name) for name in step["samples"]}
+        files = [_read_groups(groups_file(self._run_dir, wave)) for wave in waves if wave]
+        kept = {name for file in files for name in file.groups}
+        for scores in [file.scores[iteration] for file in files if iteration in file.scores]:
+            names = set(scores.fields.get("groups") or self._account.groups_of(iteration))
+            if scores.fields["rewards"] == self._rewards and step["samples"].keys() <= names <= kept:
+                return str(step["step"])
+        return ""
 
     async def open(self, state: RunState, *, saved: int, step_id: str = "") -> None:
         """Begin this process's part, and take back what came after the iteration that the run continues from.
@@ -147,79 +164,104 @@ class Ledger:
             saved: the version that its policy had then; a resume may have given it another one.
             step_id: of the step after it, which the trainer has done already.
         """
-        iteration = state.iteration
-        self._names = dict.fromkeys(self._account.names_of(iteration, saved), state.policy_version)
-        if (before := self._account.trained.get(iteration)) is not None:
-            for name in self._account.names_of(iteration - 1, before):
-                self._names.setdefault(name, state.policy_version - 1)
-        self._sent, self._resumed_after = step_id, iteration
+        iteration, version = state.iteration, state.policy_version
+        self._names = dict.fromkeys(self._account.names_of(iteration, saved), version)
+        for number in range(iteration, iteration - KEPT_VERSIONS, -1):
+            if (before := self._account.trained.get(number)) is not None:
+                version -= 1
+                for name in self._account.names_of(number - 1, before):
+                    self._names.setdefault(name, version)
+        self._sent, self._resumed_after, self._first_wave = step_id, iteration, state.wave
         await self._begin_segment(iteration)
         if self._found.heads or iteration:
             line = {"first": state.cursor.num_taken, "last": state.step_id, "digest": state.steps_digest}
-            self._put(
-                "resumed", iteration=iteration, version=saved, step=step_id, **{"as": state.policy_version}, **line
-            )
+            line |= {"wave": state.wave, "as": state.policy_version}
+            self._put("resumed", iteration=iteration, version=saved, step=step_id, **line)
         for problem in self._found.problems[:1]:
             more = f", and {len(self._found.problems) - 1} more" if len(self._found.problems) > 1 else ""
             self._warn(f"ledger: {problem}{more}: `tandem ledger {self._run_dir}` lists them")
         self._problems = self._found.problems[:MAX_PROBLEMS]
         self._account.problems = None  # from now on one is an error
-        for number in self._account.open_iterations():
-            if number <= iteration:
-                self._drop(number, UNRECORDED)
-            elif number > iteration + 1 + self._max_staleness:
-                self._drop(number, OLD_POLICY if self._is_known(number) else LOST_POLICY)
+        for wave in self._account.open_waves():
+            if wave < state.wave:
+                self._drop(wave, UNRECORDED)
+            elif wave > state.wave + self._waves_ahead:
+                self._drop(wave, OLD_POLICY if self._is_known(wave) else LOST_POLICY)
 
-    async def begin(self, iteration: int, prompts: Mapping[str, Prompt], order: Order, first: int) -> Restored:
-        """Note that the groups of an iteration begin. Returns: what is left of them from before this process.
+    def sent(self, iteration: int) -> str:
+        """Return the id of the step of an iteration that the trainer has done already; "": it has done none."""
+        return self._sent if iteration == self._resumed_after + 1 else ""
+
+    def size_of(self, wave: int) -> int:
+        """Return how many prompts a wave took of which some groups are settled; 0: there is no such wave."""
+        return len(self._account.groups_of(wave)) if self._account.settled_groups(wave) else 0
+
+    async def begin(self, wave: int, prompts: Mapping[str, Prompt], order: Order, first: int) -> Restored:
+        """Note that the groups of a wave begin. Returns: what is left of them from before this process.
 
         Args:
             first: ordinal of the first prompt, among all that the data's cursor has given out.
         """
         if self._has_checkpoint:
             await self._begin_segment()
-        ordered_now = self._orders[iteration] = order_digest(prompts, order, self._model)
-        restored = Restored()
-        if iteration <= self._resumed_after + 1 + self._max_staleness:
-            kept = await asyncio.to_thread(_read_groups, groups_file(self._run_dir, iteration))
+        ordered_now = self._orders[wave] = order_digest(prompts, order, self._model)
+        under_way, groups = self._account.open_groups(wave), dict[str, Group]()
+        settled = self._account.settled_groups(wave)
+        version = order.policy_version
+        if wave <= self._first_wave + self._waves_ahead:
+            kept = await asyncio.to_thread(_read_groups, groups_file(self._run_dir, wave))
             for damage in kept.damages[:1]:
                 self._warn(f"ledger: {damage}: what it held is generated anew")
-            restored = await asyncio.to_thread(self._restore, iteration, kept, prompts, order.policy_version)
-            again = self._found.repeats[iteration]
-            if len(restored.groups) == len(prompts) and not restored.step_id and again >= MAX_REPEATS:
-                self._warn(f"iteration {iteration} has failed with the same groups again: they are generated anew")
-                restored = Restored()
-            if restored.groups:
-                log.info("groups restored", iteration=iteration, groups=len(restored.groups), of=len(prompts))
-        under_way = self._account.open_groups(iteration)
-        ordered, sampled_by = self._account.orders.get(iteration, ("", -1))
-        version = order.policy_version
-        is_same, is_young = ordered == ordered_now, self._is_young(sampled_by, version)
+            left = {name: prompt for name, prompt in prompts.items() if name not in settled}
+            groups = await asyncio.to_thread(self._restore, wave, kept, left, version)
+            again = self._found.repeats[wave]
+            if len(groups) == len(left) and again >= MAX_REPEATS and not self._sent:
+                self._warn(f"iteration {wave} has failed with the same groups again: they are generated anew")
+                groups = {}
+            if groups:
+                log.info("groups restored", wave=wave, groups=len(groups), of=len(left))
+                self._restored.update(groups)
+                for iteration, scores in kept.scores.items():
+                    scored = scores.fields.get("groups", prompts)
+                    fields = {**scores.fields, "groups": tuple(scored)}
+                    self._scores.setdefault(iteration, []).append(Record(kind="scores", fields=fields))
+        ordered, sampled_by = self._account.orders.get(wave, ("", -1))
+        is_same, is_young = ordered == ordered_now, self._is_young(sampled_by, wave, version)
         if under_way and not (is_same and is_young):
-            known = self._is_known(iteration)
-            self._drop(iteration, OTHER_ORDER if not is_same else OLD_POLICY if known else LOST_POLICY)
+            known = self._is_known(wave)
+            self._drop(wave, OTHER_ORDER if not is_same else OLD_POLICY if known else LOST_POLICY)
             under_way = {}
-        where = {"iteration": iteration, "version": version, "first": first, "order": ordered_now}
+        where = {"iteration": wave, "version": version, "first": first, "order": ordered_now, "prompts": len(prompts)}
         if under_way:
-            self._put("continued", **where, groups=list(restored.groups))
-        else:
-            self._put("begun", **where, size=order.num_completions, groups=list(prompts))
-            for name in restored.groups:  # of a log that is lost
+            self._put("continued", **where, groups=list(groups))
+        elif names := [name for name in prompts if name not in settled]:
+            self._put("begun", **where, size=order.num_completions, groups=names)
+            for name in groups:  # of a log that is lost
                 self._put("finished", groups=[name])
-        self._submit(partial(self._files.begin_groups, iteration, keep=bool(restored.groups)))
-        return restored
+        self._submit(partial(self._files.begin_groups, wave, keep=bool(groups or settled)))
+        return Restored(groups=groups, settled=settled)
 
-    def finished(self, iteration: int, group: Group) -> None:
-        """Note a finished group of an iteration, and keep it."""
+    def finished(self, wave: int, group: Group) -> None:
+        """Note a finished group of a wave, and keep it."""
         self._put("finished", groups=[group.group_id])
-        self._keep(iteration, partial(group_record, group, self._orders[iteration]))
+        self._keep(wave, partial(group_record, group, self._orders[wave]))
 
-    def scored(self, iteration: int, scored: GroupScores) -> None:
+    def restored_scores(self, iteration: int) -> Scored | None:
+        """Return the scores that an earlier process has given in an iteration; None: to other groups, or by others."""
+        for record in self._scores.get(iteration, ()):
+            names = record.fields["groups"]
+            if record.fields["rewards"] == self._rewards and self._restored.issuperset(names):
+                return names, read_scores(record)
+        return None
+
+    def scored(self, iteration: int, groups: Sequence[Group], scored: GroupScores) -> None:
         """Note that the groups of an iteration were scored, and keep the scores."""
         self._put("scored", iteration=iteration, samples=scored.rewards_PG.size, missing=scored.num_missing)
-        self._keep(iteration, partial(scores_record, scored, self._orders[iteration], self._rewards))
+        names = [group.group_id for group in groups]
+        wave = max(map(self._account.wave_of, names))
+        self._keep(wave, partial(scores_record, scored, iteration, names, self._orders[wave], self._rewards))
 
-    def filtered(self, generation: Generation, result: AdvantageResult) -> None:
+    def filtered(self, iteration: int, generation: Generation, result: AdvantageResult) -> None:
         """Note the samples that are not trained on; a step has all others of the iteration."""
         equal: dict[str, None] = {}
         missing: dict[str, list[int]] = {}
@@ -234,7 +276,7 @@ class Ledger:
                 self._trained[group.group_id] = (~missing_G).nonzero()[0].tolist()
         for why, samples in ((EQUAL, equal), (UNSCORED, missing)):
             if samples:
-                self._put("filtered", why=why, samples=samples)
+                self._put("filtered", iteration=iteration, why=why, samples=samples)
 
     async def step(self, iteration: int, batch: TrainBatch) -> None:
         """Note an iteration's train step, which is about to be sent; all records are on disk then.
@@ -253,18 +295,24 @@ class Ledger:
         Raises: NotWritten: that is not on disk, so it must not be.
         """
         oldest = await self._on_thread(self._files.oldest_checkpoint)
-        where = {"iteration": state.iteration, "version": state.policy_version, "digest": state.steps_digest}
-        self._put("checkpoint", **where, oldest=oldest)
+        where = {"iteration": state.iteration, "version": state.policy_version, "wave": state.wave}
+        self._put("checkpoint", **where, digest=state.steps_digest, oldest=oldest)
+        self._first_waves[state.iteration] = state.wave
         self._has_checkpoint = True
         try:
             await self._on_thread(self._files.sync)
         except OSError as error:
             raise NotWritten(f"the ledger's records were not written: {describe(error, advise=False)}") from error
 
-    def done(self, iteration: int) -> None:
-        """Note that the run's state after an iteration is saved: what is needed no more is removed."""
-        self._orders.pop(iteration, None)
-        self._submit(partial(self._files.tidy, iteration, dict(self._boundaries), self._max_staleness))
+    def done(self, wave: int) -> None:
+        """Note that a state of the run is saved: what is needed no more is removed.
+
+        Args:
+            wave: the first that has groups under way then.
+        """
+        self._orders = {number: order for number, order in self._orders.items() if number >= wave}
+        boundaries, firsts = dict(self._boundaries), dict(self._first_waves)
+        self._submit(partial(self._files.tidy, wave, boundaries, firsts, self._waves_ahead))
 
     async def close(self) -> None:
         """End this process's part. Idempotent."""
@@ -272,35 +320,31 @@ class Ledger:
             await self._on_thread(self._files.close)
         self._thread.shutdown(wait=False)
 
-    def _is_known(self, iteration: int) -> bool:
-        """Whether the policy with which an iteration began is one of those that are known."""
-        return self._account.orders.get(iteration, ("", -1))[1] in self._names
+    def _is_known(self, wave: int) -> bool:
+        """Whether the policy with which a wave began is one of those that are known."""
+        return self._account.orders.get(wave, ("", -1))[1] in self._names
 
-    def _is_young(self, name: int, version: int) -> bool:
-        """Whether a policy of an earlier process is known, and not too old for one of now."""
-        return name in self._names and version - self._names[name] <= self._max_staleness
+    def _is_young(self, name: int, wave: int, version: int) -> bool:
+        """Whether a policy of an earlier process is known, and not too old when a wave's turn comes after the first."""
+        waits = wave - self._first_wave
+        return name in self._names and version - self._names[name] + waits <= self._max_staleness
 
-    def _restore(self, iteration: int, kept: _Kept, prompts: Mapping[str, Prompt], version: int) -> Restored:
-        """Return what is left of an iteration that was ordered as now, for a policy `version`."""
-        order = self._orders[iteration]
-        groups = {
+    def _restore(self, wave: int, kept: _Kept, prompts: Mapping[str, Prompt], version: int) -> dict[str, Group]:
+        """Return what is left of a wave that was ordered as now, for a policy `version`."""
+        order = self._orders[wave]
+        return {
             name: read_group(record, prompts[name], self._names)
             for name, record in kept.groups.items()
-            if record.fields["order"] == order and all(self._is_young(one, version) for one in versions_of(record))
+            if name in prompts
+            and record.fields["order"] == order
+            and all(self._is_young(one, wave, version) for one in versions_of(record))
         }
-        if len(groups) < len(prompts):
-            return Restored(groups=groups)
-        is_same = kept.scores is not None and kept.scores.fields["order"] == order
-        is_scored = kept.scores is not None and is_same and kept.scores.fields["rewards"] == self._rewards
-        scored = read_scores(kept.scores) if kept.scores is not None and is_scored else None
-        sent = self._sent if iteration == self._resumed_after + 1 else ""
-        return Restored(groups=groups, scored=scored, step_id=sent)
 
-    def _drop(self, iteration: int, why: str) -> None:
-        """Drop all samples of an iteration that are under way."""
-        samples = self._account.open_samples(iteration)
-        log.warning("samples dropped", iteration=iteration, samples=sum(map(len, samples.values())), why=why)
-        self._put("dropped", iteration=iteration, why=why, samples=samples)
+    def _drop(self, wave: int, why: str) -> None:
+        """Drop all samples of a wave that are under way."""
+        samples = self._account.open_samples(wave)
+        log.warning("samples dropped", wave=wave, samples=sum(map(len, samples.values())), why=why)
+        self._put("dropped", iteration=wave, why=why, samples=samples)
 
     async def _begin_segment(self, resumes_after: float = math.inf) -> None:
         number = self._number + 1
@@ -325,9 +369,9 @@ class Ledger:
             metrics.observe_samples(self._account)
         self._submit(partial(self._files.append, framed(record)))
 
-    def _keep(self, iteration: int, make: Callable[[], Record]) -> None:
+    def _keep(self, wave: int, make: Callable[[], Record]) -> None:
         """Keep a group or scores, which the thread makes into bytes."""
-        self._submit(lambda: self._files.append_groups(iteration, framed(make())))
+        self._submit(lambda: self._files.append_groups(wave, framed(make())))
 
     def _submit(self, action: Callable[[], object]) -> None:
         """Let the thread do it, with what else waits for it then: groups finish in swarms."""
@@ -369,7 +413,7 @@ class Ledger:
 
 def _read_groups(path: Path) -> _Kept:
     """Read a file of finished groups; nothing if there is none that can be read."""
-    kept = _Kept()
+    kept, wave = _Kept(), wave_of_file(path)
     try:
         for record in read_records(path):
             if isinstance(record, NoRecord):
@@ -377,7 +421,7 @@ def _read_groups(path: Path) -> _Kept:
             elif record.kind == "group":
                 kept.groups[record.fields["group"]] = record
             elif record.kind == "scores":
-                kept.scores = record
+                kept.scores[record.fields.get("iteration", wave)] = record
     except FileNotFoundError:
         pass
     except OSError as error:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,18 @@ class RunState(BaseModel):
     # Unix time at which a step last began or ended.
     last_progress_s: float = Field(default_factory=time.time)
     totals: Totals = Field(default_factory=Totals)
+
+    @model_validator(mode="after")
+    def _count_waves(self) -> "RunState":
+        """Count the waves of prompts in a state of an older release: one in each iteration."""
+        if self.cursor.waves < 0:
+            self.cursor = replace(self.cursor, waves=self.iteration)
+        return self
+
+    @property
+    def wave(self) -> int:
+        """The first wave of prompts of which groups are under way, or which comes next."""
+        return self.cursor.waves + 1
 
     def save(self, path: Path, before_write: Callable[[], None] = no_check) -> None:
         """Write the state durably; a reader, even after a power cut, sees the old or the new file.

@@ -50,14 +50,14 @@ class OneStepOff(SyncSchedule):
     ) -> IterationRecord:
         """As SyncSchedule, with what was generated during the iteration before."""
         with watch.part("generate"):
-            begun = self._ahead.pop() if self._ahead else await self.begin(number, policy_version)
+            begun = self._ahead.pop() if self._ahead else await self.begin(policy_version)
             generation = begun.generation or await self.generate(begun, policy_version, self.rollouts)
             # After a step that the trainer has done already, the replicas serve a newer version than this iteration's.
-            if number < self.iterations and number % COMPARE_EVERY and not begun.restored.step_id:
-                self._ahead.append(await self.begin(number + 1, policy_version))
+            if number < self.iterations and number % COMPARE_EVERY and not self.ledger.sent(number):
+                self._ahead.append(await self.begin(policy_version))
         ahead = [partial(self._generate_ahead, following, policy_version) for following in self._ahead]
         async with BackgroundTask(*ahead) as generating:
-            record = await self.learn(begun, generation, policy_version, watch, during_training)
+            record = await self.learn(number, generation, policy_version, watch, during_training)
             if generating.has_work:
                 with watch.part("generate"):
                     await generating.result()

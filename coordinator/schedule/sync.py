@@ -17,7 +17,7 @@ from coordinator.data.cursor import CursorState, DataCursor
 from coordinator.generate.dispatch import Rollouts
 from coordinator.learn.scoring import Scorer
 from coordinator.learn.updates import oldest_versions, staleness_histogram
-from coordinator.ledger.ledger import Ledger, Restored
+from coordinator.ledger.ledger import Ledger
 from coordinator.sync.publish_attempt import is_retriable
 from coordinator.sync.weight_sync import WeightSync
 from servicekit.errors import TandemError
@@ -27,6 +27,7 @@ from servicekit.stopwatch import Stopwatch
 from tandem_clients.flow import (
     Generation,
     Group,
+    GroupScores,
     IterationRecord,
     Order,
     Prompt,
@@ -45,19 +46,18 @@ log = get_logger(__name__)
 
 @dataclass(kw_only=True)
 class Begun:
-    """An iteration whose groups are under way.
+    """A wave of prompts whose groups are under way.
 
     Attributes:
-        before: position of the data before its prompts.
-        restored: what an earlier process has left of it.
+        prompts: those of groups that are not settled yet.
+        before: position of the data before the wave.
         groups: finished ones, by id.
         generation: None: some are not finished.
     """
 
-    number: int
+    wave: int
     prompts: Mapping[str, Prompt]
     before: CursorState
-    restored: Restored
     groups: dict[str, Group]
     generation: Generation | None = None
 
@@ -100,31 +100,37 @@ class SyncSchedule:
         Raises: TandemError: of the service that failed, with its name. Nothing of the iteration is kept then.
         """
         with watch.part("generate"):
-            begun = await self.begin(number, policy_version)
+            begun = await self.begin(policy_version)
             generation = await self.generate(begun, policy_version, self.rollouts)
-        record = await self.learn(begun, generation, policy_version, watch, during_training)
+        record = await self.learn(number, generation, policy_version, watch, during_training)
         with watch.part("sync"):
             return replace(record, sync=await self.publish(record.step))
 
     def position(self) -> CursorState:
-        """Return the position of the data after the last iteration."""
+        """Return the position of the data before the first wave that has groups under way."""
         return self.cursor.state()
 
-    async def begin(self, number: int, policy_version: int) -> Begun:
-        """Take the prompts of an iteration, and what an earlier process has left of their groups."""
-        before = self.cursor.state()
-        prompts = steps.take_prompts(self.cursor, self.grpo.prompts_per_iteration, number)
-        restored = await self.ledger.begin(number, prompts, self._order(policy_version), before.num_taken)
-        if len(restored.groups) < len(prompts):
+    async def begin(self, policy_version: int) -> Begun:
+        """Take the prompts of a wave, and what an earlier process has left of their groups."""
+        while True:
+            before = self.cursor.state()
+            size = self.ledger.size_of(before.waves + 1) or self.grpo.prompts_per_iteration
+            wave, prompts = steps.take_prompts(self.cursor, size)
+            restored = await self.ledger.begin(wave, prompts, self._order(policy_version), before.num_taken)
+            # A wave that `async` has begun may be settled in part, or as a whole.
+            left = {name: prompt for name, prompt in prompts.items() if name not in restored.settled}
+            if left:
+                break
+        if len(restored.groups) < len(left):
             await self.weights.seed_late_joiners(policy_version)
-        return Begun(number=number, prompts=prompts, before=before, restored=restored, groups={**restored.groups})
+        return Begun(wave=wave, prompts=left, before=before, groups={**restored.groups})
 
     async def generate(self, begun: Begun, policy_version: int, rollouts: Rollouts) -> Generation:
-        """Generate what is missing of an iteration's groups."""
+        """Generate what is missing of a wave's groups."""
 
         def finished(group: Group) -> None:
             begun.groups[group.group_id] = group
-            self.ledger.finished(begun.number, group)
+            self.ledger.finished(begun.wave, group)
 
         order = self._order(policy_version)
         begun.generation = await rollouts.generate(begun.prompts, order, begun.groups, finished)
@@ -132,29 +138,25 @@ class SyncSchedule:
 
     async def learn(
         self,
-        begun: Begun,
+        number: int,
         generation: Generation,
         policy_version: int,
         watch: Stopwatch,
         during_training: BackgroundTask[Any],
     ) -> IterationRecord:
         """Score the groups of an iteration, and train on them. Returns: its record, without a weight sync."""
-        number, restored = begun.number, begun.restored
         steps.check_staleness(generation, policy_version, self.MAX_STALENESS)
         async with during_training:
             with watch.part("reward"):
-                scored = restored.scored
-                if scored is None:
-                    scored = await self.scorer.score(generation.groups)
-                    self.ledger.scored(number, scored)
+                scored = await self.score(number, generation)
             divergence = None
             if self.grpo.kl_in_reward:
                 with watch.part("reference"):
                     divergence = await steps.measure_divergence(self.grpo, self.trainer, generation, scored)
             with watch.part("batch"):
                 advantages = steps.compute_advantages(self.grpo, scored, divergence)
-                self.ledger.filtered(generation, advantages)
-                step_id = restored.step_id or f"i{number}.v{policy_version}.{self.incarnation}"
+                self.ledger.filtered(number, generation, advantages)
+                step_id = self.ledger.sent(number) or f"i{number}.v{policy_version}.{self.incarnation}"
                 batch = steps.build_batch(
                     self.grpo, generation, advantages, step_id=step_id, policy_version=policy_version, rng=self.rng
                 )
@@ -178,6 +180,16 @@ class SyncSchedule:
             sync=None,
             staleness=staleness_histogram(oldest_versions(generation.groups), policy_version),
         )
+
+    async def score(self, number: int, generation: Generation) -> GroupScores:
+        """Score the groups of an iteration, but not again if an earlier process has."""
+        names = tuple(group.group_id for group in generation.groups)
+        restored = self.ledger.restored_scores(number)
+        if restored is not None and restored[0] == names:
+            return restored[1]
+        scored = await self.scorer.score(generation.groups)
+        self.ledger.scored(number, generation.groups, scored)
+        return scored
 
     def _order(self, policy_version: int) -> Order:
         return Order(

@@ -2,8 +2,9 @@
 
 begun = trained + filtered + dropped + under way    holds after every record; a record that breaks it is refused
 
-A sample is begun with its group, and settled once. A resume from a checkpoint takes back what came after it: those
-samples are under way again, and are trained on the line that survives, or dropped by name.
+A sample is begun with its group, and settled once, by the step of an iteration. Groups begin in waves, one of them for
+an iteration; a step may take groups of several waves (schedule.kind: async). A resume from a checkpoint takes back what
+came after it: those samples are under way again, and are trained on the line that survives, or dropped by name.
 """
 
 import hashlib
@@ -17,6 +18,8 @@ from tandem_files.ledger.records import Record
 
 # What settles a sample; the last two say why, as in `filtered: all rewards of the group are equal`.
 FATES = ("trained", "filtered", "dropped")
+# Of so many iterations before a checkpoint the versions are known, because groups under way may be of them.
+KEPT_VERSIONS = 32
 _OPEN = 0
 # Samples of groups: the group's id -> indices, or None for all of them.
 Samples = Mapping[str, Sequence[int] | None]
@@ -28,10 +31,12 @@ class Unbalanced(ValueError):
 
 @dataclass(kw_only=True, slots=True)
 class _Group:
-    iteration: int
+    wave: int
     # By sample, the place of its fate in Account._fates, or _OPEN.
     fates: bytearray
     is_finished: bool = False
+    # The last iteration that has settled one of its samples; 0: none has.
+    settled_in: int = 0
 
 
 @dataclass(kw_only=True)
@@ -39,7 +44,7 @@ class Position:
     """Where the line of a run stands.
 
     Attributes:
-        iteration: that began last.
+        iteration: that the run was continued after, or that has settled samples last.
         next_prompt: ordinal of the next prompt, which counts all that the data's cursor has given out; -1: not known.
         step_id: of the last train step.
         digest: of all steps of the line, each with its samples (`chained`).
@@ -60,9 +65,9 @@ class Account:
     Attributes:
         counts: samples `begun`, samples by fate, and those `returned` from steps that a resume has undone.
         under_way: samples that are not settled.
-        firsts: ordinal of the first prompt of each iteration since the oldest checkpoint that is kept.
-        orders: of these iterations, what their groups were sampled from, and the version of the policy.
-        trained: the version from which each iteration on the run's line was trained, from that checkpoint's on.
+        firsts: ordinal of the first prompt of each wave of which the oldest checkpoint that is kept needs groups.
+        orders: of these waves, what their groups were sampled from, and the version of the policy.
+        trained: the version from which each iteration on the run's line was trained, since KEPT_VERSIONS before it.
         renamed: iterations after which a resume gave the policy another version: iteration, former version, new one.
         problems: what cannot be true of the records so far, which count as far as they can; None: one is an error.
     """
@@ -102,28 +107,41 @@ class Account:
         """Count the samples of a fate, for whatever reason."""
         return sum(num for name, num in self.counts.items() if name.partition(":")[0] == fate)
 
-    def open_groups(self, iteration: int) -> dict[str, bool]:
-        """Return the groups of an iteration that have unsettled samples, and whether each is finished."""
+    def open_groups(self, wave: int) -> dict[str, bool]:
+        """Return the groups of a wave that have unsettled samples, and whether each is finished."""
         return {
             name: group.is_finished
             for name, group in self._groups.items()
-            if group.iteration == iteration and _OPEN in group.fates
+            if group.wave == wave and _OPEN in group.fates
         }
 
-    def groups_of(self, iteration: int) -> list[str]:
-        """Return the groups of an iteration."""
-        return [name for name, group in self._groups.items() if group.iteration == iteration]
+    def groups_of(self, wave: int) -> list[str]:
+        """Return the groups of a wave."""
+        return [name for name, group in self._groups.items() if group.wave == wave]
 
-    def open_samples(self, iteration: int) -> dict[str, list[int]]:
-        """Return the unsettled samples of an iteration: by group, their indices."""
+    def settled_groups(self, wave: int) -> set[str]:
+        """Return the groups of a wave that are done with: one that was dropped may begin again."""
+        dropped = {place for place, fate in enumerate(self._fates) if fate.startswith("dropped")} | {_OPEN}
+        return {name for name in self.groups_of(wave) if not dropped & {*self._groups[name].fates}}
+
+    def wave_of(self, name: str) -> int:
+        """Return the wave of a group; 0: it is not known."""
+        return self._groups[name].wave if name in self._groups else 0
+
+    def open_samples(self, wave: int) -> dict[str, list[int]]:
+        """Return the unsettled samples of a wave: by group, their indices."""
         return {
             name: [index for index, fate in enumerate(self._groups[name].fates) if fate == _OPEN]
-            for name in self.open_groups(iteration)
+            for name in self.open_groups(wave)
         }
 
-    def open_iterations(self) -> list[int]:
-        """Return the iterations that have unsettled samples, in order."""
-        return sorted({group.iteration for group in self._groups.values() if _OPEN in group.fates})
+    def open_waves(self) -> list[int]:
+        """Return the waves that have unsettled samples, in order."""
+        return sorted({group.wave for group in self._groups.values() if _OPEN in group.fates})
+
+    def needed_waves(self, iteration: int) -> set[int]:
+        """Return the waves with groups that are under way, or that a step after an iteration has settled."""
+        return {group.wave for group in self._groups.values() if group.settled_in > iteration or _OPEN in group.fates}
 
     def names_of(self, iteration: int, version: int) -> set[int]:
         """Return all versions that the policy after an iteration has had: a resume may give it a new one.
@@ -137,17 +155,15 @@ class Account:
             names |= same if same & names else set()
         return names
 
-    def settled_until(self) -> int:
-        """Return the last iteration before all that have unsettled samples."""
-        return min(self.open_iterations(), default=self.position.iteration + 1) - 1
-
     def snapshot(self, resumes_after: float = math.inf) -> dict[str, Any]:
         """Return what the head of a segment says of those before it.
 
         Args:
-            resumes_after: the iteration after which the run continues, so that later ones are not settled.
+            resumes_after: the iteration after which the run continues, so that later ones have settled nothing.
+        Returns: in `settled_until` the last iteration whose groups it leaves out.
         """
-        settled_until = min(self.settled_until(), resumes_after)
+        settled_until = min(self.position.iteration, resumes_after)
+        waves = self.needed_waves(int(settled_until))
         return {
             "counts": dict(self.counts),
             "under_way": self.under_way,
@@ -155,11 +171,12 @@ class Account:
             "settled_until": settled_until,
             "trained": self.trained,
             "renamed": self.renamed,
-            "orders": {iteration: order for iteration, order in self.orders.items() if iteration > settled_until},
+            "firsts": {wave: first for wave, first in self.firsts.items() if wave in waves},
+            "orders": {wave: order for wave, order in self.orders.items() if wave in waves},
             "groups": {
-                name: [group.iteration, group.is_finished, [self._fates[place] for place in group.fates]]
+                name: [group.wave, group.is_finished, [self._fates[at] for at in group.fates], group.settled_in]
                 for name, group in self._groups.items()
-                if group.iteration > settled_until
+                if group.wave in waves
             },
         }
 
@@ -170,25 +187,27 @@ class Account:
         said = fields["account"]
         self.counts, self.under_way = Counter(said["counts"]), said["under_way"]
         self.position = Position(**said["position"])
+        self.firsts = {int(wave): first for wave, first in said.get("firsts", {}).items()}
         self.orders = {int(iteration): tuple(order) for iteration, order in said.get("orders", {}).items()}
         self.trained = {int(iteration): version for iteration, version in said.get("trained", {}).items()}
         self.renamed = [(iteration, version, now) for iteration, version, now in said.get("renamed", ())]
-        for name, (iteration, is_finished, fates) in said.get("groups", {}).items():
+        for name, (wave, is_finished, fates, *more) in said.get("groups", {}).items():
             places = bytearray(map(self._place, fates))
-            self._groups[name] = _Group(iteration=iteration, fates=places, is_finished=is_finished)
+            settled_in = more[0] if more else wave if any(places) else 0  # format 1 has waves of their iteration only
+            self._groups[name] = _Group(wave=wave, fates=places, is_finished=is_finished, settled_in=settled_in)
 
     def _begun(self, fields: Mapping[str, Any]) -> None:
-        iteration, first, names = fields["iteration"], fields["first"], fields["groups"]
+        wave, first, names = fields["iteration"], fields["first"], fields["groups"]
         expected = self.position.next_prompt
         if expected not in (-1, first):
             what = f"prompts {expected} to {first - 1} are skipped" if first > expected else "prompts are begun again"
-            self._wrong(f"iteration {iteration} begins with prompt {first}, not {expected}: {what}")
+            self._wrong(f"wave {wave} begins with prompt {first}, not {expected}: {what}")
         if again := [name for name in names if name in self._groups and _OPEN in self._groups[name].fates]:
             self._wrong(f"group {again[0]} is begun while it is under way")
             return
         self._begin(fields, len(names))
         for name in names:
-            self._groups[name] = _Group(iteration=iteration, fates=bytearray(fields["size"]))
+            self._groups[name] = _Group(wave=wave, fates=bytearray(fields["size"]))
         self.counts["begun"] += fields["size"] * len(names)
         self.under_way += fields["size"] * len(names)
 
@@ -200,8 +219,7 @@ class Account:
 
     def _continued(self, fields: Mapping[str, Any]) -> None:
         """Of the groups under way, those that are not restored are generated anew."""
-        iteration = fields["iteration"]
-        groups = [group for group in self._groups.values() if group.iteration == iteration and _OPEN in group.fates]
+        groups = [self._groups[name] for name in self.open_groups(fields["iteration"])]
         for group in groups:
             group.is_finished = False
         for _, group in self._known(fields["groups"]):
@@ -209,12 +227,15 @@ class Account:
         self._begin(fields, len(groups))
 
     def _begin(self, fields: Mapping[str, Any], num_groups: int) -> None:
-        iteration, first = fields["iteration"], fields["first"]
-        self.firsts[iteration], self.orders[iteration] = first, (fields["order"], fields["version"])
-        self.position.iteration, self.position.next_prompt = iteration, first + num_groups
+        wave, first = fields["iteration"], fields["first"]
+        self.firsts[wave], self.orders[wave] = first, (fields["order"], fields["version"])
+        # A wave of which some groups are trained already begins with the others; it has taken as many prompts as ever.
+        self.position.next_prompt = first + fields.get("prompts", num_groups)
 
     def _filtered(self, fields: Mapping[str, Any]) -> None:
-        self._settle(fields["samples"], f"filtered: {fields['why']}")
+        samples = fields["samples"]  # in format 1 of the wave with the iteration's number
+        iteration = fields.get("iteration") or max([group.wave for _, group in self._known(samples)], default=0)
+        self._settle(samples, f"filtered: {fields['why']}", iteration)
 
     def _dropped(self, fields: Mapping[str, Any]) -> None:
         self._settle(fields["samples"], f"dropped: {fields['why']}")
@@ -225,7 +246,7 @@ class Account:
             self._wrong(f"step {fields['step']} has group {unfinished[0]}, which is not finished")
         if digest != chained(self.position.digest, fields["step"], fields["version"], samples):
             self._wrong(f"step {fields['step']} has another digest than its samples and the steps before it")
-        self._settle(samples, "trained")
+        self._settle(samples, "trained", fields["iteration"])
         self.trained[fields["iteration"]] = fields["version"]
         self.position.before, self.position.step_id, self.position.digest = self.position.digest, fields["step"], digest
 
@@ -236,19 +257,20 @@ class Account:
             )
         # What no resume goes back to needs no names any more.
         oldest = fields["oldest"]
-        self._groups = {
-            name: group for name, group in self._groups.items() if group.iteration > oldest or _OPEN in group.fates
-        }
-        self.firsts = {number: first for number, first in self.firsts.items() if number > oldest}
-        self.orders = {number: order for number, order in self.orders.items() if number > oldest}
-        self.trained = {number: version for number, version in self.trained.items() if number >= oldest}
-        self.renamed = [renamed for renamed in self.renamed if renamed[0] >= oldest]
+        waves = self.needed_waves(oldest)
+        self._groups = {name: group for name, group in self._groups.items() if group.wave in waves}
+        self.firsts = {wave: first for wave, first in self.firsts.items() if wave in waves}
+        self.orders = {wave: order for wave, order in self.orders.items() if wave in waves}
+        named = oldest - KEPT_VERSIONS
+        self.trained = {number: version for number, version in self.trained.items() if number >= named}
+        self.renamed = [renamed for renamed in self.renamed if renamed[0] >= named]
 
     def _resumed(self, fields: Mapping[str, Any]) -> None:
         iteration = fields["iteration"]
+        wave = fields.get("wave", iteration + 1)
         self.renamed.append((iteration, fields["version"], fields["as"]))
         for group in self._groups.values():
-            if group.iteration > iteration:
+            if group.settled_in > iteration:
                 for place, num in Counter(group.fates).items():
                     if place != _OPEN:
                         self.counts[self._fates[place]] -= num
@@ -256,20 +278,25 @@ class Account:
                     # A step that is sent again under its id is done once.
                     if self._fates[place] == "trained" and not fields["step"]:
                         self.counts["returned"] += num
-                group.fates = bytearray(len(group.fates))
+                group.fates, group.settled_in = bytearray(len(group.fates)), 0
         if self.counts["begun"] and iteration > self.position.iteration:
             self._wrong(f"a run continues after iteration {iteration}, its records end in {self.position.iteration}")
-        first = self.firsts.get(iteration + 1, fields["first"])
+        first = self.firsts.get(wave, fields["first"])
         if first != fields["first"]:
-            self._wrong(f"iteration {iteration + 1} began with prompt {first}, and begins with {fields['first']} now")
-        self.firsts = {number: first for number, first in self.firsts.items() if number <= iteration}
+            self._wrong(f"wave {wave} began with prompt {first}, and begins with {fields['first']} now")
+        self.firsts = {number: first for number, first in self.firsts.items() if number < wave}
         self.trained = {number: version for number, version in self.trained.items() if number <= iteration}
         self.position = Position(
             iteration=iteration, next_prompt=fields["first"], step_id=fields["last"], digest=fields["digest"]
         )
 
-    def _settle(self, samples: Samples, fate: str) -> None:
-        """Settle samples. Raises: Unbalanced: one is not under way."""
+    def _settle(self, samples: Samples, fate: str, iteration: int | None = None) -> None:
+        """Settle samples.
+
+        Args:
+            iteration: that settles them; None: the next one begins without them.
+        Raises: Unbalanced: one is not under way.
+        """
         code = self._place(fate)
         for name, group in self._known(samples):
             fates, num_open, indices = group.fates, group.fates.count(_OPEN), samples[name]
@@ -282,6 +309,9 @@ class Account:
             settled = num_open - fates.count(_OPEN)
             self.counts[fate] += settled
             self.under_way -= settled
+            group.settled_in = max(group.wave, self.position.iteration + 1) if iteration is None else iteration
+        if iteration is not None:
+            self.position.iteration = max(self.position.iteration, iteration)
 
     def _place(self, fate: str) -> int:
         """Return the place of a fate in `_fates`."""

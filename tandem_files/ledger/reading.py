@@ -21,8 +21,9 @@ class LedgerContent:
         newest_bytes: size of the newest segment; what a replaced coordinator adds to it later does not count.
         resumes: the records of resumes, in order.
         steps: the last train step of each iteration since the oldest checkpoint that is kept.
-        repeats: how often in a row an iteration was continued with all of its groups.
+        repeats: how often in a row a wave was continued with all of its groups.
         checkpoints: by iteration, the digest of the train steps before its checkpoint.
+        waves: by iteration of a checkpoint, the first wave that had groups under way.
         damages: what is not readable, or missing, as sentences.
     """
 
@@ -34,6 +35,7 @@ class LedgerContent:
     steps: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     repeats: Counter[int] = field(default_factory=Counter)
     checkpoints: dict[int, str] = field(default_factory=dict)
+    waves: dict[int, int] = field(default_factory=dict)
     damages: list[str] = field(default_factory=list)
 
     @property
@@ -84,15 +86,17 @@ def _add(ledger: LedgerContent, found: Record | NoRecord) -> None:
     try:
         ledger.account.add(found)
         if found.kind in ("begun", "continued"):
-            iteration = found.fields["iteration"]
-            has_all = len(found.fields["groups"]) == len(ledger.account.groups_of(iteration))
-            ledger.repeats[iteration] = ledger.repeats[iteration] + 1 if found.kind == "continued" and has_all else 0
+            wave = found.fields["iteration"]
+            has_all = len(found.fields["groups"]) == len(ledger.account.open_groups(wave))
+            ledger.repeats[wave] = ledger.repeats[wave] + 1 if found.kind == "continued" and has_all else 0
         elif found.kind == "resumed":
             ledger.resumes.append(found.fields)
         elif found.kind == "step":
             ledger.steps[found.fields["iteration"]] = found.fields
         elif found.kind == "checkpoint":
-            ledger.checkpoints[found.fields["iteration"]] = found.fields["digest"]
+            iteration = found.fields["iteration"]
+            ledger.checkpoints[iteration] = found.fields["digest"]
+            ledger.waves[iteration] = found.fields.get("wave", iteration + 1)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         ledger.damages.append(f"record {found.kind} lacks what it should have: {error!r}")
 

@@ -1,7 +1,8 @@
 """The files of a ledger: records with checksums, which a reader finds again behind what is torn or altered.
 
 ledger/00000007.log              a segment of the log: what happened, in order; sealed when the next one begins
-       iteration-00000012.groups  finished groups of an iteration, and their scores; removed when nothing can need them
+       iteration-00000012.groups  finished groups of a wave of prompts, and scores of an iteration; removed when nothing
+                                  can need them
 
 A record is a head (_HEAD), a JSON object, and bytes that it describes. Sealed segments do not change any more, and
 each has one writer, so the folder may be on a network file system.
@@ -18,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "ledger"
-# The format of the records; a reader refuses a newer one by name.
-FORMAT = 1
+# The format of the records; a reader refuses a newer one by name. 2: steps may take groups of several waves.
+FORMAT = 2
 # Magic, bytes of the JSON object, bytes after it, CRC-32 of all of them.
 _MAGIC = b"\x89TLr"
 _HEAD = struct.Struct("<4sIII")
@@ -111,13 +112,19 @@ def segment(run_dir: Path, number: int) -> Path:
 
 
 def groups_files(run_dir: Path) -> dict[int, Path]:
-    """Return the files of finished groups by iteration, in order."""
+    """Return the files of finished groups by wave, in order."""
     return _numbered(run_dir, _GROUPS)
 
 
-def groups_file(run_dir: Path, iteration: int) -> Path:
-    """Return the path of an iteration's finished groups."""
-    return run_dir / FOLDER / f"iteration-{iteration:08}.groups"
+def groups_file(run_dir: Path, wave: int) -> Path:
+    """Return the path of a wave's finished groups."""
+    return run_dir / FOLDER / f"iteration-{wave:08}.groups"
+
+
+def wave_of_file(path: Path) -> int:
+    """Return the wave whose finished groups a file has; 0: its name says none."""
+    match = _GROUPS.fullmatch(path.name)
+    return 0 if match is None else int(match[1])
 
 
 def _numbered(run_dir: Path, name: re.Pattern[str]) -> dict[int, Path]:

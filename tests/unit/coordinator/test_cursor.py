@@ -132,7 +132,7 @@ def test_a_row_that_cannot_be_read_ahead_is_an_error_when_it_is_taken(make: Make
 
 
 def make_state(position: int) -> CursorState:
-    return CursorState(sources=(SourcePosition(epoch=0, position=position, num_prompts=SIZES["a"]),))
+    return CursorState(sources=(SourcePosition(epoch=0, position=position, num_prompts=SIZES["a"]),), waves=0)
 
 
 COPIES = [(30, 32), (20, 100), (5, 4)]

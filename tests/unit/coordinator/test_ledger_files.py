@@ -23,7 +23,7 @@ def test_a_process_that_is_killed_while_it_tidies_leaves_no_gap(tmp_path: Path, 
 
     files, boundaries = LedgerFiles(tmp_path, 1, killed), {4: 0, 5: 9}
     try:
-        files.tidy(1, boundaries, 0)
+        files.tidy(1, boundaries, {}, 0)
     except KeyboardInterrupt:
         assert steps < 3
     assert list(segments(tmp_path)) == list(range(1 + min(steps, 3), 6))

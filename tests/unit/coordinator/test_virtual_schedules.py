@@ -47,10 +47,11 @@ SAMPLING = Sampling(temperature=1.0, max_new_tokens=60, stop_token_ids=())
 class Cursor:
     """A data cursor over rows without end."""
 
-    def __init__(self, taken: int) -> None:
-        self.taken = taken
+    def __init__(self, before: CursorState | None = None) -> None:
+        self.taken, self.waves = (before.num_taken, before.waves) if before else (0, 0)
 
     def take(self, count: int) -> list[Prompt]:
+        self.waves += 1
         rows = range(self.taken, self.taken + count)
         self.taken += count
         return [Prompt(row=row, token_ids=array("I", [row]), answer="") for row in rows]
@@ -59,7 +60,8 @@ class Cursor:
         """There is nothing to read."""
 
     def state(self) -> CursorState:
-        return CursorState(sources=(SourcePosition(epoch=0, position=self.taken, num_prompts=10**6),))
+        position = SourcePosition(epoch=0, position=self.taken, num_prompts=10**6)
+        return CursorState(sources=(position,), waves=self.waves)
 
 
 @dataclass
@@ -177,22 +179,21 @@ class WatchedLedger(Ledger):
 
     world: World
 
-    def finished(self, iteration: int, group: Group) -> None:
+    def finished(self, wave: int, group: Group) -> None:
         self.world.finished[group.group_id] = {World.sampled_by(one.logprobs) for one in group.completions}
-        super().finished(iteration, group)
+        super().finished(wave, group)
 
-    def _drop(self, iteration: int, why: str) -> None:
-        for name in self._account.groups_of(iteration):
+    def _drop(self, wave: int, why: str) -> None:
+        for name in self._account.groups_of(wave):
             self.world.finished.pop(name, None)
-        super()._drop(iteration, why)
+        super()._drop(wave, why)
 
-    async def begin(self, iteration: int, prompts: Mapping[str, Prompt], order: Order, first: int) -> Restored:
-        finished = self.world.finished
-        young = {
-            name for name in prompts if name in finished and self.world.age_of(finished[name]) <= self._max_staleness
-        }
-        restored = await super().begin(iteration, prompts, order, first)
-        assert young <= restored.groups.keys() or self._found.repeats[iteration] >= MAX_REPEATS
+    async def begin(self, wave: int, prompts: Mapping[str, Prompt], order: Order, first: int) -> Restored:
+        finished, most = self.world.finished, self._max_staleness - (wave - self._first_wave)
+        open_names = prompts.keys() - self._account.settled_groups(wave)
+        young = {name for name in open_names if name in finished and self.world.age_of(finished[name]) <= most}
+        restored = await super().begin(wave, prompts, order, first)
+        assert young <= restored.groups.keys() or self._found.repeats[wave] >= MAX_REPEATS
         for name in young - restored.groups.keys():
             del finished[name]
         return restored
@@ -203,7 +204,13 @@ async def process(world: World, kind: str, number: int) -> None:
     found = read_ledger(world.folder, "r")
     staleness = world.max_staleness = schedule_of(kind).MAX_STALENESS
     ledger = WatchedLedger(
-        run_dir=world.folder, run_id="r", found=found, max_mib=64, model="m", max_staleness=staleness
+        run_dir=world.folder,
+        run_id="r",
+        found=found,
+        max_mib=64,
+        model="m",
+        max_staleness=staleness,
+        waves_ahead=staleness,
     )
     ledger.world = world
     ledger._thread = Inline()  # type: ignore[assignment]
@@ -215,7 +222,7 @@ async def process(world: World, kind: str, number: int) -> None:
     elif not world.version == saved >= world.newest:
         world.newest += 1
         world.version = state.policy_version = world.newest
-    cursor = Cursor(state.cursor.num_taken)
+    cursor = Cursor(state.cursor)
     await ledger.open(state, saved=saved, step_id=sent)
     await world.publish(world.version)
     world.last = state.model_copy(deep=True)
@@ -239,7 +246,7 @@ async def process(world: World, kind: str, number: int) -> None:
         state.cursor, state.steps_digest = schedule.position(), ledger.digest
         state.step_id = state.step_id if record.step is None else record.step.step_id
         world.last = state.model_copy(deep=True)
-        ledger.done(record.iteration)
+        ledger.done(state.wave)
         if record.iteration % EVERY == 0:
             await ledger.checkpoint(state)
             folder = world.folder / "checkpoints" / f"step-{record.iteration:08d}"
@@ -255,7 +262,7 @@ def schedule_of(kind: str) -> type[SyncSchedule]:
 
 
 def first_state() -> RunState:
-    return RunState(cursor=Cursor(0).state(), batch_rng={}, model_fingerprint="m")
+    return RunState(cursor=Cursor().state(), batch_rng={}, model_fingerprint="m")
 
 
 def rollouts_of(world: World, seed: Any) -> Rollouts:

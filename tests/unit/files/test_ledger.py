@@ -72,11 +72,11 @@ def test_what_is_settled_adds_up() -> None:
         (record("filtered", why="equal", samples={"i1.g1": [0]}), r"samples of i1\.g1 are filtered: equal, and are al"),
         (record("dropped", why="lost", samples={"i9.g1": None}), r"group i9\.g1 was not begun"),
         (record("finished", groups=["i1.g0"]), r"group i1\.g0 is finished twice"),
-        (begun(2, 3, ["i2.g0"]), r"iteration 2 begins with prompt 3, not 2: prompts 2 to 2 are skipped"),
+        (begun(2, 3, ["i2.g0"]), r"wave 2 begins with prompt 3, not 2: prompts 2 to 2 are skipped"),
         (begun(2, 1, ["i2.g0"]), r"begins with prompt 1, not 2: prompts are begun again"),
         (step(Account(), 1, {"i1.g1": [0, 2]}), r"step i1\.s has another digest than its samples and the steps befor"),
         (record("checkpoint", iteration=1, version=1, digest="other", oldest=0), "was made after other steps"),
-        (resumed(Account(), 0, 5), r"iteration 1 began with prompt 0, and begins with 5 now"),
+        (resumed(Account(), 0, 5), r"wave 1 began with prompt 0, and begins with 5 now"),
     ],
 )
 def test_what_cannot_be_true_is_refused_by_name(wrong: Record, why: str) -> None:
@@ -136,7 +136,7 @@ def test_any_history_of_crashes_adds_up(chance: random.Random) -> None:
         if chance.random() < 0.3 and iteration > 1:  # back to a checkpoint
             iteration = chance.randint(1, iteration - 1)
             account.add(resumed(account, iteration, 2 * iteration, digests[iteration]))
-            for number in account.open_iterations():
+            for number in account.open_waves():
                 account.add(record("dropped", why="lost", samples=account.open_samples(number)))
             digests, first, iteration = digests[: iteration + 1], 2 * iteration, iteration + 1
             continue
@@ -206,7 +206,7 @@ def test_what_a_replaced_coordinator_added_does_not_count(tmp_path: Path) -> Non
             {"run_id": "other"},
             r"00000001\.log is of the ledger of run 'other', and this is run 'mine': move the folder",
         ),
-        ({"format": 2}, r"00000001\.log was written by a newer release of Tandem \(format 2, this one reads 1\)"),
+        ({"format": 3}, r"00000001\.log was written by a newer release of Tandem \(format 3, this one reads 2\)"),
     ],
 )
 def test_another_ledger_is_refused_and_stays(tmp_path: Path, head: dict[str, Any], why: str) -> None:
