@@ -31,7 +31,9 @@ from coordinator.record.trackers.base import Outcome
 from coordinator.rewards.registry import Part
 from coordinator.rewards.taken import ShownColumns
 from coordinator.run import Run
+from coordinator.schedule.asynchronous import Asynchronous
 from coordinator.schedule.one_step_off import OneStepOff
+from coordinator.schedule.pipeline import Pipeline
 from coordinator.schedule.sync import SyncSchedule
 from coordinator.shutdown import Exits, Leaving
 from coordinator.sync.forecast import Forecast
@@ -120,15 +122,11 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
         rng=inputs.rng,
         ending=app.leaving.asked,
     )
-    if config.schedule.kind == "one_step_off":
-        # Replicas that join cannot be seeded while the trainer, which sends the weights, is at work.
-        beside_training = _rollouts(app, services, seed=None)
-        schedule = OneStepOff(**vars(schedule), beside_training=beside_training, iterations=config.run.iterations)
     return Run(
         settings=config.run,
         logprob_diff_stop=config.grpo.logprob_diff_stop,
         run_dir=app.environment.run_dir,
-        schedule=schedule,
+        schedule=_schedule(app, services, schedule),
         evaluations=_evaluations(app, services, scorer, rollouts),
         rows=rows,
         checkpoints=_checkpoints(app, services, progress, rows, ledger, leading),
@@ -149,8 +147,41 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
     )
 
 
+def _schedule(app: App, services: Services, sync: SyncSchedule) -> SyncSchedule:
+    """Make the schedule that is asked for of the synchronous one."""
+    config, parts = app.config, vars(sync)
+    if config.schedule.kind == "sync":
+        return sync
+    if config.schedule.kind == "one_step_off":
+        # Replicas that join cannot be seeded while the trainer, which sends the weights, is at work.
+        beside_training = _rollouts(app, services, seed=None)
+        return OneStepOff(**parts, beside_training=beside_training, iterations=config.run.iterations)
+    max_token_age = config.schedule.max_token_age
+    return Asynchronous(
+        **parts,
+        pipeline=_pipeline(config),
+        iterations=config.run.iterations,
+        max_token_age=_pipeline(config).max_age if max_token_age is None else max_token_age,
+        drops=config.schedule.stale == "drop",
+    )
+
+
+def _pipeline(config: RunConfig) -> Pipeline:
+    schedule, batch = config.schedule, config.grpo.prompts_per_iteration
+    return Pipeline(
+        batch=batch,
+        depth=schedule.depth,
+        max_staleness=schedule.max_staleness,
+        window=schedule.window_groups(batch),
+    )
+
+
 def _ledger(app: App, progress: Progress, lead: LeaderCheck) -> Ledger:
     config, inputs = app.config, app.inputs
+    kind, pipeline = config.schedule.kind, _pipeline(config)
+    waves_ahead = max_staleness = (OneStepOff if kind == "one_step_off" else SyncSchedule).MAX_STALENESS
+    if kind == "async":
+        max_staleness, waves_ahead = pipeline.max_age, pipeline.max_staleness + 1
     return Ledger(
         run_dir=app.environment.run_dir,
         run_id=app.owner.run_id,
@@ -158,8 +189,8 @@ def _ledger(app: App, progress: Progress, lead: LeaderCheck) -> Ledger:
         max_mib=config.run.ledger_max_mib,
         model=inputs.state.model_fingerprint,
         rewards=text_digest(json.dumps(app.reward_facts, sort_keys=True)),
-        max_staleness=(OneStepOff if config.schedule.kind == "one_step_off" else SyncSchedule).MAX_STALENESS,
-        waves_ahead=(OneStepOff if config.schedule.kind == "one_step_off" else SyncSchedule).MAX_STALENESS,
+        max_staleness=max_staleness,
+        waves_ahead=waves_ahead,
         budget=config.run.missed_checkpoint_budget,
         check=lead.check,
         warn=partial(progress.warn, "ledger"),

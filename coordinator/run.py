@@ -128,6 +128,7 @@ class Run:
             raise
         finally:
             await cancel(working)
+            await self.schedule.close()
             await self.checkpoints.checkpointer.close()
             await self.schedule.ledger.close()
             await self._sinks.close()

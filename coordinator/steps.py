@@ -5,12 +5,14 @@ generate/dispatch.py, 4 is learn/scoring.py, 3 and 9 run in the rollout services
 prompt, S samples, T completion tokens of all samples.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from coordinator.data.cursor import DataCursor
 from coordinator.learn.advantages import group_advantages, zero_variance
 from coordinator.learn.kl import diverge
-from coordinator.learn.updates import make_batch, select_samples, stale_samples
+from coordinator.learn.updates import make_batch, select_samples, stale_samples, without_tokens_before
 from servicekit.errors import WrongVersion, in_part
 from servicekit.stopwatch import Stopwatch
 from tandem_clients.flow import (
@@ -25,15 +27,11 @@ from tandem_clients.trainer import Trainer
 from tandem_config.schema import GrpoSection
 
 
-def take_prompts(cursor: DataCursor, num_prompts: int) -> tuple[int, dict[str, Prompt]]:
-    """Step 1: take the next P prompts. Returns: the number of the wave that they are, and prompts by group id.
-
-    A group id has wave, place and data row, as in `i12.g3.row77`.
-    """
+def take_prompts(cursor: DataCursor, num_prompts: int, wave: int) -> dict[str, Prompt]:
+    """Step 1: take the next P prompts, by group id: wave, place and data row, as in `i12.g3.row77`."""
     with in_part("data"):
         prompts = cursor.take(num_prompts)
-    wave = cursor.state().waves
-    return wave, {f"i{wave}.g{place}.{prompt.name}": prompt for place, prompt in enumerate(prompts)}
+    return {f"i{wave}.g{place}.{prompt.name}": prompt for place, prompt in enumerate(prompts)}
 
 
 def check_staleness(generation: Generation, policy_version: int, max_staleness: int) -> None:
@@ -41,6 +39,20 @@ def check_staleness(generation: Generation, policy_version: int, max_staleness: 
     stale = stale_samples(generation.groups, policy_version, max_staleness)
     if stale:
         raise WrongVersion(f"{len(stale)} samples are older than version {policy_version}; the first is {stale[0]}")
+
+
+async def measure_mismatch(trainer: Trainer, generation: Generation) -> dict[str, float]:
+    """Measure |log pi_trainer - log pi_engine| on completions of the trainer's present policy; in nats."""
+    shape = (len(generation.groups), len(generation.groups[0].completions))
+    samples = select_samples(generation.groups, np.zeros(shape), np.zeros(shape[0], np.bool_), truncated="keep")
+    engine_T = np.concatenate([np.asarray(sample.completion.logprobs, np.float32) for sample in samples])
+    differences = np.abs(await trainer.logprobs(samples) - engine_T)
+    known = differences[np.isfinite(engine_T)]
+    figures = {"mean": known.mean(), "p999": np.quantile(known, 0.999), "max": known.max()} if known.size else {}
+    return {f"logprob_abs_diff_{name}": float(value) for name, value in figures.items()} | {
+        "engine_logprobs_not_finite": float(engine_T.size - known.size),
+        "tokens": float(engine_T.size),
+    }
 
 
 async def measure_divergence(
@@ -89,6 +101,26 @@ def compute_advantages(grpo: GrpoSection, scored: GroupScores, divergence: Diver
     )
 
 
+def leave_out_old(
+    generation: Generation, result: AdvantageResult, oldest: int, *, whole: bool
+) -> tuple[Generation, AdvantageResult]:
+    """Leave out of training what was sampled by policies before version `oldest`; advantages stay as they are.
+
+    Args:
+        whole: leave out completions with such tokens; else mask the tokens, and leave out completions of nothing else.
+    """
+    if all(one.oldest_version >= oldest for group in generation.groups for one in group.completions):
+        return generation, result
+    old_PG = np.zeros(result.advantages_PG.shape, np.bool_)
+    groups = []
+    for place, group in enumerate(generation.groups):
+        completions = [without_tokens_before(completion, oldest) for completion in group.completions]
+        for index, (before, after) in enumerate(zip(group.completions, completions, strict=True)):
+            old_PG[place, index] = before is not after if whole else not after.num_sampled
+        groups.append(replace(group, completions=tuple(completions)))
+    return replace(generation, groups=tuple(groups)), replace(result, old_PG=old_PG)
+
+
 def build_batch(
     grpo: GrpoSection,
     generation: Generation,
@@ -104,7 +136,7 @@ def build_batch(
         result.advantages_PG,
         result.dropped_P,
         truncated=grpo.truncated,
-        missing_PG=result.missing_PG,
+        missing_PG=result.left_out_PG,
     )
     if not samples:
         return None

@@ -220,6 +220,16 @@ class AdvantageResult:
     # [P] groups whose rewards are all equal, and those left out of training.
     zero_variance_P: NDArray[np.bool_]
     dropped_P: NDArray[np.bool_]
+    # [P, G] True: the sample is left out as too old, though it counts in its group's statistics; None: none is.
+    old_PG: NDArray[np.bool_] | None = None
+
+    @property
+    def left_out_PG(self) -> NDArray[np.bool_]:
+        """[P, G] True: the sample has no reward, or is too old."""
+        none_PG = np.zeros(self.advantages_PG.shape, dtype=np.bool_)
+        return (none_PG if self.missing_PG is None else self.missing_PG) | (
+            none_PG if self.old_PG is None else self.old_PG
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -344,8 +354,23 @@ class IterationRecord:
     staleness: Mapping[int, int]
     # What is taken off the rewards; None: nothing is.
     divergence: Divergence | None = None
+    # Differences of trainer and engine that were measured apart; None: none were.
+    compared: Mapping[str, float] | None = None
+    # [P, G] True: left out as too old; None: none is. And the tokens of trained groups that are not trained for that.
+    old_PG: NDArray[np.bool_] | None = None
+    masked_tokens: int = 0
 
     @property
     def is_stale(self) -> bool:
         """Whether any sample is of an older policy than the one that was trained."""
         return max(self.staleness, default=0) > 0
+
+    @property
+    def mismatch(self) -> Mapping[str, float]:
+        """The differences of trainer and engine for one policy, by names of the step's figures; {}: not measured.
+
+        Samples of an older policy differ for that reason.
+        """
+        if self.compared is not None:
+            return self.compared
+        return {} if self.step is None or self.is_stale else self.step.metrics

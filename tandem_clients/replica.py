@@ -42,16 +42,17 @@ class Replica:
         return self._generating > 0
 
     @asynccontextmanager
-    async def sampling(self, order: Order, *, timeout_s: float) -> AsyncIterator[SampleStream]:
+    async def sampling(self, order: Order, *, timeout_s: float, newer: bool = False) -> AsyncIterator[SampleStream]:
         """Open a stream of samples for the block; at its end what still runs is cancelled.
 
         Args:
             timeout_s: the replica is given up if it brings no token for so long.
+            newer: the policy may be newer than the order's version, and change within a completion.
         """
         call = self._stub.Generate(timeout=STREAM_TIMEOUT_S)
         self._generating += 1
         try:
-            stream = SampleStream(self.name, call, order, timeout_s)
+            stream = SampleStream(self.name, call, order, timeout_s, newer=newer)
             await stream.begin()
             yield stream
         finally:

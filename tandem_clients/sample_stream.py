@@ -112,12 +112,15 @@ class SampleStream:
     Args:
         call: of grpc.aio.
         timeout_s: the replica is given up if it brings no token for so long.
+        newer: the policy may be newer than the order's version, and change within a completion.
     """
 
-    def __init__(self, name: str, call: Any, order: Order, timeout_s: float) -> None:
+    def __init__(self, name: str, call: Any, order: Order, timeout_s: float, *, newer: bool = False) -> None:
         self._name, self._call, self._order, self._timeout_s = name, call, order, timeout_s
+        self._highest = None if newer else order.policy_version
         self._open: dict[str, OpenGroup] = {}
         self._written_s = 0.0
+        self._writes = asyncio.Lock()
 
     async def begin(self) -> None:
         """Open the stream: the replica answers with its load."""
@@ -127,10 +130,10 @@ class SampleStream:
         """Ask for completions of groups, by their index; each continues after what has come of it."""
         messages = [self._message(group, indices) for group, indices in parts]
         starts = [0, *chunk_starts([message.ByteSize() for message in messages], SAMPLE_CHUNK_BYTES), len(parts)]
-        version = self._order.policy_version
+        lowest, highest = self._order.policy_version, self._highest
         for first, last in pairwise(starts):
             await self._write(
-                pb.GenerateRequest(groups=messages[first:last], min_policy_version=version, max_policy_version=version)
+                pb.GenerateRequest(groups=messages[first:last], min_policy_version=lowest, max_policy_version=highest)
             )
 
     def _message(self, group: OpenGroup, indices: Sequence[int]) -> pb.PromptGroup:
@@ -150,8 +153,9 @@ class SampleStream:
     async def _write(self, request: pb.GenerateRequest) -> None:
         self._written_s = asyncio.get_running_loop().time()
         # A call that has ended says why to its reader.
-        with contextlib.suppress(asyncio.InvalidStateError), rpc_errors(self._name):
-            await self._call.write(request)
+        async with self._writes:
+            with contextlib.suppress(asyncio.InvalidStateError), rpc_errors(self._name):
+                await self._call.write(request)
 
     async def news(self) -> AsyncIterator[News]:
         """Yield what comes until the call ends; what is new of a completion is added to its group.
@@ -232,7 +236,9 @@ class SampleStream:
 class Sampler(ProbedService, Protocol):
     """What samples: a replica's client (replica.py)."""
 
-    def sampling(self, order: Order, *, timeout_s: float) -> AbstractAsyncContextManager[SampleStream]:
+    def sampling(
+        self, order: Order, *, timeout_s: float, newer: bool = False
+    ) -> AbstractAsyncContextManager[SampleStream]:
         """Open a stream of samples for a block."""
         ...
 

@@ -5,8 +5,9 @@ that the coordinator can load a configuration without torch: see `loading.py`.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tandem_config.sections.base import Section
 from tandem_config.sections.data import DataSection
@@ -52,6 +53,10 @@ __all__ = [
 ]
 
 
+# Defaults with schedule.kind: async.
+ASYNC_SYNC: Mapping[str, Any] = {"install": "staged", "pause": "keep_kv"}
+
+
 class RunConfig(Section):
     """The whole configuration file."""
 
@@ -66,6 +71,15 @@ class RunConfig(Section):
     sync: SyncSection = Field(default_factory=SyncSection)
     fleet: FleetSection = Field(default_factory=FleetSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_for_async(cls, given: Any) -> Any:
+        """Let weights change while replicas generate with schedule.kind: async, unless `sync` says otherwise."""
+        schedule, sync = (given.get(name) for name in ("schedule", "sync")) if isinstance(given, Mapping) else (0, 0)
+        if not isinstance(schedule, Mapping) or schedule.get("kind") != "async":
+            return given
+        return {**given, "sync": {**ASYNC_SYNC, **sync}} if isinstance(sync, Mapping) else {**given, "sync": ASYNC_SYNC}
 
     def evaluation_sets(self) -> tuple[EvaluationSet, ...]:
         """Return the sets to evaluate: data.heldout as one called heldout, then those of evaluation.sets."""

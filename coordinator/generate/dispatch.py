@@ -17,20 +17,22 @@ no replica is left, none is lost     all are present but fail, so none will join
 import asyncio
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from weakref import WeakKeyDictionary
 
 from coordinator.generate.joiners import Joiners, Patience, Seed
 from coordinator.watch import metrics
 from servicekit.errors import DeadlineExceeded, InvalidRequest, TandemError, TooLarge, Unavailable
+from servicekit.lifecycle.background import BackgroundTask
 from servicekit.lifecycle.tasks import cancel
 from servicekit.logs import get_logger
 from servicekit.rpc.limits import MAX_COMPLETIONS_PER_CALL
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_clients.flow import Generation, Group, Order, Prompt
 from tandem_clients.probing import while_alive
-from tandem_clients.sample_stream import OpenGroup, Sampler, ServingFleet
+from tandem_clients.sample_stream import OpenGroup, Sampler, SampleStream, ServingFleet
 
 # One failed stream may be an accident.
 MAX_FAILURES = 2
@@ -83,7 +85,11 @@ class Rollouts:
             Unavailable: no replica is left, and none joined in time; the message has the last error of each.
             TandemError: seeding a joiner failed for good, while no other replica works.
         """
-        return await _Dispatch(self, prompts, order, have, finished).run()
+        dispatch = Dispatch(self, order, finished)
+        dispatch.add([(name, prompt) for name, prompt in prompts.items() if name not in have])
+        await dispatch.run()
+        groups = {**have, **dispatch.groups}
+        return dispatch.generation([groups[name] for name in prompts])
 
 
 @dataclass(eq=False, kw_only=True)
@@ -99,6 +105,7 @@ class _Lane:
         credit: tokens that may be under way: what the KV cache takes, and twice as much whenever nothing waits for
             room, as completions are mostly shorter than they may be. 0: not known yet; infinite: it is not said.
         is_noted: whether the replica has said its load in this dispatch.
+        wakes: set when groups are added.
     """
 
     replica: Sampler
@@ -109,6 +116,7 @@ class _Lane:
     prompt_tokens: int = 0
     credit: float = 0.0
     is_noted: bool = False
+    wakes: asyncio.Event = field(default_factory=asyncio.Event)
 
     def note(self, load: pb.ReplicaLoad) -> None:
         """Note what the replica has said."""
@@ -138,58 +146,94 @@ class _Lane:
         return [*self.open.values(), *self.share]
 
 
-class _Dispatch:
-    """One dispatch of an order: the calls to replicas, the groups received, the failures of each replica."""
+class Dispatch:
+    """Groups under way: the streams of replicas, the groups received, the failures of each replica.
+
+    Args:
+        finished: called with each group when it is finished.
+        lasts: groups are added as long as the run lasts, and what is finished is not kept here. The policy may change
+            meanwhile, within a completion too.
+    Attributes:
+        groups: finished ones, by id.
+    """
 
     def __init__(
-        self,
-        rollouts: Rollouts,
-        prompts: Mapping[str, Prompt],
-        order: Order,
-        have: Mapping[str, Group],
-        finished: Callable[[Group], None],
+        self, rollouts: Rollouts, order: Order, finished: Callable[[Group], None], *, lasts: bool = False
     ) -> None:
         self._fleet, self._patience, self._warn = rollouts.fleet, rollouts.patience, rollouts.warn
         self._rooms = rollouts.rooms
         self._timeout_s = rollouts.timeout_s
         self._most_groups = rollouts.max_groups_per_call
         self._most = min(self._most_groups * order.num_completions, MAX_COMPLETIONS_PER_CALL)
-        self._prompts = prompts
-        self._order = order
+        self._order, self._lasts = order, lasts
         self._joiners = Joiners(rollouts.seed, order.policy_version, self._any_free, interval_s=self._patience.look_s)
         self._replicas = list(self._fleet.serving())  # that have taken part, lost ones included
-        self._pending = deque(
-            OpenGroup(group_id=name, prompt=prompt, num_completions=order.num_completions)
-            for name, prompt in prompts.items()
-            if name not in have
-        )
+        self._pending: deque[OpenGroup] = deque()
+        self._num_open = self._num_added = 0
+        self._added = asyncio.Event()
         self._running: dict[asyncio.Task[None], _Lane] = {}
-        self._groups = dict(have)
+        self.groups: dict[str, Group] = {}
         self._finished = finished
         self._engine_s: defaultdict[str, float] = defaultdict(float)
         self._failures: Counter[Sampler] = Counter()
+        self._num_failures = 0
         self._errors: dict[Sampler, TandemError] = {}
+        self._shown_errors: dict[Sampler, TandemError] = {}
         self._stalled_since_s: float | None = None  # no replica works, and no group has come since
         self._one_is_lost = False
 
-    async def run(self) -> Generation:
+    def add(self, prompts: Iterable[tuple[str, Prompt]]) -> None:
+        """Let groups begin, by id: after those that wait already."""
+        size = self._order.num_completions
+        groups = [OpenGroup(group_id=name, prompt=prompt, num_completions=size) for name, prompt in prompts]
+        self._pending.extend(groups)
+        self._num_open += len(groups)
+        self._num_added += len(groups)
+        self._added.set()
+        for lane in self._running.values():
+            lane.wakes.set()
+
+    async def run(self) -> None:
         """Hand groups out until every one is finished. Raises: as `Rollouts.generate`."""
         try:
             while self._pending or self._running:
-                self._start_lanes()
-                await self._wait()
-                if not self._running:
-                    await self._check_patience()
+                await self._work()
             await self._joiners.end()
         finally:
             await self._joiners.drop()
             await cancel(*self._running)
-        return Generation(
-            groups=tuple(self._groups[group_id] for group_id in self._prompts),
-            engine_s=max(self._engine_s.values(), default=0.0),
-            retried_calls=self._failures.total(),
-            call_errors=tuple(map(str, self._errors.values())),
-        )
+
+    async def last(self) -> None:
+        """Hand groups out that are added, until this is cancelled. Raises: as `Rollouts.generate`."""
+        try:
+            while True:
+                while not self._pending and not self._running:
+                    self._added.clear()
+                    await self._added.wait()
+                await self._work()
+        finally:
+            await self._joiners.drop()
+            await cancel(*self._running)
+
+    def renew(self, policy_version: int) -> None:
+        """Sample from this version, or newer ones, from now on; replicas that have failed are tried again."""
+        self._order = replace(self._order, policy_version=policy_version)
+        self._failures.clear()
+
+    def generation(self, groups: Sequence[Group]) -> Generation:
+        """Return groups with the figures of the work since the last call."""
+        engine_s, self._engine_s = max(self._engine_s.values(), default=0.0), defaultdict(float)
+        errors, self._shown_errors = tuple(map(str, self._shown_errors.values())), {}
+        failures, self._num_failures = self._num_failures, 0
+        return Generation(groups=tuple(groups), engine_s=engine_s, retried_calls=failures, call_errors=errors)
+
+    async def _work(self) -> None:
+        """Start streams, and wait until something has ended."""
+        self._added.clear()
+        self._start_lanes()
+        await self._wait()
+        if not self._running:
+            await self._check_patience()
 
     def _start_lanes(self) -> None:
         """Give each replica without a stream its share, first those that have failed least."""
@@ -197,7 +241,8 @@ class _Dispatch:
         for number, replica in enumerate(free):
             if not self._any_waits():
                 return
-            size = -(-len(self._pending) // (len(free) - number))
+            # Where groups are added all the time, each is taken by who has room first: the oldest ones first.
+            size = 0 if self._lasts else -(-len(self._pending) // (len(free) - number))
             if replica not in self._replicas:
                 self._replicas.append(replica)
                 metrics.DISPATCH_JOINERS.inc()
@@ -236,7 +281,8 @@ class _Dispatch:
         if not tasks:
             raise self._exhausted()
         timeout_s = self._patience.look_s if self._running else min(self._patience.look_s, self._patience.rejoin_s)
-        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        async with BackgroundTask(self._added.wait if self._lasts else None) as adding:
+            await asyncio.wait({*tasks, *adding.tasks()}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         for task in [task for task in self._running if task.done()]:
             lane = self._running.pop(task)
             self._pending.extendleft(reversed(lane.left()))
@@ -296,7 +342,8 @@ class _Dispatch:
             error = Unavailable(f"{replica.name}: left {len(lane.open)} groups unfinished")
         if error is not None:
             self._failures[replica] += 1
-            self._errors[replica] = error
+            self._num_failures += 1
+            self._errors[replica] = self._shown_errors[replica] = error
             begun = sum(group.num_begun() for group in lane.open.values())
             log.warning(
                 "generate call failed",
@@ -309,12 +356,14 @@ class _Dispatch:
             group.stop(group.running, keep=self._order.sampling.can_continue)
 
     async def _sample(self, lane: _Lane) -> None:
-        before_s = self._engine_s[lane.replica.name]
-        async with lane.replica.sampling(self._order, timeout_s=self._timeout_s) as stream:
-            if lane.credit and (parts := self._next_parts(lane)):
-                await stream.submit(parts)
+        seen_s = 0.0
+        sampling = lane.replica.sampling(self._order, timeout_s=self._timeout_s, newer=self._lasts)
+        async with sampling as stream, BackgroundTask(partial(self._feed, lane, stream)) as feeding:
             async for news in stream.news():
-                self._engine_s[lane.replica.name] = before_s + news.engine_s
+                for failed in [task for task in feeding.tasks() if task.done()]:
+                    failed.result()
+                self._engine_s[lane.replica.name] += news.engine_s - seen_s
+                seen_s = news.engine_s
                 for group in news.whole:
                     lane.close(group)
                     self._keep(group.group())
@@ -330,6 +379,14 @@ class _Dispatch:
                     elif not lane.open:
                         return
 
+    async def _feed(self, lane: _Lane, stream: SampleStream) -> None:
+        """Submit what there is room for: at the beginning, and when groups are added."""
+        while True:
+            if lane.credit and (parts := self._next_parts(lane)):
+                await stream.submit(parts)
+            await lane.wakes.wait()
+            lane.wakes.clear()
+
     def _return(self, lane: _Lane, group: OpenGroup) -> None:
         """Ask again for what was aborted. Raises: Unavailable: that has been too often."""
         if group not in lane.cut:
@@ -339,7 +396,9 @@ class _Dispatch:
             raise Unavailable(f"{lane.replica.name}: group {group.group_id} was aborted {MAX_RETURNS} times")
 
     def _keep(self, group: Group) -> None:
-        self._groups[group.group_id] = group
+        self._num_open -= 1
+        if not self._lasts:
+            self.groups[group.group_id] = group
         self._finished(group)
         self._stalled_since_s, self._one_is_lost = None, False
 
@@ -370,9 +429,8 @@ class _Dispatch:
 
     def _describe_missing(self) -> str:
         """Return how many groups are missing, and the last error of each replica."""
-        missing = len(self._prompts) - len(self._groups)
         errors = [self._errors.get(replica) or f"{replica.name}: left the fleet" for replica in self._replicas]
         why = (
             f"every replica failed: {'; '.join(map(str, errors))}" if errors else "no replica serves the current policy"
         )
-        return f"{missing} of {len(self._prompts)} groups could not be generated, {why}"
+        return f"{self._num_open} of {self._num_added} groups could not be generated, {why}"

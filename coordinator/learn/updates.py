@@ -7,14 +7,16 @@ The age of a sample, its staleness, is a number of versions: from the policy tha
 that trains on it.
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem_clients.flow import Group, Sample, TrainBatch
+from tandem_clients.flow import Completion, Group, Sample, TrainBatch
 
 Indices = NDArray[np.int64]
 
@@ -50,6 +52,27 @@ def stale_samples(groups: Sequence[Group], current: int, max_staleness: int) -> 
         for index, completion in enumerate(group.completions)
         if current - completion.oldest_version > max_staleness
     ]
+
+
+def without_tokens_before(completion: Completion, version: int) -> Completion:
+    """Return a completion whose loss mask leaves out what policies before a version have sampled.
+
+    >>> spans = ((2, 6), (3, 7))
+    >>> one = Completion(token_ids=array("I", [5, 6, 7]), logprobs=array("f", 3 * [-1]), truncated=False,
+    ...                  oldest_version=6, version_spans=spans)
+    >>> list(without_tokens_before(one, 7).loss_mask)
+    [0, 0, 1]
+    """
+    if completion.oldest_version >= version:
+        return completion
+    mask = completion.loss_mask
+    mask = array("B", b"\1" * len(completion.token_ids) if mask is None else mask.tobytes())
+    begin = 0
+    for end, sampled_by in completion.version_spans:
+        if sampled_by < version:
+            mask[begin:end] = array("B", bytes(end - begin))
+        begin = end
+    return replace(completion, loss_mask=mask)
 
 
 def select_samples(

@@ -29,11 +29,21 @@ from tandem_clients.flow import AdvantageResult, Generation, Group, GroupScores,
 from tandem_files.atomic import no_check
 from tandem_files.ledger.account import KEPT_VERSIONS, Unbalanced, chained
 from tandem_files.ledger.reading import LedgerContent
-from tandem_files.ledger.records import FORMAT, NoRecord, Record, framed, groups_file, read_records, wave_of_file
+from tandem_files.ledger.records import (
+    FORMAT,
+    NoRecord,
+    Record,
+    framed,
+    groups_file,
+    groups_files,
+    read_records,
+    wave_of_file,
+)
 
 # Why samples are not trained.
 EQUAL = "all rewards of the group are equal"
 UNSCORED = "no reward"
+TOO_OLD = "older than schedule.max_token_age"
 LOST_POLICY = "sampled by a policy that was lost"
 OLD_POLICY = "sampled by an older policy than the schedule trains on"
 OTHER_ORDER = "other prompts or sampling now"
@@ -127,7 +137,7 @@ class Ledger:
         self._trained: dict[str, list[int] | None] = {}
         self._sent = ""  # the step of the iteration after the one that this process continued from
         self._orders: dict[int, str] = {}  # of waves under way
-        self._first_wave = self._resumed_after = 0
+        self._first_wave = self._last_wave = self._resumed_after = self._version = 0
         self._first_waves = dict(found.waves)  # by checkpoint
         # Of earlier processes: groups that are used again, and scores by iteration.
         self._restored: set[str] = set()
@@ -147,8 +157,7 @@ class Ledger:
         again = [resume["step"] for resume in self._found.resumes[-1:]]
         if step is None or step["step"] not in (self._account.position.step_id, *again):
             return ""
-        waves = {self._account.wave_of(name) for name in step["samples"]}
-        files = [_read_groups(groups_file(self._run_dir, wave)) for wave in waves if wave]
+        files = [_read_groups(path) for path in groups_files(self._run_dir).values()]
         kept = {name for file in files for name in file.groups}
         for scores in [file.scores[iteration] for file in files if iteration in file.scores]:
             names = set(scores.fields.get("groups") or self._account.groups_of(iteration))
@@ -165,7 +174,10 @@ class Ledger:
             step_id: of the step after it, which the trainer has done already.
         """
         iteration, version = state.iteration, state.policy_version
+        self._version = version
         self._names = dict.fromkeys(self._account.names_of(iteration, saved), version)
+        if step_id:  # groups under way may have tokens of the policy after it
+            self._names[saved + 1] = version + 1
         for number in range(iteration, iteration - KEPT_VERSIONS, -1):
             if (before := self._account.trained.get(number)) is not None:
                 version -= 1
@@ -182,6 +194,7 @@ class Ledger:
             self._warn(f"ledger: {problem}{more}: `tandem ledger {self._run_dir}` lists them")
         self._problems = self._found.problems[:MAX_PROBLEMS]
         self._account.problems = None  # from now on one is an error
+        self._last_wave = max(self._account.open_waves(), default=0)  # that an earlier process has begun
         for wave in self._account.open_waves():
             if wave < state.wave:
                 self._drop(wave, UNRECORDED)
@@ -194,7 +207,12 @@ class Ledger:
 
     def size_of(self, wave: int) -> int:
         """Return how many prompts a wave took of which some groups are settled; 0: there is no such wave."""
-        return len(self._account.groups_of(wave)) if self._account.settled_groups(wave) else 0
+        is_settled = wave <= self._last_wave and self._account.settled_groups(wave)
+        return len(self._account.groups_of(wave)) if is_settled else 0
+
+    def has_begun(self, wave: int) -> bool:
+        """Whether an earlier process has begun a wave, of which groups are under way still."""
+        return wave <= self._last_wave and bool(self._account.open_groups(wave))
 
     async def begin(self, wave: int, prompts: Mapping[str, Prompt], order: Order, first: int) -> Restored:
         """Note that the groups of a wave begin. Returns: what is left of them from before this process.
@@ -205,28 +223,14 @@ class Ledger:
         if self._has_checkpoint:
             await self._begin_segment()
         ordered_now = self._orders[wave] = order_digest(prompts, order, self._model)
-        under_way, groups = self._account.open_groups(wave), dict[str, Group]()
-        settled = self._account.settled_groups(wave)
+        is_new = wave > self._last_wave
+        under_way = {} if is_new else self._account.open_groups(wave)
+        settled = set() if is_new else self._account.settled_groups(wave)
+        left = {name: prompt for name, prompt in prompts.items() if name not in settled}
         version = order.policy_version
-        if wave <= self._first_wave + self._waves_ahead:
-            kept = await asyncio.to_thread(_read_groups, groups_file(self._run_dir, wave))
-            for damage in kept.damages[:1]:
-                self._warn(f"ledger: {damage}: what it held is generated anew")
-            left = {name: prompt for name, prompt in prompts.items() if name not in settled}
-            groups = await asyncio.to_thread(self._restore, wave, kept, left, version)
-            again = self._found.repeats[wave]
-            if len(groups) == len(left) and again >= MAX_REPEATS and not self._sent:
-                self._warn(f"iteration {wave} has failed with the same groups again: they are generated anew")
-                groups = {}
-            if groups:
-                log.info("groups restored", wave=wave, groups=len(groups), of=len(left))
-                self._restored.update(groups)
-                for iteration, scores in kept.scores.items():
-                    scored = scores.fields.get("groups", prompts)
-                    fields = {**scores.fields, "groups": tuple(scored)}
-                    self._scores.setdefault(iteration, []).append(Record(kind="scores", fields=fields))
+        groups = await self._restored_groups(wave, left)
         ordered, sampled_by = self._account.orders.get(wave, ("", -1))
-        is_same, is_young = ordered == ordered_now, self._is_young(sampled_by, wave, version)
+        is_same, is_young = ordered == ordered_now, self._is_young(sampled_by, wave)
         if under_way and not (is_same and is_young):
             known = self._is_known(wave)
             self._drop(wave, OTHER_ORDER if not is_same else OLD_POLICY if known else LOST_POLICY)
@@ -234,12 +238,32 @@ class Ledger:
         where = {"iteration": wave, "version": version, "first": first, "order": ordered_now, "prompts": len(prompts)}
         if under_way:
             self._put("continued", **where, groups=list(groups))
-        elif names := [name for name in prompts if name not in settled]:
-            self._put("begun", **where, size=order.num_completions, groups=names)
+        elif left:
+            self._put("begun", **where, size=order.num_completions, groups=list(left))
             for name in groups:  # of a log that is lost
                 self._put("finished", groups=[name])
         self._submit(partial(self._files.begin_groups, wave, keep=bool(groups or settled)))
         return Restored(groups=groups, settled=settled)
+
+    async def _restored_groups(self, wave: int, prompts: Mapping[str, Prompt]) -> Mapping[str, Group]:
+        """Return what is left of a wave from before this process, and keep its scores in mind."""
+        if wave > self._first_wave + self._waves_ahead:
+            return {}
+        kept = await asyncio.to_thread(_read_groups, groups_file(self._run_dir, wave))
+        for damage in kept.damages[:1]:
+            self._warn(f"ledger: {damage}: what it held is generated anew")
+        groups = await asyncio.to_thread(self._restore, wave, kept, prompts)
+        if groups and len(groups) == len(prompts) and self._found.repeats[wave] >= MAX_REPEATS and not self._sent:
+            self._warn(f"iteration {wave} has failed with the same groups again: they are generated anew")
+            return {}
+        if groups:
+            log.info("groups restored", wave=wave, groups=len(groups), of=len(prompts))
+        self._restored.update(groups)
+        for iteration, scores in kept.scores.items():
+            scored = scores.fields.get("groups", prompts)
+            fields = {**scores.fields, "groups": tuple(scored)}
+            self._scores.setdefault(iteration, []).append(Record(kind="scores", fields=fields))
+        return groups
 
     def finished(self, wave: int, group: Group) -> None:
         """Note a finished group of a wave, and keep it."""
@@ -249,8 +273,12 @@ class Ledger:
     def restored_scores(self, iteration: int) -> Scored | None:
         """Return the scores that an earlier process has given in an iteration; None: to other groups, or by others."""
         for record in self._scores.get(iteration, ()):
-            names = record.fields["groups"]
-            if record.fields["rewards"] == self._rewards and self._restored.issuperset(names):
+            names, sent = (
+                record.fields["groups"],
+                self._found.steps[iteration]["samples"] if self.sent(iteration) else (),
+            )
+            is_same = record.fields["rewards"] == self._rewards and set(names).issuperset(sent)
+            if is_same and self._restored.issuperset(names):
                 return names, read_scores(record)
         return None
 
@@ -263,19 +291,21 @@ class Ledger:
 
     def filtered(self, iteration: int, generation: Generation, result: AdvantageResult) -> None:
         """Note the samples that are not trained on; a step has all others of the iteration."""
-        equal: dict[str, None] = {}
-        missing: dict[str, list[int]] = {}
+        filtered: dict[str, dict[str, list[int] | None]] = {EQUAL: {}, UNSCORED: {}, TOO_OLD: {}}
         self._trained = {group.group_id: None for group in generation.groups}
+        left_out_PG = result.left_out_PG
+        missing_PG = left_out_PG & False if result.missing_PG is None else result.missing_PG
         for place, group in enumerate(generation.groups):
-            missing_G = None if result.missing_PG is None else result.missing_PG[place]
+            name, left_out_G, missing_G = group.group_id, left_out_PG[place], missing_PG[place]
             if result.dropped_P[place]:
-                equal[group.group_id] = None
-                del self._trained[group.group_id]
-            elif missing_G is not None and missing_G.any():
-                missing[group.group_id] = missing_G.nonzero()[0].tolist()
-                self._trained[group.group_id] = (~missing_G).nonzero()[0].tolist()
-        for why, samples in ((EQUAL, equal), (UNSCORED, missing)):
-            if samples:
+                filtered[EQUAL][name] = None
+                del self._trained[name]
+            elif left_out_G.any():
+                filtered[UNSCORED][name] = missing_G.nonzero()[0].tolist()
+                filtered[TOO_OLD][name] = (left_out_G & ~missing_G).nonzero()[0].tolist()
+                self._trained[name] = (~left_out_G).nonzero()[0].tolist()
+        for why, found in filtered.items():
+            if samples := {name: indices for name, indices in found.items() if indices != []}:
                 self._put("filtered", iteration=iteration, why=why, samples=samples)
 
     async def step(self, iteration: int, batch: TrainBatch) -> None:
@@ -324,20 +354,20 @@ class Ledger:
         """Whether the policy with which a wave began is one of those that are known."""
         return self._account.orders.get(wave, ("", -1))[1] in self._names
 
-    def _is_young(self, name: int, wave: int, version: int) -> bool:
-        """Whether a policy of an earlier process is known, and not too old when a wave's turn comes after the first."""
+    def _is_young(self, name: int, wave: int) -> bool:
+        """Whether a policy of an earlier process is known, and not too old when the turn of a wave comes."""
         waits = wave - self._first_wave
-        return name in self._names and version - self._names[name] + waits <= self._max_staleness
+        return name in self._names and self._version - self._names[name] + waits <= self._max_staleness
 
-    def _restore(self, wave: int, kept: _Kept, prompts: Mapping[str, Prompt], version: int) -> dict[str, Group]:
-        """Return what is left of a wave that was ordered as now, for a policy `version`."""
+    def _restore(self, wave: int, kept: _Kept, prompts: Mapping[str, Prompt]) -> dict[str, Group]:
+        """Return what is left of a wave that was ordered as now."""
         order = self._orders[wave]
         return {
             name: read_group(record, prompts[name], self._names)
             for name, record in kept.groups.items()
             if name in prompts
             and record.fields["order"] == order
-            and all(self._is_young(one, wave, version) for one in versions_of(record))
+            and all(self._is_young(one, wave) for one in versions_of(record))
         }
 
     def _drop(self, wave: int, why: str) -> None:

@@ -23,7 +23,7 @@ def check_same_model(record: IterationRecord, stop_at: float | None) -> None:
         stop_at: grpo.logprob_diff_stop; None: no limit.
     Raises: Internal: their mean difference is larger, or too many tokens cannot be compared.
     """
-    metrics = {} if record.step is None else record.step.metrics
+    metrics = record.mismatch or ({} if record.step is None else record.step.metrics)
     unknown, tokens = metrics.get("engine_logprobs_not_finite", 0.0), metrics.get("tokens", 0.0)
     if stop_at is not None and unknown > MAX_UNKNOWN_SHARE * tokens:
         raise Internal(
@@ -31,8 +31,7 @@ def check_same_model(record: IterationRecord, stop_at: float | None) -> None:
             f"tokens, more than {MAX_UNKNOWN_SHARE:.0%}, so that nothing of the iteration is kept: see the replicas' "
             "logs, model.dtype and the model's weights; grpo.logprob_diff_stop: null continues nevertheless"
         )
-    # Samples of an older policy differ for that reason.
-    mean = None if record.is_stale else metrics.get("logprob_abs_diff_mean")
+    mean = record.mismatch.get("logprob_abs_diff_mean")
     # NaN does not pass either.
     if stop_at is None or mean is None or mean <= stop_at:
         return
@@ -47,7 +46,7 @@ def check_same_model(record: IterationRecord, stop_at: float | None) -> None:
 
 def remarks(record: IterationRecord, limits: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     """Yield (kind, message) of each warning, except those about scores. limits: health.logprob_limits."""
-    for message in [] if record.step is None or record.is_stale else mismatches(record.step.metrics, limits):
+    for message in mismatches(record.mismatch, limits) if record.mismatch else ():
         yield "logprob_difference", f"iteration {record.iteration}: {message}; see grpo.logprob_diff_limit"
     skipped = 0 if record.step is None else int(record.step.metrics.get("skipped_updates", 0))
     if skipped:

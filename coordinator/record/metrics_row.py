@@ -61,7 +61,7 @@ def build_row(record: IterationRecord, heldout: GroupScores | None, timing: Timi
         **_scores_row("heldout_", heldout),
         "retried_calls": record.generation.retried_calls,
         "staleness_max": max(record.staleness),
-        **(_shift_row(metrics) if record.is_stale else {"policy_shift_mean": None}),
+        **_mismatch_row(record, metrics),
         "generated_tokens": num_tokens,
         "trained_samples": 0 if record.step is None else _num_trained(record),
         "tokens_per_s": num_tokens / timing.busy_s,
@@ -80,10 +80,11 @@ def baseline_row(policy_version: int, heldout: GroupScores | None) -> Row:
     return {"iteration": 0, "policy_version": policy_version, **accuracy, **measured}
 
 
-def _shift_row(metrics: Mapping[str, float]) -> Row:
+def _mismatch_row(record: IterationRecord, metrics: Mapping[str, float]) -> Row:
     """Take the difference between trainer and engine for what it is where samples are of an older policy."""
-    nothing = dict.fromkeys(name for name in _TRAINER_FIELDS if name.startswith("logprob_abs_diff_"))
-    return {**nothing, "policy_shift_mean": _finite(metrics.get("logprob_abs_diff_mean"))}
+    names = [name for name in _TRAINER_FIELDS if name.startswith("logprob_abs_diff_")]
+    shift = _finite(metrics.get("logprob_abs_diff_mean")) if record.is_stale else None
+    return {name: _finite(record.mismatch.get(name)) for name in names} | {"policy_shift_mean": shift}
 
 
 def _scores_row(prefix: str, scored: GroupScores | None) -> Row:
@@ -134,7 +135,8 @@ def _time_row(record: IterationRecord, timing: Timing) -> Row:
 
 
 def _num_trained(record: IterationRecord) -> int:
-    return int(record.scored.present_PG[~record.dropped_P].sum())
+    present_PG = record.scored.present_PG if record.old_PG is None else record.scored.present_PG & ~record.old_PG
+    return int(present_PG[~record.dropped_P].sum())
 
 
 def _finite(value: float | None) -> float | None:

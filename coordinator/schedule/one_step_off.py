@@ -6,8 +6,7 @@ iteration n  scores, trains: version v -> v + 1       generate n + 1 with versio
              sends v + 1                              take v + 1
 
 So an iteration lasts as long as the slower of the two. Samples are of the policy one version before the one that is
-trained. Those of the first iteration, and of each 20th after it, are of the policy itself: the log-probs of trainer and
-engine can be compared then. No completion mixes policies, because nothing is generated in a sync.
+trained, but for those of the first iteration. No completion mixes policies, because nothing is generated in a sync.
 """
 
 from dataclasses import dataclass, field, replace
@@ -23,9 +22,6 @@ from servicekit.lifecycle.tasks import first_of
 from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
 from tandem_clients.flow import IterationRecord
-
-# After so many iterations one is generated after the weight sync, not before it: it costs one overlap.
-COMPARE_EVERY = 20
 
 log = get_logger(__name__)
 
@@ -53,7 +49,7 @@ class OneStepOff(SyncSchedule):
             begun = self._ahead.pop() if self._ahead else await self.begin(policy_version)
             generation = begun.generation or await self.generate(begun, policy_version, self.rollouts)
             # After a step that the trainer has done already, the replicas serve a newer version than this iteration's.
-            if number < self.iterations and number % COMPARE_EVERY and not self.ledger.sent(number):
+            if number < self.iterations and not self.ledger.sent(number):
                 self._ahead.append(await self.begin(policy_version))
         ahead = [partial(self._generate_ahead, following, policy_version) for following in self._ahead]
         async with BackgroundTask(*ahead) as generating:
@@ -62,7 +58,8 @@ class OneStepOff(SyncSchedule):
                 with watch.part("generate"):
                     await generating.result()
         with watch.part("sync"):
-            return replace(record, sync=await self.publish(record.step))
+            record = replace(record, sync=await self.publish(record.step))
+        return await self.compared(record, watch, is_due=False)
 
     def position(self) -> CursorState:
         """Return the position of the data after the last iteration; the next one's prompts may be taken."""

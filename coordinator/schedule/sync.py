@@ -17,14 +17,15 @@ from coordinator.data.cursor import CursorState, DataCursor
 from coordinator.generate.dispatch import Rollouts
 from coordinator.learn.scoring import Scorer
 from coordinator.learn.updates import oldest_versions, staleness_histogram
-from coordinator.ledger.ledger import Ledger
+from coordinator.ledger.ledger import Ledger, Restored
 from coordinator.sync.publish_attempt import is_retriable
 from coordinator.sync.weight_sync import WeightSync
-from servicekit.errors import TandemError
+from servicekit.errors import Internal, TandemError
 from servicekit.lifecycle.background import BackgroundTask
 from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
 from tandem_clients.flow import (
+    AdvantageResult,
     Generation,
     Group,
     GroupScores,
@@ -40,6 +41,10 @@ from tandem_clients.trainer import Trainer
 from tandem_config.schema import GrpoSection
 
 NOTHING: BackgroundTask[Any] = BackgroundTask()
+
+# Where samples are older than the policy, trainer and engine are compared each so many iterations, on so many
+# completions of at most so many tokens.
+COMPARE_EVERY, COMPARED, COMPARED_TOKENS = 20, 16, 128
 
 log = get_logger(__name__)
 
@@ -112,18 +117,21 @@ class SyncSchedule:
 
     async def begin(self, policy_version: int) -> Begun:
         """Take the prompts of a wave, and what an earlier process has left of their groups."""
-        while True:
+        left: dict[str, Prompt] = {}
+        while not left:  # a wave that `async` has begun may be settled in part, or as a whole
             before = self.cursor.state()
-            size = self.ledger.size_of(before.waves + 1) or self.grpo.prompts_per_iteration
-            wave, prompts = steps.take_prompts(self.cursor, size)
-            restored = await self.ledger.begin(wave, prompts, self._order(policy_version), before.num_taken)
-            # A wave that `async` has begun may be settled in part, or as a whole.
+            prompts, restored = await self.take_wave(before, policy_version)
             left = {name: prompt for name, prompt in prompts.items() if name not in restored.settled}
-            if left:
-                break
         if len(restored.groups) < len(left):
             await self.weights.seed_late_joiners(policy_version)
-        return Begun(wave=wave, prompts=left, before=before, groups={**restored.groups})
+        return Begun(wave=before.waves + 1, prompts=left, before=before, groups={**restored.groups})
+
+    async def take_wave(self, before: CursorState, policy_version: int) -> tuple[Mapping[str, Prompt], Restored]:
+        """Take the prompts at a position of the data, by group id, and let their groups begin in the ledger."""
+        wave = before.waves + 1
+        size = self.ledger.size_of(wave) or self.grpo.prompts_per_iteration
+        prompts = steps.take_prompts(self.cursor, size, wave)
+        return prompts, await self.ledger.begin(wave, prompts, self._order(policy_version), before.num_taken)
 
     async def generate(self, begun: Begun, policy_version: int, rollouts: Rollouts) -> Generation:
         """Generate what is missing of a wave's groups."""
@@ -145,7 +153,7 @@ class SyncSchedule:
         during_training: BackgroundTask[Any],
     ) -> IterationRecord:
         """Score the groups of an iteration, and train on them. Returns: its record, without a weight sync."""
-        steps.check_staleness(generation, policy_version, self.MAX_STALENESS)
+        self.check_ages(generation, policy_version)
         async with during_training:
             with watch.part("reward"):
                 scored = await self.score(number, generation)
@@ -155,10 +163,11 @@ class SyncSchedule:
                     divergence = await steps.measure_divergence(self.grpo, self.trainer, generation, scored)
             with watch.part("batch"):
                 advantages = steps.compute_advantages(self.grpo, scored, divergence)
-                self.ledger.filtered(number, generation, advantages)
+                trained, advantages = self.without_old(generation, advantages, policy_version)
+                self.ledger.filtered(number, trained, advantages)
                 step_id = self.ledger.sent(number) or f"i{number}.v{policy_version}.{self.incarnation}"
                 batch = steps.build_batch(
-                    self.grpo, generation, advantages, step_id=step_id, policy_version=policy_version, rng=self.rng
+                    self.grpo, trained, advantages, step_id=step_id, policy_version=policy_version, rng=self.rng
                 )
                 if batch is not None:
                     await self.ledger.step(number, batch)
@@ -179,7 +188,19 @@ class SyncSchedule:
             divergence=divergence,
             sync=None,
             staleness=staleness_histogram(oldest_versions(generation.groups), policy_version),
+            old_PG=advantages.old_PG,
+            masked_tokens=generation.num_tokens - trained.num_tokens,
         )
+
+    def check_ages(self, generation: Generation, policy_version: int) -> None:
+        """Check that all samples are young enough. Raises: WrongVersion."""
+        steps.check_staleness(generation, policy_version, self.MAX_STALENESS)
+
+    def without_old(
+        self, generation: Generation, result: AdvantageResult, policy_version: int
+    ) -> tuple[Generation, AdvantageResult]:
+        """Leave out what is too old to train on: nothing is."""
+        return generation, result
 
     async def score(self, number: int, generation: Generation) -> GroupScores:
         """Score the groups of an iteration, but not again if an earlier process has."""
@@ -187,6 +208,10 @@ class SyncSchedule:
         restored = self.ledger.restored_scores(number)
         if restored is not None and restored[0] == names:
             return restored[1]
+        if self.ledger.sent(number):
+            raise Internal(
+                f"the samples of step {self.ledger.sent(number)}, which the trainer has done, are not restored"
+            )
         scored = await self.scorer.score(generation.groups)
         self.ledger.scored(number, generation.groups, scored)
         return scored
@@ -215,6 +240,27 @@ class SyncSchedule:
         await sent.wait()
         async for _ in self.weights.look_ahead():
             self.cursor.read_ahead(self.grpo.prompts_per_iteration)
+
+    async def compared(self, record: IterationRecord, watch: Stopwatch, *, is_due: bool) -> IterationRecord:
+        """Compare the log-probs of trainer and engine, from time to time: older samples cannot be compared.
+
+        Both have the record's version. It costs one short generation.
+        """
+        if record.step is None or not record.is_stale or not (is_due or record.iteration % COMPARE_EVERY == 0):
+            return record
+        prompts = {f"compare{place}": group.prompt for place, group in enumerate(record.generation.groups[:COMPARED])}
+        sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, COMPARED_TOKENS))
+        order = replace(self._order(record.policy_version), num_completions=1, sampling=sampling)
+        try:
+            with watch.part("evaluate"):
+                generation = await self.rollouts.generate(prompts, order)
+                return replace(record, compared=await steps.measure_mismatch(self.trainer, generation))
+        except TandemError as error:
+            log.warning("trainer and engine not compared", error=str(error))
+            return record
+
+    async def close(self) -> None:
+        """End what runs beside the iterations."""
 
     async def publish(self, step: TrainResult | None) -> SyncResult | None:
         """Bring the new weights to the replicas.

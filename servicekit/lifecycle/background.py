@@ -40,6 +40,10 @@ class BackgroundTask(AbstractAsyncContextManager["BackgroundTask[T]"], Generic[T
         """Whether there is something to do."""
         return self._work is not None
 
+    def tasks(self) -> "tuple[asyncio.Task[T], ...]":
+        """Return the task that does the work; none: there is nothing to do."""
+        return () if self._task is None else (self._task,)
+
     async def result(self) -> T | None:
         """Wait until the work is done. Returns: its result; None: there was none to do. Raises: its error."""
         return None if self._task is None else await self._task

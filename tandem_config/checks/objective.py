@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from tandem_config.checks.registry import check
 from tandem_config.problems import ConfigProblem, problem
-from tandem_config.schema import GrpoSection, RunConfig
+from tandem_config.schema import GrpoSection, RunConfig, ScheduleSection
 
 # What some choices do not read; a value that is not the default would do nothing.
 _NOT_READ: Mapping[str, tuple[str, ...]] = {
@@ -81,6 +81,59 @@ def _older_samples_are_corrected(config: RunConfig) -> ConfigProblem | None:
         config.schedule.kind,
         "trains on samples of an older policy, which grpo.correction: none takes for samples of the present one",
         "set grpo.preset: decoupled (importance weights), or grpo.correction: tis, icepop or mis",
+    )
+
+
+# What other schedules do not read.
+_ASYNC_ONLY = ("depth", "max_staleness", "window", "stale", "max_token_age")
+
+
+@check("schedule.kind", *[f"schedule.{name}" for name in _ASYNC_ONLY])
+def _schedule_reads_its_settings(config: RunConfig) -> ConfigProblem | None:
+    for name in _ASYNC_ONLY if config.schedule.kind != "async" else ():
+        value, default = getattr(config.schedule, name), ScheduleSection.model_fields[name].default
+        if value != default:
+            why = f"does nothing with schedule.kind: {config.schedule.kind}"
+            return problem(f"schedule.{name}", value, why, "leave it out, or set schedule.kind: async")
+    return None
+
+
+@check("schedule.kind", "schedule.depth", "schedule.max_staleness", "schedule.window", "grpo.prompts_per_iteration")
+def _pipeline_has_room(config: RunConfig) -> ConfigProblem | None:
+    schedule, batch = config.schedule, config.grpo.prompts_per_iteration
+    if schedule.kind != "async":
+        return None
+    if schedule.depth > schedule.max_staleness:
+        why = f"is more than ever wait: schedule.max_staleness is {schedule.max_staleness}"
+        return problem("schedule.depth", schedule.depth, why, f"set it to {schedule.max_staleness} at most")
+    if schedule.window_groups(batch) > schedule.max_staleness * batch:
+        why = f"is more than the {schedule.max_staleness * batch} groups that are under way beside a step"
+        return problem("schedule.window", schedule.window, why, f"set it to {schedule.max_staleness} at most")
+    return None
+
+
+@check("schedule.kind", "schedule.stale", "schedule.max_token_age")
+def _nothing_is_older(config: RunConfig) -> ConfigProblem | None:
+    schedule = config.schedule
+    if schedule.stale != "wait" or schedule.max_token_age is None:
+        return None
+    return problem(
+        "schedule.max_token_age",
+        schedule.max_token_age,
+        "does nothing with schedule.stale: wait",
+        "leave it out, or set schedule.stale: mask; a smaller schedule.max_staleness lets fewer groups begin",
+    )
+
+
+@check("schedule.kind", "sync.pause")
+def _generation_continues_in_a_sync(config: RunConfig) -> ConfigProblem | None:
+    if config.schedule.kind != "async" or config.sync.pause != "drain":
+        return None
+    return problem(
+        "sync.pause",
+        "drain",
+        "would let each weight sync wait for all completions under way, which schedule.kind: async has at any time",
+        "leave it out (keep_kv), or set abort_requeue: completions continue with the new weights' own KV cache",
     )
 
 

@@ -101,11 +101,30 @@ class ModelSection(Section):
 class ScheduleSection(Section):
     """What waits for what."""
 
-    kind: Literal["sync", "one_step_off"] = setting("sync", "each sample is of the very policy that it trains")
+    kind: Literal["sync", "one_step_off", "async"] = setting("sync", "each sample is of the very policy that it trains")
     """sync: the trainer waits while replicas generate, and they wait while it trains; one_step_off: they generate the
-    next iteration meanwhile, with the policy of one version before. That needs a grpo.correction, and
-    grpo.logprob_diff_stop and _limit are compared in iterations without older samples only: the first of a run or
-    resume, and each that follows a multiple of 20."""
+    next iteration meanwhile, with the policy of one version before; async: they generate all the time, and the trainer
+    takes what is finished. The last two need a grpo.correction, and compare trainer and engine
+    (grpo.logprob_diff_stop, _limit) each 20 iterations on a few completions."""
+    depth: PositiveInt = setting(1, "the trainer has its next batch when it is ready for it", "iterations")
+    """async: iterations of finished groups that may wait for the trainer; while so many do, no others begin."""
+    max_staleness: PositiveInt = setting(2, "both sides are busy where a batch is four times the running ones")
+    """async, S: iterations of groups that may be under way besides the one that is trained. A group is trained with a
+    policy at most S + ceil((W - 1) / P) versions newer than the one that it began with; W: window, P:
+    grpo.prompts_per_iteration."""
+    window: Annotated[float, Field(ge=0)] = setting(0.3, "a few slow groups delay no step")
+    """async, W as a share of grpo.prompts_per_iteration: of so many groups from the oldest unfinished one on, those
+    that are finished may be trained before it, and no others; 0: groups are trained in their order."""
+    stale: Literal["wait", "mask", "drop"] = setting("mask", "a group keeps its statistics, and its young tokens")
+    """async: what is older than max_token_age. mask: such tokens are not trained; drop: nor are the others of their
+    completions, which trains shorter ones than the policy samples; wait: there may be none (max_token_age is null)."""
+    max_token_age: PositiveInt | None = setting(None, "everything that is sampled is trained", "versions")
+    """async: versions from the policy that sampled a token to the one that trains on it; null: the bound of
+    max_staleness."""
+
+    def window_groups(self, batch: int) -> int:
+        """Return W for batches of so many groups."""
+        return max(1, int(self.window * batch))
 
 
 class EvaluationSet(Section):

@@ -52,11 +52,11 @@ class FakeSampler:
     calls: list["_Call"] = field(default_factory=list)
 
     @asynccontextmanager
-    async def sampling(self, order: Order, *, timeout_s: float) -> AsyncIterator[SampleStream]:
+    async def sampling(self, order: Order, *, timeout_s: float, newer: bool = False) -> AsyncIterator[SampleStream]:
         call = _Call(self, order)
         self.calls.append(call)
         try:
-            stream = SampleStream(self.name, call, order, timeout_s)
+            stream = SampleStream(self.name, call, order, timeout_s, newer=newer)
             await stream.begin()
             yield stream
         finally:
@@ -96,8 +96,9 @@ class _Call:
         if request.HasField("sampling"):
             self.responses.put_nowait(pb.GenerateResponse(load=pb.ReplicaLoad(kv_tokens=self.sampler.kv_tokens)))
         if request.groups:
-            asked = {request.min_policy_version, request.max_policy_version}
-            assert asked == {self.sampler.policy_version}, "another version is served"
+            served = self.sampler.policy_version
+            highest = request.max_policy_version if request.HasField("max_policy_version") else served
+            assert request.min_policy_version <= served <= highest, "another version is served"
         for group in request.groups:
             prefixes = {sample.index: len(sample.token_ids_u32) // 4 for sample in group.samples}
             for index, first in (prefixes or dict.fromkeys(range(group.num_completions), 0)).items():

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from coordinator.data.cursor import CursorState, DataCursor, SourcePosition
 from coordinator.generate.dispatch import Rollouts
@@ -24,13 +25,15 @@ from coordinator.generate.joiners import Patience
 from coordinator.learn.scoring import Scorer
 from coordinator.ledger.ledger import MAX_REPEATS, Ledger, Restored
 from coordinator.record.state import RunState
-from coordinator.schedule import one_step_off
+from coordinator.schedule import sync
+from coordinator.schedule.asynchronous import Asynchronous
 from coordinator.schedule.one_step_off import OneStepOff
+from coordinator.schedule.pipeline import Pipeline
 from coordinator.schedule.sync import SyncSchedule
 from coordinator.sync.weight_sync import WeightSync
 from servicekit.lifecycle.tasks import cancel
 from servicekit.stopwatch import Stopwatch
-from tandem_clients.flow import Group, GroupScores, Order, Prompt, Sampling, TrainBatch, TrainResult
+from tandem_clients.flow import Group, GroupScores, Order, Prompt, Sample, Sampling, TrainBatch, TrainResult
 from tandem_clients.trainer import Trainer
 from tandem_config.schema import GrpoSection
 from tandem_files.checkpoints import COMPLETE
@@ -68,7 +71,7 @@ class Cursor:
 class Step:
     step_id: str
     policy: int
-    samples: dict[str, int]  # with the policy that sampled each
+    samples: dict[str, set[int]]  # with the policies that sampled each
 
 
 @dataclass
@@ -82,6 +85,8 @@ class World:
     random: random.Random
     folder: Path
     max_staleness: int = 0
+    in_flight: bool = False
+    window: int = 2
     line: list[Step] = field(default_factory=list)
     policy: int = 0
     policies: int = 0
@@ -114,7 +119,7 @@ class World:
         await asyncio.sleep(self.random.uniform(0.5, 10.0))
         whole = [sample for update in batch.updates for sample in update]
         samples = {sample.sample_id: self.sampled_by(sample.completion.logprobs) for sample in whole}
-        ages = {name: self.age_of([policy]) for name, policy in samples.items()}
+        ages = {name: self.age_of(policies) for name, policies in samples.items()}
         assert max(ages.values()) <= self.max_staleness, ages
         said = {sample.sample_id: batch.policy_version - sample.completion.oldest_version for sample in whole}
         assert said == ages
@@ -128,9 +133,11 @@ class World:
         return result
 
     @staticmethod
-    def sampled_by(logprobs: Sequence[float]) -> int:
-        (policy,) = {round(-logprob) for logprob in logprobs}
-        return policy
+    def sampled_by(logprobs: Sequence[float]) -> set[int]:
+        return {round(-logprob) for logprob in logprobs}
+
+    async def logprobs(self, samples: Sequence[Sample]) -> NDArray[np.float32]:
+        return np.full(sum(len(sample.completion.token_ids) for sample in samples), -self.policy, np.float32)
 
     def age_of(self, policies: Iterable[int]) -> float:
         """The age of the oldest; infinite: the policy is lost."""
@@ -155,7 +162,8 @@ class World:
         for index, replica in enumerate(self.replicas):
             if replica.is_dead:
                 self.replicas[index] = self.replica(index)
-            assert not replica.running or replica.policy_version == version, "weights change under a generation"
+            is_same = not replica.running or replica.policy_version == version
+            assert is_same or self.in_flight, "weights change under a generation"
             self.replicas[index].policy_version, self.replicas[index].logprob = version, -float(self.policy)
 
     async def look_ahead(self) -> Any:
@@ -180,7 +188,9 @@ class WatchedLedger(Ledger):
     world: World
 
     def finished(self, wave: int, group: Group) -> None:
-        self.world.finished[group.group_id] = {World.sampled_by(one.logprobs) for one in group.completions}
+        self.world.finished[group.group_id] = set().union(
+            *[World.sampled_by(one.logprobs) for one in group.completions]
+        )
         super().finished(wave, group)
 
     def _drop(self, wave: int, why: str) -> None:
@@ -195,14 +205,15 @@ class WatchedLedger(Ledger):
         restored = await super().begin(wave, prompts, order, first)
         assert young <= restored.groups.keys() or self._found.repeats[wave] >= MAX_REPEATS
         for name in young - restored.groups.keys():
-            del finished[name]
+            finished.pop(name, None)
         return restored
 
 
 async def process(world: World, kind: str, number: int) -> None:
     """One process of the coordinator, as coordinator/run.py lets it continue."""
     found = read_ledger(world.folder, "r")
-    staleness = world.max_staleness = schedule_of(kind).MAX_STALENESS
+    staleness, waves_ahead = ages_of(world, kind)
+    world.max_staleness, world.in_flight = staleness, kind == "async"
     ledger = WatchedLedger(
         run_dir=world.folder,
         run_id="r",
@@ -239,9 +250,22 @@ async def process(world: World, kind: str, number: int) -> None:
         "rng": np.random.default_rng(0),
     }
     beside: dict[str, Any] = {"beside_training": rollouts_of(world, None), "iterations": ITERATIONS}
-    schedule = SyncSchedule(**parts) if kind == "sync" else OneStepOff(**parts, **beside)
+    schedule = SyncSchedule(**parts)
+    if kind == "one_step_off":
+        schedule = OneStepOff(**parts, **beside)
+    elif kind == "async":
+        pipeline = pipeline_of(world)
+        schedule = Asynchronous(**parts, pipeline=pipeline, iterations=ITERATIONS, max_token_age=pipeline.max_age)
+    try:
+        await iterations(world, schedule, ledger, state)
+    finally:
+        await schedule.close()
+
+
+async def iterations(world: World, schedule: SyncSchedule, ledger: Ledger, state: RunState) -> None:
     while state.iteration < ITERATIONS:
         record = await schedule.iterate(state.iteration + 1, state.policy_version, Stopwatch())
+        assert not record.compared or record.compared["logprob_abs_diff_max"] == 0.0
         state.iteration, state.policy_version = record.iteration, record.policy_version
         state.cursor, state.steps_digest = schedule.position(), ledger.digest
         state.step_id = state.step_id if record.step is None else record.step.step_id
@@ -257,8 +281,15 @@ async def process(world: World, kind: str, number: int) -> None:
             world.saved, world.num_saved = state.model_copy(deep=True), len(world.line)
 
 
-def schedule_of(kind: str) -> type[SyncSchedule]:
-    return SyncSchedule if kind == "sync" else OneStepOff
+def pipeline_of(world: World) -> Pipeline:
+    return Pipeline(batch=PROMPTS, depth=1, max_staleness=2, window=world.window)
+
+
+def ages_of(world: World, kind: str) -> tuple[int, int]:
+    """The most versions between the policy that samples and the one that is trained; waves beside the first one."""
+    pipeline = pipeline_of(world)
+    one = {"sync": 0, "one_step_off": 1}
+    return (pipeline.max_age, pipeline.max_staleness + 1) if kind == "async" else (one[kind], one[kind])
 
 
 def first_state() -> RunState:
@@ -314,11 +345,13 @@ def names() -> dict[str, bool]:
     return {f"{group}#{index}": differ[group] for group in groups for index in range(SIZE)}
 
 
-@pytest.mark.parametrize("kinds", [["sync"], ["one_step_off"], ["sync", "one_step_off"]])
+@pytest.mark.parametrize(
+    "kinds", [["sync"], ["one_step_off"], ["async"], ["sync", "one_step_off"], ["sync", "one_step_off", "async"]]
+)
 def test_every_sample_is_trained_once_whatever_is_killed_and_when(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: Sequence[str]
 ) -> None:
-    monkeypatch.setattr(one_step_off, "COMPARE_EVERY", 4)
+    monkeypatch.setattr(sync, "COMPARE_EVERY", 4)
     expected = {name for name, differs in names().items() if differs}
     returned = 0
     for seed in range(SEEDS):

@@ -1,0 +1,158 @@
+"""Asynchronous: replicas generate all the time, and the trainer takes what is finished; neither waits for the other.
+
+Groups are under way in a pipeline (pipeline.py), which bounds their age by pacing: nothing that was begun is thrown
+away. Weights change within completions (sync.install: staged, sync.pause: keep_kv), which say which version has sampled
+which of their tokens.
+
+trainer     |train 1|sync|train 2|sync|train 3|sync|...      each takes P finished groups, oldest first
+replicas    |generate ...                                    a step that is done makes room for P more groups
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from coordinator import steps
+from coordinator.data.cursor import CursorState
+from coordinator.generate.dispatch import Dispatch
+from coordinator.schedule.pipeline import Pipeline
+from coordinator.schedule.sync import NOTHING, SyncSchedule
+from servicekit.lifecycle.background import BackgroundTask
+from servicekit.lifecycle.tasks import cancel, first_of
+from servicekit.logs import get_logger
+from servicekit.stopwatch import Stopwatch
+from tandem_clients.flow import AdvantageResult, Generation, Group, IterationRecord
+
+log = get_logger(__name__)
+
+
+@dataclass(kw_only=True)
+class _Beside:
+    """What runs beside the iterations.
+
+    Attributes:
+        policy_version: that replicas serve; the next groups begin with it.
+        trainer: held while the trainer is at work; whoever seeds replicas that join needs it.
+        finished: set when a group has come.
+        befores: by wave with groups that no step has taken, the position of the data before it.
+    """
+
+    policy_version: int = 0
+    trainer: asyncio.Lock = field(default_factory=asyncio.Lock)
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+    befores: dict[int, CursorState] = field(default_factory=dict)
+    dispatch: Dispatch | None = None
+    working: asyncio.Task[None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asynchronous(SyncSchedule):
+    """Iterations that take what is finished from a pipeline of groups.
+
+    Attributes:
+        iterations: run.iterations; no groups begin that none of them would train.
+        max_token_age: tokens that were sampled by a policy of more versions before are not trained.
+        drops: nor are the others of their completions.
+    """
+
+    pipeline: Pipeline
+    iterations: int
+    max_token_age: int
+    drops: bool = False
+    _beside: _Beside = field(default_factory=_Beside, init=False, repr=False)
+
+    async def iterate(
+        self, number: int, policy_version: int, watch: Stopwatch, during_training: BackgroundTask[Any] = NOTHING
+    ) -> IterationRecord:
+        """As SyncSchedule, with groups that have begun during the iterations before."""
+        beside, is_first = self._beside, self._beside.dispatch is None
+        # After a step that the trainer has done already, replicas serve the version after it.
+        beside.policy_version = policy_version + bool(self.ledger.sent(number))
+        with watch.part("generate"):
+            dispatch = self._dispatching()
+            await self._begin_waves(number)
+            generation = dispatch.generation(await self._next_groups(number))
+            await self._begin_waves(number + 1)
+        async with beside.trainer:
+            record = await self.learn(number, generation, policy_version, watch, during_training)
+            with watch.part("sync"):
+                record = replace(record, sync=await self.publish(record.step))
+                beside.policy_version = record.policy_version
+                dispatch.renew(record.policy_version)
+                self.pipeline.commit()
+                await self._begin_waves(number + 1)
+            return await self.compared(record, watch, is_due=is_first)
+
+    def check_ages(self, generation: Generation, policy_version: int) -> None:
+        """Too old tokens are left out instead (without_old)."""
+
+    def without_old(
+        self, generation: Generation, result: AdvantageResult, policy_version: int
+    ) -> tuple[Generation, AdvantageResult]:
+        """Leave out tokens, or completions, that are older than the schedule's section allows."""
+        return steps.leave_out_old(generation, result, policy_version - self.max_token_age, whole=self.drops)
+
+    def position(self) -> CursorState:
+        """Return the position of the data before the first wave with groups that no step has taken."""
+        wave = self.pipeline.first_wave
+        return super().position() if wave is None else self._beside.befores[wave]
+
+    async def close(self) -> None:
+        """End what runs beside."""
+        if self._beside.working is not None:
+            await cancel(self._beside.working)
+
+    def _dispatching(self) -> Dispatch:
+        """Return the dispatch, which works from now on."""
+        beside = self._beside
+        if beside.dispatch is None:
+            patience = replace(self.rollouts.patience, is_queued=self._may_not_seed)
+            rollouts = replace(self.rollouts, seed=self._seed, patience=patience)
+            beside.dispatch = Dispatch(rollouts, self._order(beside.policy_version), self._finished, lasts=True)
+            beside.working = asyncio.create_task(beside.dispatch.last(), name="generation")
+        return beside.dispatch
+
+    async def _seed(self, _: int) -> None:
+        """Seed replicas that join, while the trainer, which sends the weights, has nothing to do."""
+        async with self._beside.trainer:
+            await self.weights.seed_late_joiners(self._beside.policy_version)
+
+    def _may_not_seed(self) -> bool:
+        return self._beside.trainer.locked() or self.rollouts.patience.is_queued()
+
+    async def _begin_waves(self, number: int) -> None:
+        """Let groups begin, as long as there is room for them and iterations from `number` on need them."""
+        beside, batch = self._beside, self.grpo.prompts_per_iteration
+        while len(self.pipeline) < (self.iterations - number + 1) * batch:
+            before = self.cursor.state()
+            wave = before.waves + 1
+            if not self.pipeline.may_begin(again=self.ledger.has_begun(wave)):
+                break
+            prompts, restored = await self.take_wave(before, beside.policy_version)
+            beside.befores = {one: before for one, before in beside.befores.items() if one >= self._oldest(wave)}
+            beside.befores[wave] = before
+            self.pipeline.begin(wave, prompts, restored.groups, restored.settled)
+            left = [one for one in prompts.items() if one[0] not in restored.settled | restored.groups.keys()]
+            self._dispatching().add(left)
+
+    def _oldest(self, wave: int) -> int:
+        first = self.pipeline.first_wave
+        return wave if first is None else first
+
+    def _finished(self, group: Group) -> None:
+        self.ledger.finished(self.pipeline.finish(group), group)
+        self._beside.finished.set()
+
+    async def _next_groups(self, number: int) -> Sequence[Group]:
+        """Wait for the groups of the next step. Raises: TandemError: generation has failed."""
+        beside = self._beside
+        if self.ledger.sent(number) and (restored := self.ledger.restored_scores(number)) is not None:
+            return self.pipeline.take_named(restored[0])
+        while True:
+            beside.finished.clear()
+            size = min(self.grpo.prompts_per_iteration, len(self.pipeline))
+            if (groups := self.pipeline.take(size)) is not None:
+                return groups
+            assert beside.working is not None
+            await first_of({"generation": beside.working, "groups": beside.finished})
