@@ -43,7 +43,7 @@ class LastIteration:
         """
         if not self.may_repeat or trainer.policy_version != self.state.policy_version + 1:
             return ""
-        step_id = await asyncio.to_thread(ledger.sent_step, self.state.iteration + 1)
+        step_id = await asyncio.to_thread(ledger.past.sent_step, self.state.iteration + 1)
         return step_id if step_id == trainer.step_id else ""
 
 

@@ -23,13 +23,13 @@ from functools import partial
 from weakref import WeakKeyDictionary
 
 from coordinator.generate.joiners import Joiners, Patience, Seed
+from coordinator.generate.lane import Lane
 from coordinator.watch import metrics
 from servicekit.errors import DeadlineExceeded, InvalidRequest, TandemError, TooLarge, Unavailable
 from servicekit.lifecycle.background import BackgroundTask
 from servicekit.lifecycle.tasks import cancel
 from servicekit.logs import get_logger
 from servicekit.rpc.limits import MAX_COMPLETIONS_PER_CALL
-from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_clients.flow import Generation, Group, Order, Prompt
 from tandem_clients.probing import while_alive
 from tandem_clients.sample_stream import OpenGroup, Sampler, SampleStream, ServingFleet
@@ -92,60 +92,6 @@ class Rollouts:
         return dispatch.generation([groups[name] for name in prompts])
 
 
-@dataclass(eq=False, kw_only=True)
-class _Lane:
-    """One replica's part of a dispatch.
-
-    Attributes:
-        share: groups of which nothing is submitted.
-        open: the others, by id.
-        cut: those of `open` of which completions wait.
-        running: completions under way.
-        prompt_tokens: of the prompts of `open`.
-        credit: tokens that may be under way: what the KV cache takes, and twice as much whenever nothing waits for
-            room, as completions are mostly shorter than they may be. 0: not known yet; infinite: it is not said.
-        is_noted: whether the replica has said its load in this dispatch.
-        wakes: set when groups are added.
-    """
-
-    replica: Sampler
-    share: deque[OpenGroup]
-    open: dict[str, OpenGroup] = field(default_factory=dict)
-    cut: deque[OpenGroup] = field(default_factory=deque)
-    running: int = 0
-    prompt_tokens: int = 0
-    credit: float = 0.0
-    is_noted: bool = False
-    wakes: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def note(self, load: pb.ReplicaLoad) -> None:
-        """Note what the replica has said."""
-        if not self.is_noted:
-            self.credit, self.is_noted = load.kv_tokens or math.inf, True
-        elif not load.waiting and self.open:
-            self.credit *= 2
-
-    def take(self, group: OpenGroup, most: int) -> list[int]:
-        """Return completions of a group: they run here from now on."""
-        if group.group_id not in self.open:
-            self.open[group.group_id] = group
-            self.prompt_tokens += len(group.prompt.token_ids)
-        taken = group.take(most)
-        self.running += len(taken)
-        if group.waiting:
-            self.cut.append(group)
-        return taken
-
-    def close(self, group: OpenGroup) -> None:
-        """Note that a group is whole."""
-        del self.open[group.group_id]
-        self.prompt_tokens -= len(group.prompt.token_ids)
-
-    def left(self) -> list[OpenGroup]:
-        """Return the groups that are not finished, first those that have begun."""
-        return [*self.open.values(), *self.share]
-
-
 class Dispatch:
     """Groups under way: the streams of replicas, the groups received, the failures of each replica.
 
@@ -171,7 +117,7 @@ class Dispatch:
         self._pending: deque[OpenGroup] = deque()
         self._num_open = self._num_added = 0
         self._added = asyncio.Event()
-        self._running: dict[asyncio.Task[None], _Lane] = {}
+        self._running: dict[asyncio.Task[None], Lane] = {}
         self.groups: dict[str, Group] = {}
         self._finished = finished
         self._engine_s: defaultdict[str, float] = defaultdict(float)
@@ -248,7 +194,7 @@ class Dispatch:
                 metrics.DISPATCH_JOINERS.inc()
                 self._warn(f"{replica.name} joined and is seeded: it generates groups that were waiting")
             share = deque(self._pending.popleft() for _ in range(size))
-            lane = _Lane(replica=replica, share=share, credit=self._rooms.get(replica, 0.0))
+            lane = Lane(replica=replica, share=share, credit=self._rooms.get(replica, 0.0))
             task = asyncio.create_task(self._run_lane(lane), name=f"generate-{replica.name}")
             self._running[task] = lane
 
@@ -326,7 +272,7 @@ class Dispatch:
         answers = await asyncio.gather(*calls, return_exceptions=True)
         return any(isinstance(answer, BaseException) for answer in answers)
 
-    async def _run_lane(self, lane: _Lane) -> None:
+    async def _run_lane(self, lane: Lane) -> None:
         """Let one replica sample until nothing is left for it. What it leaves unfinished can continue elsewhere."""
         replica, error = lane.replica, None
         try:
@@ -355,7 +301,7 @@ class Dispatch:
         for group in lane.open.values():
             group.stop(group.running, keep=self._order.sampling.can_continue)
 
-    async def _sample(self, lane: _Lane) -> None:
+    async def _sample(self, lane: Lane) -> None:
         seen_s = 0.0
         sampling = lane.replica.sampling(self._order, timeout_s=self._timeout_s, newer=self._lasts)
         async with sampling as stream, BackgroundTask(partial(self._feed, lane, stream)) as feeding:
@@ -379,7 +325,7 @@ class Dispatch:
                     elif not lane.open:
                         return
 
-    async def _feed(self, lane: _Lane, stream: SampleStream) -> None:
+    async def _feed(self, lane: Lane, stream: SampleStream) -> None:
         """Submit what there is room for: at the beginning, and when groups are added."""
         while True:
             if lane.credit and (parts := self._next_parts(lane)):
@@ -387,7 +333,7 @@ class Dispatch:
             await lane.wakes.wait()
             lane.wakes.clear()
 
-    def _return(self, lane: _Lane, group: OpenGroup) -> None:
+    def _return(self, lane: Lane, group: OpenGroup) -> None:
         """Ask again for what was aborted. Raises: Unavailable: that has been too often."""
         if group not in lane.cut:
             lane.cut.append(group)
@@ -402,7 +348,7 @@ class Dispatch:
         self._finished(group)
         self._stalled_since_s, self._one_is_lost = None, False
 
-    def _next_parts(self, lane: _Lane) -> list[tuple[OpenGroup, list[int]]]:
+    def _next_parts(self, lane: Lane) -> list[tuple[OpenGroup, list[int]]]:
         """Take the completions for which the replica has room: of begun groups, its share, the others' shares."""
         parts: list[tuple[OpenGroup, list[int]]] = []
         while len(parts) < self._most_groups and (source := lane.cut or self._source(lane)):
@@ -412,12 +358,12 @@ class Dispatch:
             parts.append((group, lane.take(group, room)))
         return parts
 
-    def _source(self, lane: _Lane) -> deque[OpenGroup]:
+    def _source(self, lane: Lane) -> deque[OpenGroup]:
         if lane.replica not in self._fleet.serving():
             return deque()
         return self._pending or lane.share or max(self._full(), key=len, default=deque())
 
-    def _room(self, lane: _Lane, group: OpenGroup) -> int:
+    def _room(self, lane: Lane, group: OpenGroup) -> int:
         """Return for how many completions of a group there is room; one can run in any case."""
         prompt_tokens = lane.prompt_tokens + (0 if group.group_id in lane.open else len(group.prompt.token_ids))
         fit = (lane.credit - prompt_tokens) / self._order.sampling.max_new_tokens

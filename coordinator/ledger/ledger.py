@@ -20,24 +20,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from coordinator.ledger.files import LedgerFiles
-from coordinator.ledger.groups import group_record, order_digest, read_group, read_scores, scores_record, versions_of
+from coordinator.ledger.groups import group_record, order_digest, scores_record
+from coordinator.ledger.past import Past
 from coordinator.record.state import NotWritten, RunState
 from coordinator.watch import metrics
 from servicekit.errors import Internal, TandemError, describe
 from servicekit.logs import get_logger
 from tandem_clients.flow import AdvantageResult, Generation, Group, GroupScores, Order, Prompt, TrainBatch
 from tandem_files.atomic import no_check
-from tandem_files.ledger.account import KEPT_VERSIONS, Unbalanced, chained
+from tandem_files.ledger.account import Unbalanced, chained
 from tandem_files.ledger.reading import LedgerContent
 from tandem_files.ledger.records import (
     FORMAT,
-    NoRecord,
     Record,
     framed,
-    groups_file,
-    groups_files,
-    read_records,
-    wave_of_file,
 )
 
 # Why samples are not trained.
@@ -49,17 +45,11 @@ OLD_POLICY = "sampled by an older policy than the schedule trains on"
 OTHER_ORDER = "other prompts or sampling now"
 UNRECORDED = "what became of it was not recorded"
 
-# An iteration that fails so often with the same groups gets others: one of them may be the reason.
-MAX_REPEATS = 2
 # Troubles of the ledger that it says of itself for good.
 MAX_PROBLEMS = 20
 
 log = get_logger(__name__)
 T = TypeVar("T")
-
-
-# An iteration's groups in their order, and their scores.
-Scored = tuple[tuple[str, ...], GroupScores]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,15 +63,6 @@ class Restored:
 
     groups: Mapping[str, Group] = field(default_factory=dict)
     settled: AbstractSet[str] = frozenset()
-
-
-@dataclass(kw_only=True)
-class _Kept:
-    """What the file of a wave holds: finished groups by id, and scores by iteration."""
-
-    groups: dict[str, Record] = field(default_factory=dict)
-    scores: dict[int, Record] = field(default_factory=dict)
-    damages: list[NoRecord] = field(default_factory=list)
 
 
 class Ledger:
@@ -117,7 +98,7 @@ class Ledger:
         self._run_dir, self._run_id = run_dir, run_id
         self._found, self._account = found, found.account
         self._model, self._rewards = model, rewards
-        self._max_staleness, self._waves_ahead = max_staleness, waves_ahead
+        self._waves_ahead = waves_ahead
         self._budget, self._warn = budget, warn
         self._files = LedgerFiles(run_dir, max_mib, check)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
@@ -129,19 +110,15 @@ class Ledger:
             for number, head in found.heads.items()
             if head and "settled_until" in head["account"]
         }
-        # The versions that policies had in an earlier process, with those that they have now.
-        self._names: dict[int, int] = {}
         # What was wrong when this process began; said further when the segments in which it was seen are gone.
         self._problems = found.problems[:MAX_PROBLEMS]
         # What the next step is of: by group, its samples, None for all.
         self._trained: dict[str, list[int] | None] = {}
-        self._sent = ""  # the step of the iteration after the one that this process continued from
         self._orders: dict[int, str] = {}  # of waves under way
-        self._first_wave = self._last_wave = self._resumed_after = self._version = 0
         self._first_waves = dict(found.waves)  # by checkpoint
-        # Of earlier processes: groups that are used again, and scores by iteration.
-        self._restored: set[str] = set()
-        self._scores: dict[int, list[Record]] = {}
+        self.past = Past(
+            run_dir, found, rewards=rewards, max_staleness=max_staleness, waves_ahead=waves_ahead, warn=warn
+        )
         self._has_checkpoint = False  # in the newest segment
         self._unwritten = 0
 
@@ -149,21 +126,6 @@ class Ledger:
     def digest(self) -> str:
         """The digest of all train steps on the run's line."""
         return self._account.position.digest
-
-    def sent_step(self, iteration: int) -> str:
-        """Return the id of the train step that was sent in an iteration; "": none was, or its groups are lost."""
-        step = self._found.steps.get(iteration)
-        # A process that was to send it again, and was killed before, has taken it back.
-        again = [resume["step"] for resume in self._found.resumes[-1:]]
-        if step is None or step["step"] not in (self._account.position.step_id, *again):
-            return ""
-        files = [_read_groups(path) for path in groups_files(self._run_dir).values()]
-        kept = {name for file in files for name in file.groups}
-        for scores in [file.scores[iteration] for file in files if iteration in file.scores]:
-            names = set(scores.fields.get("groups") or self._account.groups_of(iteration))
-            if scores.fields["rewards"] == self._rewards and step["samples"].keys() <= names <= kept:
-                return str(step["step"])
-        return ""
 
     async def open(self, state: RunState, *, saved: int, step_id: str = "") -> None:
         """Begin this process's part, and take back what came after the iteration that the run continues from.
@@ -173,17 +135,8 @@ class Ledger:
             saved: the version that its policy had then; a resume may have given it another one.
             step_id: of the step after it, which the trainer has done already.
         """
-        iteration, version = state.iteration, state.policy_version
-        self._version = version
-        self._names = dict.fromkeys(self._account.names_of(iteration, saved), version)
-        if step_id:  # groups under way may have tokens of the policy after it
-            self._names[saved + 1] = version + 1
-        for number in range(iteration, iteration - KEPT_VERSIONS, -1):
-            if (before := self._account.trained.get(number)) is not None:
-                version -= 1
-                for name in self._account.names_of(number - 1, before):
-                    self._names.setdefault(name, version)
-        self._sent, self._resumed_after, self._first_wave = step_id, iteration, state.wave
+        iteration = state.iteration
+        self.past.open(state, saved, step_id)
         await self._begin_segment(iteration)
         if self._found.heads or iteration:
             line = {"first": state.cursor.num_taken, "last": state.step_id, "digest": state.steps_digest}
@@ -194,25 +147,15 @@ class Ledger:
             self._warn(f"ledger: {problem}{more}: `tandem ledger {self._run_dir}` lists them")
         self._problems = self._found.problems[:MAX_PROBLEMS]
         self._account.problems = None  # from now on one is an error
-        self._last_wave = max(self._account.open_waves(), default=0)  # that an earlier process has begun
         for wave in self._account.open_waves():
             if wave < state.wave:
                 self._drop(wave, UNRECORDED)
             elif wave > state.wave + self._waves_ahead:
-                self._drop(wave, OLD_POLICY if self._is_known(wave) else LOST_POLICY)
-
-    def sent(self, iteration: int) -> str:
-        """Return the id of the step of an iteration that the trainer has done already; "": it has done none."""
-        return self._sent if iteration == self._resumed_after + 1 else ""
+                self._drop(wave, OLD_POLICY if self.past.is_known(wave) else LOST_POLICY)
 
     def size_of(self, wave: int) -> int:
         """Return how many prompts a wave took of which some groups are settled; 0: there is no such wave."""
-        is_settled = wave <= self._last_wave and self._account.settled_groups(wave)
-        return len(self._account.groups_of(wave)) if is_settled else 0
-
-    def has_begun(self, wave: int) -> bool:
-        """Whether an earlier process has begun a wave, of which groups are under way still."""
-        return wave <= self._last_wave and bool(self._account.open_groups(wave))
+        return len(self._account.groups_of(wave)) if self.past.settled_groups(wave) else 0
 
     async def begin(self, wave: int, prompts: Mapping[str, Prompt], order: Order, first: int) -> Restored:
         """Note that the groups of a wave begin. Returns: what is left of them from before this process.
@@ -223,16 +166,14 @@ class Ledger:
         if self._has_checkpoint:
             await self._begin_segment()
         ordered_now = self._orders[wave] = order_digest(prompts, order, self._model)
-        is_new = wave > self._last_wave
-        under_way = {} if is_new else self._account.open_groups(wave)
-        settled = set() if is_new else self._account.settled_groups(wave)
+        under_way, settled = self.past.open_groups(wave), self.past.settled_groups(wave)
         left = {name: prompt for name, prompt in prompts.items() if name not in settled}
         version = order.policy_version
-        groups = await self._restored_groups(wave, left)
+        groups = await self.past.groups(wave, ordered_now, left)
         ordered, sampled_by = self._account.orders.get(wave, ("", -1))
-        is_same, is_young = ordered == ordered_now, self._is_young(sampled_by, wave)
+        is_same, is_young = ordered == ordered_now, self.past.is_young(sampled_by, wave)
         if under_way and not (is_same and is_young):
-            known = self._is_known(wave)
+            known = self.past.is_known(wave)
             self._drop(wave, OTHER_ORDER if not is_same else OLD_POLICY if known else LOST_POLICY)
             under_way = {}
         where = {"iteration": wave, "version": version, "first": first, "order": ordered_now, "prompts": len(prompts)}
@@ -245,42 +186,10 @@ class Ledger:
         self._submit(partial(self._files.begin_groups, wave, keep=bool(groups or settled)))
         return Restored(groups=groups, settled=settled)
 
-    async def _restored_groups(self, wave: int, prompts: Mapping[str, Prompt]) -> Mapping[str, Group]:
-        """Return what is left of a wave from before this process, and keep its scores in mind."""
-        if wave > self._first_wave + self._waves_ahead:
-            return {}
-        kept = await asyncio.to_thread(_read_groups, groups_file(self._run_dir, wave))
-        for damage in kept.damages[:1]:
-            self._warn(f"ledger: {damage}: what it held is generated anew")
-        groups = await asyncio.to_thread(self._restore, wave, kept, prompts)
-        if groups and len(groups) == len(prompts) and self._found.repeats[wave] >= MAX_REPEATS and not self._sent:
-            self._warn(f"iteration {wave} has failed with the same groups again: they are generated anew")
-            return {}
-        if groups:
-            log.info("groups restored", wave=wave, groups=len(groups), of=len(prompts))
-        self._restored.update(groups)
-        for iteration, scores in kept.scores.items():
-            scored = scores.fields.get("groups", prompts)
-            fields = {**scores.fields, "groups": tuple(scored)}
-            self._scores.setdefault(iteration, []).append(Record(kind="scores", fields=fields))
-        return groups
-
     def finished(self, wave: int, group: Group) -> None:
         """Note a finished group of a wave, and keep it."""
         self._put("finished", groups=[group.group_id])
         self._keep(wave, partial(group_record, group, self._orders[wave]))
-
-    def restored_scores(self, iteration: int) -> Scored | None:
-        """Return the scores that an earlier process has given in an iteration; None: to other groups, or by others."""
-        for record in self._scores.get(iteration, ()):
-            names, sent = (
-                record.fields["groups"],
-                self._found.steps[iteration]["samples"] if self.sent(iteration) else (),
-            )
-            is_same = record.fields["rewards"] == self._rewards and set(names).issuperset(sent)
-            if is_same and self._restored.issuperset(names):
-                return names, read_scores(record)
-        return None
 
     def scored(self, iteration: int, groups: Sequence[Group], scored: GroupScores) -> None:
         """Note that the groups of an iteration were scored, and keep the scores."""
@@ -349,26 +258,6 @@ class Ledger:
         with contextlib.suppress(OSError, TandemError, RuntimeError):
             await self._on_thread(self._files.close)
         self._thread.shutdown(wait=False)
-
-    def _is_known(self, wave: int) -> bool:
-        """Whether the policy with which a wave began is one of those that are known."""
-        return self._account.orders.get(wave, ("", -1))[1] in self._names
-
-    def _is_young(self, name: int, wave: int) -> bool:
-        """Whether a policy of an earlier process is known, and not too old when the turn of a wave comes."""
-        waits = wave - self._first_wave
-        return name in self._names and self._version - self._names[name] + waits <= self._max_staleness
-
-    def _restore(self, wave: int, kept: _Kept, prompts: Mapping[str, Prompt]) -> dict[str, Group]:
-        """Return what is left of a wave that was ordered as now."""
-        order = self._orders[wave]
-        return {
-            name: read_group(record, prompts[name], self._names)
-            for name, record in kept.groups.items()
-            if name in prompts
-            and record.fields["order"] == order
-            and all(self._is_young(one, wave) for one in versions_of(record))
-        }
 
     def _drop(self, wave: int, why: str) -> None:
         """Drop all samples of a wave that are under way."""
@@ -439,21 +328,3 @@ class Ledger:
             self._unwritten = 0
         while self._files.remarks:
             self._warn(f"ledger: {self._files.remarks.pop()}")
-
-
-def _read_groups(path: Path) -> _Kept:
-    """Read a file of finished groups; nothing if there is none that can be read."""
-    kept, wave = _Kept(), wave_of_file(path)
-    try:
-        for record in read_records(path):
-            if isinstance(record, NoRecord):
-                kept.damages.append(record)
-            elif record.kind == "group":
-                kept.groups[record.fields["group"]] = record
-            elif record.kind == "scores":
-                kept.scores[record.fields.get("iteration", wave)] = record
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        log.warning("finished groups not read", error=str(error))
-    return kept

@@ -68,7 +68,7 @@ class Asynchronous(SyncSchedule):
         """As SyncSchedule, with groups that have begun during the iterations before."""
         beside, is_first = self._beside, self._beside.dispatch is None
         # After a step that the trainer has done already, replicas serve the version after it.
-        beside.policy_version = policy_version + bool(self.ledger.sent(number))
+        beside.policy_version = policy_version + bool(self.ledger.past.sent(number))
         with watch.part("generate"):
             dispatch = self._dispatching()
             await self._begin_waves(number)
@@ -127,7 +127,7 @@ class Asynchronous(SyncSchedule):
         while len(self.pipeline) < (self.iterations - number + 1) * batch:
             before = self.cursor.state()
             wave = before.waves + 1
-            if not self.pipeline.may_begin(again=self.ledger.has_begun(wave)):
+            if not self.pipeline.may_begin(again=self.ledger.past.has_begun(wave)):
                 break
             prompts, restored = await self.take_wave(before, beside.policy_version)
             beside.befores = {one: before for one, before in beside.befores.items() if one >= self._oldest(wave)}
@@ -147,7 +147,7 @@ class Asynchronous(SyncSchedule):
     async def _next_groups(self, number: int) -> Sequence[Group]:
         """Wait for the groups of the next step. Raises: TandemError: generation has failed."""
         beside = self._beside
-        if self.ledger.sent(number) and (restored := self.ledger.restored_scores(number)) is not None:
+        if self.ledger.past.sent(number) and (restored := self.ledger.past.scores(number)) is not None:
             return self.pipeline.take_named(restored[0])
         while True:
             beside.finished.clear()

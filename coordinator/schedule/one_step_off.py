@@ -49,7 +49,7 @@ class OneStepOff(SyncSchedule):
             begun = self._ahead.pop() if self._ahead else await self.begin(policy_version)
             generation = begun.generation or await self.generate(begun, policy_version, self.rollouts)
             # After a step that the trainer has done already, the replicas serve a newer version than this iteration's.
-            if number < self.iterations and not self.ledger.sent(number):
+            if number < self.iterations and not self.ledger.past.sent(number):
                 self._ahead.append(await self.begin(policy_version))
         ahead = [partial(self._generate_ahead, following, policy_version) for following in self._ahead]
         async with BackgroundTask(*ahead) as generating:

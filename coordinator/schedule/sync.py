@@ -165,7 +165,7 @@ class SyncSchedule:
                 advantages = steps.compute_advantages(self.grpo, scored, divergence)
                 trained, advantages = self.without_old(generation, advantages, policy_version)
                 self.ledger.filtered(number, trained, advantages)
-                step_id = self.ledger.sent(number) or f"i{number}.v{policy_version}.{self.incarnation}"
+                step_id = self.ledger.past.sent(number) or f"i{number}.v{policy_version}.{self.incarnation}"
                 batch = steps.build_batch(
                     self.grpo, trained, advantages, step_id=step_id, policy_version=policy_version, rng=self.rng
                 )
@@ -205,12 +205,12 @@ class SyncSchedule:
     async def score(self, number: int, generation: Generation) -> GroupScores:
         """Score the groups of an iteration, but not again if an earlier process has."""
         names = tuple(group.group_id for group in generation.groups)
-        restored = self.ledger.restored_scores(number)
+        restored = self.ledger.past.scores(number)
         if restored is not None and restored[0] == names:
             return restored[1]
-        if self.ledger.sent(number):
+        if self.ledger.past.sent(number):
             raise Internal(
-                f"the samples of step {self.ledger.sent(number)}, which the trainer has done, are not restored"
+                f"the samples of step {self.ledger.past.sent(number)}, which the trainer has done, are not restored"
             )
         scored = await self.scorer.score(generation.groups)
         self.ledger.scored(number, generation.groups, scored)

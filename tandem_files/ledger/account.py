@@ -139,6 +139,10 @@ class Account:
         """Return the waves that have unsettled samples, in order."""
         return sorted({group.wave for group in self._groups.values() if _OPEN in group.fates})
 
+    def waves(self) -> set[int]:
+        """Return the waves with groups that are under way, or settled since the oldest checkpoint that is kept."""
+        return {group.wave for group in self._groups.values()}
+
     def needed_waves(self, iteration: int) -> set[int]:
         """Return the waves with groups that are under way, or that a step after an iteration has settled."""
         return {group.wave for group in self._groups.values() if group.settled_in > iteration or _OPEN in group.fates}

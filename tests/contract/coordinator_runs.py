@@ -1,13 +1,20 @@
 """What tests of the coordinator's runs share: settings, and a look at what a run leaves."""
 
+import asyncio
 import json
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+from coordinator.app import conduct
 from servicekit.environment import ServiceEnvironment
 from tandem_config.loading import dump_resolved
 from tandem_config.schema import RunConfig
+from tandem_files.ledger.account import Account
+from tandem_files.ledger.reading import read_ledger
 from tandem_files.run_folder import note_launch
+from tests.fakes.fake_fleet import FakeFleet
+from tests.fakes.fake_trainer import FakeTrainer
 
 
 def with_settings(config: RunConfig, **sections: Any) -> RunConfig:
@@ -54,3 +61,35 @@ def rows_with_baseline(environment: ServiceEnvironment) -> list[dict[str, Any]]:
 def saved_state(environment: ServiceEnvironment) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((environment.run_dir / "state.json").read_text())
     return state
+
+
+async def attempt(config: RunConfig, environment: ServiceEnvironment, *, resume: bool = True) -> int:
+    return await conduct(config, environment, resume=resume, stop=asyncio.Event())
+
+
+def asked(fleet: FakeFleet) -> dict[int, set[int]]:
+    """The policy versions that were asked for, by iteration."""
+    found: defaultdict[int, set[int]] = defaultdict(set)
+    for rollout in fleet.rollout_services:
+        for request in rollout.requests:
+            for group in request.groups:
+                if group.group_id.startswith("i"):
+                    found[int(group.group_id[1:].partition(".")[0])].add(request.min_policy_version)
+    return dict(found)
+
+
+def groups_asked(fleet: FakeFleet) -> Counter[str]:
+    requests = [request for rollout in fleet.rollout_services for request in rollout.requests]
+    return Counter(group.group_id for request in requests for group in request.groups if group.group_id.startswith("i"))
+
+
+def trained(*trainers: FakeTrainer) -> Counter[str]:
+    return Counter(
+        sample for trainer in trainers for step in trainer.steps for chunk in step.chunks for sample in chunk.sample_ids
+    )
+
+
+def account_of(environment: ServiceEnvironment) -> Account:
+    ledger = read_ledger(environment.run_dir, "t")
+    assert ledger.problems == []
+    return ledger.account

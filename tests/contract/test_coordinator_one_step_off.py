@@ -1,20 +1,29 @@
 """One step off: what is generated during a train step is trained in the next one, once, whatever happens between."""
 
 import asyncio
-from collections import Counter, defaultdict, deque
+from collections import deque
 
 import pytest
 
 from coordinator.app import conduct
-from coordinator.schedule import one_step_off
+from coordinator.schedule import sync
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import InvalidRequest, NotFinite, Unavailable
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_config.schema import RunConfig
-from tandem_files.ledger.account import Account
 from tandem_files.ledger.reading import read_ledger
-from tests.contract.coordinator_runs import launched_again, rows, saved_state, with_settings
-from tests.fakes.fake_fleet import FakeFleet, announced_fleet
+from tests.contract.coordinator_runs import (
+    account_of,
+    asked,
+    attempt,
+    groups_asked,
+    launched_again,
+    rows,
+    saved_state,
+    trained,
+    with_settings,
+)
+from tests.fakes.fake_fleet import announced_fleet
 from tests.fakes.fake_trainer import FakeTrainer
 
 SIZE, PROMPTS, ITERATIONS = 4, 8, 6  # conftest.config
@@ -29,38 +38,6 @@ def config(config: RunConfig) -> RunConfig:
         run={"evaluate_every": 6},
         sync={"formation_timeout_s": 1},
     )
-
-
-async def attempt(config: RunConfig, environment: ServiceEnvironment, *, resume: bool = True) -> int:
-    return await conduct(config, environment, resume=resume, stop=asyncio.Event())
-
-
-def asked(fleet: FakeFleet) -> dict[int, set[int]]:
-    """The policy versions that were asked for, by iteration."""
-    found: defaultdict[int, set[int]] = defaultdict(set)
-    for rollout in fleet.rollout_services:
-        for request in rollout.requests:
-            for group in request.groups:
-                if group.group_id.startswith("i"):
-                    found[int(group.group_id[1:].partition(".")[0])].add(request.min_policy_version)
-    return dict(found)
-
-
-def groups_asked(fleet: FakeFleet) -> Counter[str]:
-    requests = [request for rollout in fleet.rollout_services for request in rollout.requests]
-    return Counter(group.group_id for request in requests for group in request.groups if group.group_id.startswith("i"))
-
-
-def trained(*trainers: FakeTrainer) -> Counter[str]:
-    return Counter(
-        sample for trainer in trainers for step in trainer.steps for chunk in step.chunks for sample in chunk.sample_ids
-    )
-
-
-def account_of(environment: ServiceEnvironment) -> Account:
-    ledger = read_ledger(environment.run_dir, "t")
-    assert ledger.problems == []
-    return ledger.account
 
 
 async def test_each_iteration_is_generated_with_the_policy_of_one_version_before(
@@ -95,16 +72,29 @@ async def test_the_replicas_generate_while_the_trainer_trains(
     assert set(asked(fleet)) == {1, 2, 3}, "nothing is generated for an iteration after the last"
 
 
-async def test_some_iterations_are_of_the_current_policy_so_that_it_can_be_compared(
+async def test_trainer_and_engine_are_compared_apart_from_time_to_time(
     config: RunConfig, environment: ServiceEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(one_step_off, "COMPARE_EVERY", 3)
-    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
+    monkeypatch.setattr(sync, "COMPARE_EVERY", 3)
+    trainer = FakeTrainer(own_logprob=-0.125)
+    async with announced_fleet(environment.redis_url, environment.run_id, trainer) as fleet:
         assert await attempt(config, environment, resume=False) == 0
     table = rows(environment)
-    assert [row["staleness_max"] for row in table] == [0, 1, 1, 0, 1, 1]
-    assert [row["logprob_abs_diff_max"] for row in table] == [1e-6, None, None, 1e-6, None, None]
+    assert [row["staleness_max"] for row in table] == [0, 1, 1, 1, 1, 1]
+    assert [row["logprob_abs_diff_max"] for row in table] == [1e-6, None, 0.0, None, None, 0.0]
+    assert [row["policy_shift_mean"] is None for row in table] == [True, *[False] * 5]
+    assert trainer.measured == [(8, False), (8, False)]
     assert set(trained(fleet.trainer_service).values()) == {1}
+
+
+async def test_another_model_ends_the_run_when_both_are_compared(
+    config: RunConfig, environment: ServiceEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sync, "COMPARE_EVERY", 3)
+    async with announced_fleet(environment.redis_url, environment.run_id, FakeTrainer(own_logprob=-0.5)):
+        stops = with_settings(config, grpo={"logprob_diff_stop": 0.1})
+        assert await attempt(stops, environment, resume=False) == 1
+    assert [row["iteration"] for row in rows(environment)] == [1, 2]
 
 
 async def test_a_run_that_lost_its_trainer_equals_an_uninterrupted_one(

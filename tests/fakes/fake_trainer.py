@@ -34,7 +34,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
 
     Attributes:
         logprob_diff: what it reports as logprob_abs_diff_max.
-        reference_logprob: of each token under the reference policy, whose own is -1; None: there is no reference.
+        own_logprob: of each token under its policy, when it is asked for them.
+        reference_logprob: the same under the reference policy; None: there is none.
         measured: of each message of ComputeLogprobs, the number of its samples, and whether it is of the reference.
         saving, hold: set by SaveCheckpoint, which waits while the other is cleared; in the background it is
             FinishCheckpoint that waits.
@@ -50,6 +51,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
     tensor_parallel: int = 2
     logprob_diff: float = 1e-6
     compute_s: float = 0.002
+    own_logprob: float = -1.0
     reference_logprob: float | None = None
     measured: list[tuple[int, bool]] = field(default_factory=list)
     faults: deque[TandemError | None] = field(default_factory=deque)
@@ -110,7 +112,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
         self, request_iterator: AsyncIterator[pb.ComputeLogprobsRequest], context: Any
     ) -> AsyncIterator[pb.ComputeLogprobsResponse]:
         async for request in request_iterator:
-            value = self.reference_logprob if request.reference else -1.0
+            value = self.reference_logprob if request.reference else self.own_logprob
             if value is None:
                 raise InvalidRequest("there is no reference policy")
             self.measured.append((len(request.chunk.sample_ids), request.reference))

@@ -23,7 +23,8 @@ from coordinator.data.cursor import CursorState, DataCursor, SourcePosition
 from coordinator.generate.dispatch import Rollouts
 from coordinator.generate.joiners import Patience
 from coordinator.learn.scoring import Scorer
-from coordinator.ledger.ledger import MAX_REPEATS, Ledger, Restored
+from coordinator.ledger.ledger import Ledger, Restored
+from coordinator.ledger.past import MAX_REPEATS
 from coordinator.record.state import RunState
 from coordinator.schedule import sync
 from coordinator.schedule.asynchronous import Asynchronous
@@ -199,7 +200,7 @@ class WatchedLedger(Ledger):
         super()._drop(wave, why)
 
     async def begin(self, wave: int, prompts: Mapping[str, Prompt], order: Order, first: int) -> Restored:
-        finished, most = self.world.finished, self._max_staleness - (wave - self._first_wave)
+        finished, most = self.world.finished, self.past._max_staleness - (wave - self.past.first_wave)
         open_names = prompts.keys() - self._account.settled_groups(wave)
         young = {name for name in open_names if name in finished and self.world.age_of(finished[name]) <= most}
         restored = await super().begin(wave, prompts, order, first)
@@ -212,7 +213,7 @@ class WatchedLedger(Ledger):
 async def process(world: World, kind: str, number: int) -> None:
     """One process of the coordinator, as coordinator/run.py lets it continue."""
     found = read_ledger(world.folder, "r")
-    staleness, waves_ahead = ages_of(world, kind)
+    staleness, ahead = ages_of(world, kind)
     world.max_staleness, world.in_flight = staleness, kind == "async"
     ledger = WatchedLedger(
         run_dir=world.folder,
@@ -221,14 +222,14 @@ async def process(world: World, kind: str, number: int) -> None:
         max_mib=64,
         model="m",
         max_staleness=staleness,
-        waves_ahead=staleness,
+        waves_ahead=ahead,
     )
     ledger.world = world
     ledger._thread = Inline()  # type: ignore[assignment]
     state, sent = (world.last or world.saved or first_state()).model_copy(deep=True), ""
     saved = state.policy_version
     if world.last is not None and world.version == saved + 1:
-        sent = ledger.sent_step(state.iteration + 1)
+        sent = ledger.past.sent_step(state.iteration + 1)
         assert sent == world.line[-1].step_id, "its samples are kept"
     elif not world.version == saved >= world.newest:
         world.newest += 1
@@ -345,6 +346,10 @@ def names() -> dict[str, bool]:
     return {f"{group}#{index}": differ[group] for group in groups for index in range(SIZE)}
 
 
+def wave_of(name: str) -> int:
+    return int(name[1:].partition(".")[0])
+
+
 @pytest.mark.parametrize(
     "kinds", [["sync"], ["one_step_off"], ["async"], ["sync", "one_step_off"], ["sync", "one_step_off", "async"]]
 )
@@ -360,11 +365,16 @@ def test_every_sample_is_trained_once_whatever_is_killed_and_when(
         world = World(random.Random(seed), folder)
         run(story(world, kinds, kills=seed % 7))
         trained = Counter(name for step in world.line for name in step.samples)
-        assert trained == dict.fromkeys(expected, 1), seed
+        assert set(trained.values()) == {1}, seed
+        if left := expected - trained.keys():
+            # A wave of which `async` has trained some groups is a smaller iteration of the other schedules.
+            assert {"async"} < {*kinds}, seed
+            assert min(map(wave_of, left)) > max(map(wave_of, trained)), seed
         ledger = read_ledger(folder, "r")
         assert ledger.problems == [], seed
         account = ledger.account
-        assert (account.under_way, account.total("trained")) == (0, len(expected)), seed
-        assert account.total("filtered") == len(names()) - len(expected), seed
+        assert account.total("trained") == len(trained), seed
+        assert left or account.under_way == 0, seed
+        assert left or account.total("filtered") == len(names()) - len(expected), seed
         returned += account.counts["returned"]
     assert returned, "no step was undone: the kills say nothing"

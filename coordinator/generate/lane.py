@@ -1,0 +1,63 @@
+"""One replica's part of a dispatch: what it has, and what may be submitted to it."""
+
+import asyncio
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from tandem_api.rollout.v1 import rollout_pb2 as pb
+from tandem_clients.sample_stream import OpenGroup, Sampler
+
+
+@dataclass(eq=False, kw_only=True)
+class Lane:
+    """One replica's part of a dispatch.
+
+    Attributes:
+        share: groups of which nothing is submitted.
+        open: the others, by id.
+        cut: those of `open` of which completions wait.
+        running: completions under way.
+        prompt_tokens: of the prompts of `open`.
+        credit: tokens that may be under way: what the KV cache takes, and twice as much whenever nothing waits for
+            room, as completions are mostly shorter than they may be. 0: not known yet; infinite: it is not said.
+        is_noted: whether the replica has said its load in this dispatch.
+        wakes: set when groups are added.
+    """
+
+    replica: Sampler
+    share: deque[OpenGroup]
+    open: dict[str, OpenGroup] = field(default_factory=dict)
+    cut: deque[OpenGroup] = field(default_factory=deque)
+    running: int = 0
+    prompt_tokens: int = 0
+    credit: float = 0.0
+    is_noted: bool = False
+    wakes: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def note(self, load: pb.ReplicaLoad) -> None:
+        """Note what the replica has said."""
+        if not self.is_noted:
+            self.credit, self.is_noted = load.kv_tokens or math.inf, True
+        elif not load.waiting and self.open:
+            self.credit *= 2
+
+    def take(self, group: OpenGroup, most: int) -> list[int]:
+        """Return completions of a group: they run here from now on."""
+        if group.group_id not in self.open:
+            self.open[group.group_id] = group
+            self.prompt_tokens += len(group.prompt.token_ids)
+        taken = group.take(most)
+        self.running += len(taken)
+        if group.waiting:
+            self.cut.append(group)
+        return taken
+
+    def close(self, group: OpenGroup) -> None:
+        """Note that a group is whole."""
+        del self.open[group.group_id]
+        self.prompt_tokens -= len(group.prompt.token_ids)
+
+    def left(self) -> list[OpenGroup]:
+        """Return the groups that are not finished, first those that have begun."""
+        return [*self.open.values(), *self.share]

@@ -1,0 +1,267 @@
+"""Asynchronous: replicas never wait for the trainer, no sample is too old, each is trained once, whatever happens."""
+
+import asyncio
+from collections import deque
+from typing import Any
+
+import pytest
+
+from coordinator.app import conduct
+from servicekit.environment import ServiceEnvironment
+from servicekit.errors import InvalidRequest, NotFinite, Unavailable
+from servicekit.rpc.arrays import read_array
+from tandem_api.rollout.v1 import rollout_pb2
+from tandem_config.schema import ASYNC_SYNC, RunConfig
+from tandem_files.ledger.reading import read_ledger
+from tests.contract.coordinator_runs import (
+    account_of,
+    asked,
+    attempt,
+    groups_asked,
+    launched_again,
+    rows,
+    saved_state,
+    trained,
+    with_settings,
+)
+from tests.fakes.fake_fleet import FakeFleet, announced_fleet
+from tests.fakes.fake_trainer import FakeTrainer
+
+SIZE, PROMPTS, ITERATIONS = 4, 8, 6  # conftest.config
+MOST_AGE = 3  # S + ceil((W - 1) / P) of the default settings
+
+
+@pytest.fixture
+def config(config: RunConfig) -> RunConfig:
+    return with_settings(
+        config,
+        schedule={"kind": "async"},
+        grpo={"correction": "importance"},
+        run={"evaluate_every": 6},
+        sync={"formation_timeout_s": 1, **ASYNC_SYNC},
+    )
+
+
+def trainer(**attributes: Any) -> FakeTrainer:
+    """One whose policy has the log-probs that the fake replicas report."""
+    return FakeTrainer(own_logprob=-0.125, **attributes)
+
+
+def check_proven(environment: ServiceEnvironment, fleet: FakeFleet) -> None:
+    counts = trained(fleet.trainer_service)
+    assert (len(counts), set(counts.values())) == (ITERATIONS * PROMPTS * SIZE, {1})
+    account = account_of(environment)
+    assert (account.under_way, account.total("trained")) == (0, ITERATIONS * PROMPTS * SIZE)
+    assert max(row["staleness_max"] for row in rows(environment)) <= MOST_AGE
+
+
+async def test_every_sample_is_trained_once_and_young(config: RunConfig, environment: ServiceEnvironment) -> None:
+    async with announced_fleet(environment.redis_url, environment.run_id, trainer()) as fleet:
+        assert await attempt(config, environment, resume=False) == 0
+    check_proven(environment, fleet)
+    assert set(asked(fleet)) == set(range(1, ITERATIONS + 1)), "nothing begins that no iteration would train"
+    assert [row["trained_samples"] for row in rows(environment)] == [PROMPTS * SIZE] * ITERATIONS
+
+
+async def test_replicas_generate_as_far_ahead_as_the_pipeline_has_room(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    async with announced_fleet(environment.redis_url, environment.run_id, trainer()) as fleet:
+
+        async def until_they_are_ahead(step: int) -> None:
+            async with asyncio.timeout(10.0):
+                while set(asked(fleet)) < set(range(1, min(step + 2, ITERATIONS) + 1)):  # noqa: ASYNC110 - a fake's list
+                    await asyncio.sleep(0.01)
+            assert max(asked(fleet)) <= step + 2
+
+        fleet.trainer_service.before_step = until_they_are_ahead
+        deep = with_settings(config, schedule={"depth": 2})
+        assert await attempt(deep, environment, resume=False) == 0
+    check_proven(environment, fleet)
+
+
+async def test_a_group_that_is_slow_does_not_hold_the_trainer(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    """A replica holds what it was given; within the window the other's groups are trained meanwhile."""
+    async with announced_fleet(environment.redis_url, environment.run_id, trainer()) as fleet:
+        slow = fleet.rollout_services[0]
+        for rollout in fleet.rollout_services:
+            rollout.kv_tokens = 16  # a group at a time
+
+        async def hold(step: int) -> None:
+            slow.hold.clear() if step == 2 else slow.hold.set()
+
+        fleet.trainer_service.before_step = hold
+        wide = with_settings(config, schedule={"window": 1.0})
+        run = asyncio.create_task(attempt(wide, environment, resume=False))
+        async with asyncio.timeout(30.0):
+            assert await run == 0
+    counts = trained(fleet.trainer_service)
+    assert (len(counts), set(counts.values())) == (ITERATIONS * PROMPTS * SIZE, {1})
+
+
+async def test_a_run_that_lost_its_trainer_loses_no_finished_group_of_a_known_policy(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    faults = deque([None, None, None, NotFinite("planted")])
+    async with announced_fleet(environment.redis_url, environment.run_id, trainer(faults=faults)) as fleet:
+        assert await attempt(config, environment, resume=False) == 1
+    assert [row["iteration"] for row in rows(environment)] == [1, 2, 3]
+    kept = fleet.trainer_service.steps[:2]
+
+    again = launched_again(environment, "t2")
+    async with announced_fleet(again.redis_url, again.run_id, trainer(policy_version=2)) as fleet:
+        assert await attempt(config, again) == 0
+        generated = asked(fleet)
+    fleet.trainer_service.steps[:0] = kept
+    check_proven(again, fleet)
+    assert not {1, 2, 3} & generated.keys(), "they are restored"
+    assert read_ledger(again.run_dir, "t").account.counts["returned"] == 2 * PROMPTS * SIZE
+    assert rows(again)[2]["logprob_abs_diff_max"] == 0.0, "compared after a resume: its samples are older"
+
+
+async def test_a_crash_of_the_coordinator_costs_no_finished_group(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    def refuse(result: rollout_pb2.GroupResult) -> None:
+        if result.group_id.startswith("i4.g3."):
+            raise InvalidRequest("planted")
+
+    async with announced_fleet(environment.redis_url, environment.run_id, trainer()) as fleet:
+        for rollout in fleet.rollout_services:
+            rollout.groups_per_response, rollout.damage = 1, refuse
+        assert await attempt(config, environment, resume=False) == 1
+        account = account_of(environment)
+        finished = [
+            name for wave in account.open_waves() for name, is_done in account.open_groups(wave).items() if is_done
+        ]
+        before = groups_asked(fleet)
+        for rollout in fleet.rollout_services:
+            rollout.damage = lambda result: None
+        assert await attempt(config, environment) == 0
+        assert not set(finished) & set(groups_asked(fleet) - before)
+        check_proven(environment, fleet)
+
+
+async def test_a_replica_that_fails_is_tried_again_after_the_next_step(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    left = 2
+
+    def fail(result: rollout_pb2.GroupResult) -> None:
+        nonlocal left
+        if left and result.group_id.startswith("i"):
+            left -= 1
+            raise Unavailable("planted")
+
+    async with announced_fleet(environment.redis_url, environment.run_id, trainer()) as fleet:
+        failing = fleet.rollout_services[0]
+        failing.damage = fail
+        assert await attempt(config, environment, resume=False) == 0
+        check_proven(environment, fleet)
+    assert left == 0
+    assert len(failing.requests) > 2
+    assert sum(row["retried_calls"] for row in rows(environment)) == 2
+
+
+async def test_a_stop_waits_for_the_step_and_not_for_the_generation_beside_it(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    stop = asyncio.Event()
+    async with announced_fleet(environment.redis_url, environment.run_id, trainer()) as fleet:
+
+        async def hold_and_stop(step: int) -> None:
+            if step == 3:
+                for rollout in fleet.rollout_services:
+                    rollout.hold.clear()
+                stop.set()
+
+        fleet.trainer_service.before_step = hold_and_stop
+        async with asyncio.timeout(20.0):
+            assert await conduct(config, environment, resume=False, stop=stop) == 0
+        assert saved_state(environment)["iteration"] == 3
+        fleet.trainer_service.before_step = None
+        for rollout in fleet.rollout_services:
+            rollout.hold.set()
+        assert await attempt(config, environment) == 0
+        check_proven(environment, fleet)
+
+
+@pytest.mark.parametrize("first", ["sync", "one_step_off"])
+@pytest.mark.parametrize("is_last", [True, False])
+async def test_a_resume_may_change_the_schedule(
+    config: RunConfig, environment: ServiceEnvironment, first: str, is_last: bool
+) -> None:
+    kinds = [first, "async"] if is_last else ["async", first]
+    stop = asyncio.Event()
+    async with announced_fleet(environment.redis_url, environment.run_id, trainer()) as fleet:
+
+        async def stop_at(step: int) -> None:
+            if step == 3:
+                stop.set()
+
+        fleet.trainer_service.before_step = stop_at
+        before = with_settings(config, schedule={"kind": kinds[0]})
+        assert await conduct(before, environment, resume=False, stop=stop) == 0
+        assert await attempt(with_settings(config, schedule={"kind": kinds[1]}), environment) == 0
+    account = account_of(environment)
+    counts = trained(fleet.trainer_service)
+    assert (len(counts), set(counts.values())) == (ITERATIONS * PROMPTS * SIZE, {1})
+    assert (account.under_way, account.total("trained")) == (0, ITERATIONS * PROMPTS * SIZE)
+
+
+async def test_a_resume_may_change_the_size_of_iterations(config: RunConfig, environment: ServiceEnvironment) -> None:
+    stop = asyncio.Event()
+    async with announced_fleet(environment.redis_url, environment.run_id, trainer()) as fleet:
+
+        async def stop_at(step: int) -> None:
+            if step == 3:
+                stop.set()
+
+        fleet.trainer_service.before_step = stop_at
+        assert await conduct(config, environment, resume=False, stop=stop) == 0
+        for size, iterations in ((3, 9), (12, 12)):
+            changed = with_settings(config, grpo={"prompts_per_iteration": size}, run={"iterations": iterations})
+            assert await attempt(changed, environment) == 0
+    assert set(trained(fleet.trainer_service).values()) == {1}
+    account = account_of(environment)
+    numbers = sorted(
+        int(name.rpartition("row")[2]) for name in {name.partition("#")[0] for name in trained(fleet.trainer_service)}
+    )
+    assert account.counts["begun"] == account.total("trained") + account.total("dropped")
+    assert len(numbers) == 3 * 8 + 6 * 3 + 3 * 12
+
+
+async def test_evaluations_beside_training_are_of_the_current_policy(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    config = with_settings(config, evaluation={"concurrent": True}, run={"evaluate_every": 2})
+    async with announced_fleet(environment.redis_url, environment.run_id, trainer()) as fleet:
+        assert await attempt(config, environment, resume=False) == 0
+    measured = {row["iteration"]: row.get("eval/heldout/policy_version") for row in rows(environment)}
+    assert measured == {1: None, 2: None, 3: 2, 4: None, 5: 4, 6: 6}
+    check_proven(environment, fleet)
+
+
+@pytest.mark.parametrize("stale", ["mask", "drop"])
+async def test_tokens_that_are_too_old_are_left_out_and_counted(
+    config: RunConfig, environment: ServiceEnvironment, stale: str
+) -> None:
+    """Each completion of the fake is of one version, so that one of two versions before is left out as a whole."""
+    config = with_settings(config, schedule={"stale": stale, "max_token_age": 1})
+    async with announced_fleet(environment.redis_url, environment.run_id, trainer()) as fleet:
+        steps = fleet.trainer_service.steps
+
+        async def until_ahead(step: int) -> None:
+            while step == 1 and 2 not in asked(fleet):  # noqa: ASYNC110 - a fake's list
+                await asyncio.sleep(0.01)
+
+        fleet.trainer_service.before_step = until_ahead
+        assert await attempt(config, environment, resume=False) == 0
+    table, account = rows(environment), account_of(environment)
+    left_out = ITERATIONS * PROMPTS * SIZE - sum(row["trained_samples"] for row in table)
+    assert account.counts["filtered: older than schedule.max_token_age"] == left_out
+    assert account.under_way == 0
+    masks = [list(read_array(chunk, "loss_mask_u8")) for step in steps for chunk in step.chunks]
+    assert all(all(mask) for mask in masks), "nothing else of them is masked"
