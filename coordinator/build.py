@@ -31,9 +31,7 @@ from coordinator.record.trackers.base import Outcome
 from coordinator.rewards.registry import Part
 from coordinator.rewards.taken import ShownColumns
 from coordinator.run import Run
-from coordinator.schedule.asynchronous import Asynchronous
-from coordinator.schedule.one_step_off import OneStepOff
-from coordinator.schedule.pipeline import Pipeline
+from coordinator.schedule.choice import bounds_of, chosen
 from coordinator.schedule.sync import SyncSchedule
 from coordinator.shutdown import Exits, Leaving
 from coordinator.sync.forecast import Forecast
@@ -126,7 +124,8 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
         settings=config.run,
         logprob_diff_stop=config.grpo.logprob_diff_stop,
         run_dir=app.environment.run_dir,
-        schedule=_schedule(app, services, schedule),
+        # Replicas that join cannot be seeded while the trainer, which sends the weights, is at work.
+        schedule=chosen(config, schedule, beside_training=_rollouts(app, services, seed=None)),
         evaluations=_evaluations(app, services, scorer, rollouts),
         rows=rows,
         checkpoints=_checkpoints(app, services, progress, rows, ledger, leading),
@@ -147,41 +146,9 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
     )
 
 
-def _schedule(app: App, services: Services, sync: SyncSchedule) -> SyncSchedule:
-    """Make the schedule that is asked for of the synchronous one."""
-    config, parts = app.config, vars(sync)
-    if config.schedule.kind == "sync":
-        return sync
-    if config.schedule.kind == "one_step_off":
-        # Replicas that join cannot be seeded while the trainer, which sends the weights, is at work.
-        beside_training = _rollouts(app, services, seed=None)
-        return OneStepOff(**parts, beside_training=beside_training, iterations=config.run.iterations)
-    max_token_age = config.schedule.max_token_age
-    return Asynchronous(
-        **parts,
-        pipeline=_pipeline(config),
-        iterations=config.run.iterations,
-        max_token_age=_pipeline(config).max_age if max_token_age is None else max_token_age,
-        drops=config.schedule.stale == "drop",
-    )
-
-
-def _pipeline(config: RunConfig) -> Pipeline:
-    schedule, batch = config.schedule, config.grpo.prompts_per_iteration
-    return Pipeline(
-        batch=batch,
-        depth=schedule.depth,
-        max_staleness=schedule.max_staleness,
-        window=schedule.window_groups(batch),
-    )
-
-
 def _ledger(app: App, progress: Progress, lead: LeaderCheck) -> Ledger:
     config, inputs = app.config, app.inputs
-    kind, pipeline = config.schedule.kind, _pipeline(config)
-    waves_ahead = max_staleness = (OneStepOff if kind == "one_step_off" else SyncSchedule).MAX_STALENESS
-    if kind == "async":
-        max_staleness, waves_ahead = pipeline.max_age, pipeline.max_staleness + 1
+    max_staleness, waves_ahead = bounds_of(config)
     return Ledger(
         run_dir=app.environment.run_dir,
         run_id=app.owner.run_id,

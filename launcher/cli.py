@@ -12,6 +12,7 @@ from launcher.deploy.cli import deploy
 from launcher.init.cli import init
 from launcher.plan.cli import plan
 from launcher.score.cli import score
+from launcher.simulate.cli import simulate
 from launcher.view.cli import compare, ledger, logs, page, profile, samples
 
 app = typer.Typer(
@@ -42,6 +43,7 @@ app = typer.Typer(
     tandem page                      the page of a run, also when it is over
     tandem deploy new my-run -c my.yaml    the run's overlay for Kubernetes
     tandem plan --model qwen3-32b    what a weight sync would move, and how long it would take
+    tandem simulate -c my.yaml       what a schedule would do: who idles, how old samples are
 
     Exit codes: 0 finished, 1 the run failed, 2 bad configuration or usage, 130 Ctrl-C, 143 SIGTERM.""",
 )
@@ -170,6 +172,7 @@ def check(
 app.command()(init)
 app.command()(plan)
 app.command()(score)
+app.command()(simulate)
 app.command()(samples)
 app.command()(profile)
 app.command()(logs)

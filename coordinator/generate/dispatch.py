@@ -351,12 +351,22 @@ class Dispatch:
     def _next_parts(self, lane: Lane) -> list[tuple[OpenGroup, list[int]]]:
         """Take the completions for which the replica has room: of begun groups, its share, the others' shares."""
         parts: list[tuple[OpenGroup, list[int]]] = []
+        share = self._share() if self._lasts else self._most
+        lane.is_full = False
         while len(parts) < self._most_groups and (source := lane.cut or self._source(lane)):
-            if not (room := self._room(lane, source[0])):
+            room = self._room(lane, source[0])
+            lane.is_full = not room
+            if not (room := min(room, max(share - lane.running, 0 if lane.running else 1))):
                 break
             group = source.popleft()
             parts.append((group, lane.take(group, room)))
         return parts
+
+    def _share(self) -> int:
+        """Return how many completions a replica may have, so that all have work while some wait."""
+        waiting = len(self._pending) * self._order.num_completions
+        running = sum(lane.running for lane in self._running.values())
+        return -(-(waiting + running) // max(1, len(self._fleet.serving())))
 
     def _source(self, lane: Lane) -> deque[OpenGroup]:
         if lane.replica not in self._fleet.serving():

@@ -19,8 +19,10 @@ class Lane:
         cut: those of `open` of which completions wait.
         running: completions under way.
         prompt_tokens: of the prompts of `open`.
-        credit: tokens that may be under way: what the KV cache takes, and twice as much whenever nothing waits for
-            room, as completions are mostly shorter than they may be. 0: not known yet; infinite: it is not said.
+        credit: tokens that may be under way: what the KV cache takes, and twice as much whenever that was too little
+            and nothing waits for room, as completions are mostly shorter than they may be. 0: not known yet; infinite:
+            it is not said.
+        is_full: whether there was no credit for a group that waits, when there was something to submit last.
         is_noted: whether the replica has said its load in this dispatch.
         wakes: set when groups are added.
     """
@@ -32,6 +34,7 @@ class Lane:
     running: int = 0
     prompt_tokens: int = 0
     credit: float = 0.0
+    is_full: bool = False
     is_noted: bool = False
     wakes: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -39,7 +42,7 @@ class Lane:
         """Note what the replica has said."""
         if not self.is_noted:
             self.credit, self.is_noted = load.kv_tokens or math.inf, True
-        elif not load.waiting and self.open:
+        elif not load.waiting and self.is_full:
             self.credit *= 2
 
     def take(self, group: OpenGroup, most: int) -> list[int]:

@@ -13,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -78,6 +78,7 @@ class Ledger:
         budget: run.missed_checkpoint_budget.
         check: raises if another coordinator leads the run; called before each write, in a thread.
         warn: gets warnings for the run's user.
+        thread: writes the records; None: one of its own.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Ledger:
         budget: int = 0,
         check: Callable[[], None] = no_check,
         warn: Callable[[str], None] = log.warning,
+        thread: Executor | None = None,
     ) -> None:
         self._run_dir, self._run_id = run_dir, run_id
         self._found, self._account = found, found.account
@@ -101,7 +103,7 @@ class Ledger:
         self._waves_ahead = waves_ahead
         self._budget, self._warn = budget, warn
         self._files = LedgerFiles(run_dir, max_mib, check)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
+        self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="ledger")
         self._waiting: deque[Callable[[], object]] = deque()
         self._number = max(found.heads, default=0)
         # By segment, the last iteration whose groups it leaves to the segments before.

@@ -112,7 +112,7 @@ class ScheduleSection(Section):
     """async, S: iterations of groups that may be under way besides the one that is trained. A group is trained with a
     policy at most S + ceil((W - 1) / P) versions newer than the one that it began with; W: window, P:
     grpo.prompts_per_iteration."""
-    window: Annotated[float, Field(ge=0)] = setting(0.3, "a few slow groups delay no step")
+    window: Annotated[float, Field(ge=0)] = setting(1.0, "slow groups delay few steps; the bound is that of 0.3")
     """async, W as a share of grpo.prompts_per_iteration: of so many groups from the oldest unfinished one on, those
     that are finished may be trained before it, and no others; 0: groups are trained in their order."""
     stale: Literal["wait", "mask", "drop"] = setting("mask", "a group keeps its statistics, and its young tokens")

@@ -10,10 +10,10 @@ import pytest
 
 from coordinator.generate.dispatch import Rollouts
 from coordinator.generate.joiners import Patience
+from launcher.simulate.virtual_loop import Deadlock, run
 from servicekit.errors import Unavailable
 from servicekit.lifecycle.tasks import cancel
 from tandem_clients.flow import Generation, Group, Order, Prompt, Sampling
-from tests.fakes.fake_loop import Deadlock, run
 from tests.fakes.fake_sampler import FakeSampler, length_of, token_of
 
 GROUPS, SIZE, MOST = 12, 4, 120

@@ -32,6 +32,7 @@ from coordinator.schedule.one_step_off import OneStepOff
 from coordinator.schedule.pipeline import Pipeline
 from coordinator.schedule.sync import SyncSchedule
 from coordinator.sync.weight_sync import WeightSync
+from launcher.simulate.virtual_loop import Inline, run
 from servicekit.lifecycle.tasks import cancel
 from servicekit.stopwatch import Stopwatch
 from tandem_clients.flow import Group, GroupScores, Order, Prompt, Sample, Sampling, TrainBatch, TrainResult
@@ -39,7 +40,6 @@ from tandem_clients.trainer import Trainer
 from tandem_config.schema import GrpoSection
 from tandem_files.checkpoints import COMPLETE
 from tandem_files.ledger.reading import read_ledger
-from tests.fakes.fake_loop import Inline, run
 from tests.fakes.fake_sampler import FakeSampler
 
 ITERATIONS, PROMPTS, SIZE, EVERY, KEPT = 9, 4, 3, 3, 2
@@ -223,9 +223,9 @@ async def process(world: World, kind: str, number: int) -> None:
         model="m",
         max_staleness=staleness,
         waves_ahead=ahead,
+        thread=Inline(),
     )
     ledger.world = world
-    ledger._thread = Inline()  # type: ignore[assignment]
     state, sent = (world.last or world.saved or first_state()).model_copy(deep=True), ""
     saved = state.policy_version
     if world.last is not None and world.version == saved + 1:

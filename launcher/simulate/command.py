@@ -1,0 +1,245 @@
+"""`tandem simulate`: what a schedule would do, from a configuration and how fast its services are."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.table import Table
+
+from launcher.report import print_problems
+from launcher.simulate.world import Figures, Speeds, simulate
+from launcher.view.run_view import make_console
+from servicekit.errors import ConfigError
+from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
+from tandem_config.loading import load_config
+from tandem_config.problems import ConfigErrors
+from tandem_config.schema import RunConfig
+from tandem_files.metrics_file import METRICS_FILE, MetricsFile
+from tandem_files.run_config import RESOLVED_CONFIG
+from tandem_files.samples.folder import SampleFolder
+from tandem_files.samples.schema import TRAIN
+
+# Lengths that a formula is turned into.
+_DRAWS = 20_000
+# What --compare shows, besides the configuration's own schedule.
+_COMPARED: Mapping[str, Mapping[str, Any]] = {
+    "sync": {"kind": "sync"},
+    "one_step_off": {"kind": "one_step_off"},
+    "async, S=1": {"kind": "async", "max_staleness": 1},
+    "async, S=2": {"kind": "async"},
+    "async, S=4": {"kind": "async", "max_staleness": 4},
+    "async, S=2, tokens older than 1 dropped": {"kind": "async", "stale": "drop", "max_token_age": 1},
+}
+_WITH_CORRECTION = "grpo.preset=decoupled"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """The options of the command. None: measured in `run`, or a guess that is told."""
+
+    run: Path | None
+    lengths: str | None
+    slots: int | None
+    step_ms: float | None
+    row_ms: float | None
+    train_s: float | None
+    sync_s: float | None
+    reward_s: float | None
+    iterations: int
+    compare: bool
+
+
+def simulate_command(config: Path, overrides: Sequence[str], given: Given, *, as_json: bool) -> int:
+    """Run `tandem simulate`. Returns: the exit code."""
+    complaints = make_console(stderr=True)
+    try:
+        own = load_config(config, overrides)
+        speeds, told = speeds_of(own, given)
+        schedules = _COMPARED if given.compare else {}
+        named = {_name(own): own} | {name: _with(config, overrides, schedule) for name, schedule in schedules.items()}
+        figures = [simulate(one, speeds, given.iterations, name) for name, one in named.items()]
+    except ConfigErrors as error:
+        print_problems(complaints, error.problems)
+        return EXIT_BAD_CONFIG
+    except (ConfigError, OSError) as error:
+        complaints.print(str(error), style="bold red", markup=False)
+        return EXIT_BAD_CONFIG
+    console = make_console()
+    plain = {name: value for name, value in asdict(speeds).items() if name != "lengths"}
+    plain |= {"length_mean": float(speeds.lengths.mean()), "length_p99": float(np.quantile(speeds.lengths, 0.99))}
+    if as_json:
+        result = {"speeds": plain, "told": told, "schedules": [_finite(asdict(one)) for one in figures]}
+        console.file.write(json.dumps(result) + "\n")
+        return EXIT_OK
+    for line in told:
+        console.print(line, style="dim", markup=False)
+    console.print("  ".join(f"{name} {value:.4g}" for name, value in plain.items()), style="dim", markup=False)
+    console.print(_table(figures))
+    return EXIT_OK
+
+
+def _name(config: RunConfig) -> str:
+    return f"schedule.kind: {config.schedule.kind}"
+
+
+def _with(config: Path, overrides: Sequence[str], schedule: Mapping[str, Any]) -> RunConfig:
+    """Read the configuration with another schedule, of which everything else is the default."""
+    defaults = {"kind": "sync", "depth": 1, "max_staleness": 2, "window": 1.0, "stale": "mask", "max_token_age": "null"}
+    changes = [f"schedule.{name}={value}" for name, value in {**defaults, **schedule}.items()]
+    corrected = [] if schedule["kind"] == "sync" else [_WITH_CORRECTION]
+    return load_config(config, [*overrides, *changes, *corrected])
+
+
+def speeds_of(config: RunConfig, given: Given) -> tuple[Speeds, list[str]]:
+    """Return how fast the services are, by options, else as a run was, else by guesses; and sentences about the latter.
+
+    Raises: ConfigError: an option or the run cannot be used.
+    """
+    measured, told = ({}, []) if given.run is None else measured_in(given.run)
+    lengths = None if given.lengths is None else read_lengths(given.lengths)
+    lengths = measured.pop("lengths", None) if lengths is None else lengths
+    if lengths is None:
+        raise ConfigError("give the lengths of completions: --run RUN_DIR of a run that stored samples, or --lengths")
+    slots = given.slots or config.rollout.max_running_requests
+    guessed = {"step_s": 0.01, "row_s": 1e-4, "sync_s": 1.0, "reward_s": 0.0}
+    options = {"step_s": given.step_ms, "row_s": given.row_ms}
+    values = {name: value / 1e3 for name, value in options.items() if value is not None}
+    values |= {name: value for name in ("train_s", "sync_s", "reward_s") if (value := getattr(given, name)) is not None}
+    values = {**guessed, **measured, **values}
+    told += [
+        f"guessed: {name} {value:g}"
+        for name, value in guessed.items()
+        if name not in measured and values[name] == value
+    ]
+    if "train_s" not in values:
+        batch = config.grpo.prompts_per_iteration * config.grpo.group_size
+        mean = np.minimum(lengths, config.grpo.max_new_tokens).mean()
+        step_s = values["step_s"] + slots * values["row_s"]
+        values["train_s"] = float(batch * mean * step_s / (slots * config.rollout.replicas))
+        told.append(f"guessed: train_s {values['train_s']:.4g}, as long as the engines need with all slots busy")
+    return Speeds(slots=slots, lengths=lengths, **values), told
+
+
+def read_lengths(given: str) -> NDArray[np.int64]:
+    """Read a file of lengths, one a line, or draw from `lognormal:MEDIAN,P99[,MOST]` or `constant:N`.
+
+    Raises: ConfigError: it is neither.
+    """
+    kind, _, numbers = given.partition(":")
+    try:
+        if kind in ("lognormal", "constant"):
+            values = [float(number) for number in numbers.split(",")]
+            if not all(math.isfinite(value) and value >= 1 for value in values):
+                raise ValueError("lengths are numbers of tokens from 1 on")
+            middle, p99, most = [*values, *values[:1], math.inf][:3] if len(values) < 3 else values[:3]
+            spread = max(0.0, math.log(p99 / middle) / 2.3263) if kind == "lognormal" else 0.0
+            drawn = middle * np.exp(spread * np.random.default_rng(0).standard_normal(_DRAWS))
+            return np.clip(drawn, 1, min(most, 2**31)).astype(np.int64)
+        lengths = np.array([int(line) for line in Path(given).read_text().split()], np.int64)
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"--lengths {given}: no file of whole numbers, and not lognormal:MEDIAN,P99[,MOST] or constant:N ({error})"
+        ) from error
+    if not lengths.size or lengths.min() < 1:
+        raise ConfigError(f"--lengths {given}: needs lengths of at least one token")
+    return lengths
+
+
+def measured_in(run_dir: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return how fast the services of a run were. Raises: ConfigError: it does not say."""
+    rows = [row for row in MetricsFile(run_dir / METRICS_FILE).rows() if row.get("iteration")]
+    steps = [row for row in rows if row.get("train_s")]
+    if not steps:
+        raise ConfigError(f"{run_dir}: has no finished iterations with a train step")
+    measured: dict[str, Any] = {}
+    for name in ("train_s", "sync_s", "reward_s"):
+        values = [float(value) for row in steps[1:] or steps if (value := row.get(name)) is not None]
+        measured[name] = median(values) if values else 0.0
+    try:
+        ran = RunConfig.model_validate(_yaml(run_dir / RESOLVED_CONFIG))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{run_dir / RESOLVED_CONFIG} cannot be read: {error}") from error
+    by_iteration = _lengths_of(run_dir)
+    if not by_iteration:
+        return measured, [f"{run_dir} has no stored samples: its engines' speeds and lengths are not known"]
+    measured["lengths"] = np.concatenate(list(by_iteration.values()))
+    if ran.schedule.kind != "sync":
+        return measured, [f"{run_dir} is not of schedule.kind sync: its engines' speeds are not known"]
+    fit = _engine_fit(steps, by_iteration, ran.rollout.replicas)
+    return measured | fit, []
+
+
+def _yaml(path: Path) -> Any:
+    import yaml
+
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def _lengths_of(run_dir: Path) -> dict[int, NDArray[np.int64]]:
+    folder, found = SampleFolder(run_dir), {}
+    for iteration in [iteration for iteration, kinds in folder.iterations().items() if TRAIN in kinds]:
+        found[iteration] = np.array([sample.num_tokens for sample in folder.heads(iteration, TRAIN)], np.int64)
+    return found
+
+
+def _engine_fit(
+    rows: Sequence[Mapping[str, Any]], lengths: Mapping[int, NDArray[np.int64]], replicas: int
+) -> dict[str, float]:
+    """Fit seconds of generation = step_s * steps + row_s * tokens of a replica, over iterations; both at least 0."""
+    points = [
+        (float(lengths[row["iteration"]].max()), lengths[row["iteration"]].sum() / replicas, row["generate_s"])
+        for row in rows
+        if row["iteration"] in lengths
+    ]
+    if not points:
+        return {}
+    steps, tokens, seconds = (np.array(column, np.float64) for column in zip(*points, strict=True))
+    both = np.linalg.lstsq(np.stack([steps, tokens], axis=1), seconds, rcond=None)[0]
+    alone = [
+        np.array([float(seconds @ steps / (steps @ steps)), 0.0]),
+        np.array([0.0, seconds @ tokens / (tokens @ tokens)]),
+    ]
+    fits = [fit for fit in (both, *alone) if (fit >= 0).all()]
+    step_s, row_s = min(fits, key=lambda fit: float(((fit[0] * steps + fit[1] * tokens - seconds) ** 2).sum()))
+    return {"step_s": float(step_s), "row_s": float(row_s)}
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
+    }
+
+
+def _table(figures: Sequence[Figures]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for title in (
+        "schedule",
+        "iteration s",
+        "trainer idle",
+        "slots idle",
+        "age mean",
+        "max",
+        "not trained",
+        "length ratio",
+    ):
+        table.add_column(title, justify="left" if title == "schedule" else "right")
+    for one in figures:
+        table.add_row(*_cells(one))
+    return table
+
+
+def _cells(one: Figures) -> Iterator[str]:
+    yield one.schedule
+    yield f"{one.iteration_s:.3f}"
+    yield from (f"{share:.2f}" for share in (one.trainer_idle, one.slots_idle))
+    yield f"{one.age_mean:.2f}"
+    yield str(one.age_max)
+    yield f"{one.wasted:.1%}"
+    yield f"{one.length_ratio:.2f}"

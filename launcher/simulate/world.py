@@ -1,0 +1,266 @@
+"""A run in virtual time: the coordinator's own schedule, dispatch and ledger; the services only wait.
+
+What is left out: failures, evaluations, checkpoints, the engine's prefill.
+"""
+
+import asyncio
+import math
+import tempfile
+from array import array
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from coordinator.data.cursor import CursorState, DataCursor, SourcePosition
+from coordinator.generate.dispatch import Rollouts
+from coordinator.learn.scoring import Scorer
+from coordinator.ledger.ledger import Ledger
+from coordinator.record.state import RunState
+from coordinator.schedule.choice import bounds_of, chosen
+from coordinator.schedule.sync import SyncSchedule
+from coordinator.sync.weight_sync import WeightSync
+from launcher.simulate.engine import SimulatedReplica
+from launcher.simulate.virtual_loop import Inline, run
+from servicekit.stopwatch import Stopwatch
+from tandem_clients.flow import Group, GroupScores, Prompt, Sample, Sampling, SyncResult, TrainBatch, TrainResult
+from tandem_clients.trainer import Trainer
+from tandem_config.schema import RunConfig
+from tandem_files.ledger.reading import LedgerContent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """How fast the modelled services are.
+
+    Attributes:
+        slots: completions that a replica's engine runs at a time.
+        step_s, row_s: seconds of an engine's step, and what each row adds.
+        train_s, sync_s, reward_s: seconds of a train step, a weight sync, and the scoring of a batch.
+        lengths: tokens of completions; they are drawn from these.
+    """
+
+    slots: int
+    step_s: float
+    row_s: float
+    train_s: float
+    sync_s: float
+    reward_s: float
+    lengths: NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What a schedule does, over the iterations after its first ones.
+
+    Attributes:
+        iteration_s: seconds of an iteration.
+        trainer_idle, slots_idle: share of the time in which the trainer does not train; share of the engines' slots
+            in which nothing runs.
+        age_mean, age_max: versions from the policy that sampled a token to the one that trains on it.
+        wasted: share of the tokens of taken groups that are not trained.
+        length_ratio: mean length of trained completions / of all.
+    """
+
+    schedule: str
+    iteration_s: float
+    trainer_idle: float
+    slots_idle: float
+    age_mean: float
+    age_max: int
+    wasted: float
+    length_ratio: float
+
+
+class _Cursor:
+    """Prompts without end."""
+
+    def __init__(self) -> None:
+        self._taken = self._waves = 0
+
+    def take(self, count: int) -> list[Prompt]:
+        rows = range(self._taken + 1, self._taken + count + 1)
+        self._taken, self._waves = self._taken + count, self._waves + 1
+        return [Prompt(row=row, token_ids=array("I", [0]), answer="") for row in rows]
+
+    def read_ahead(self, count: int) -> None:
+        """There is nothing to read."""
+
+    def state(self) -> CursorState:
+        position = SourcePosition(epoch=0, position=self._taken, num_prompts=1 << 62)
+        return CursorState(sources=(position,), waves=self._waves)
+
+
+@dataclass(kw_only=True)
+class _Iteration:
+    """An iteration. ages: trained tokens by age; lengths: of trained completions; row_s: of all rows until its end."""
+
+    end_s: float = 0.0
+    row_s: float = 0.0
+    steps: int = 0
+    taken_tokens: int = 0
+    ages: dict[int, int] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class _World:
+    """The services, and what is measured."""
+
+    config: RunConfig
+    speeds: Speeds
+    version: int = 0
+    replicas: list[SimulatedReplica] = field(default_factory=list)
+    iterations: list[_Iteration] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        speeds, config = self.speeds, self.config
+        for index in range(config.rollout.replicas):
+            replica = SimulatedReplica(
+                name=f"rollout-{index}",
+                slots=speeds.slots,
+                kv_tokens=speeds.slots * config.grpo.max_new_tokens,
+                step_s=lambda rows: speeds.step_s + rows * speeds.row_s,
+                length_of=self.length_of,
+            )
+            replica.flips.append((0.0, 0))
+            self.replicas.append(replica)
+
+    def length_of(self, group_id: str, index: int) -> int:
+        """Draw the length of a completion: the same whatever the schedule."""
+        draw = xxhash.xxh3_64_intdigest(f"{self.config.run.seed}/{group_id}/{index}".encode())
+        return min(int(self.speeds.lengths[draw % len(self.speeds.lengths)]), self.config.grpo.max_new_tokens)
+
+    def serving(self) -> Sequence[SimulatedReplica]:
+        return self.replicas
+
+    async def score(self, groups: Sequence[Group]) -> GroupScores:
+        await asyncio.sleep(self.speeds.reward_s)
+        size = self.config.grpo.group_size
+        rewards_PG = np.tile(np.arange(size, dtype=np.float64), (len(groups), 1))
+        self.iterations.append(_Iteration())
+        self.iterations[-1].taken_tokens = sum(len(one.token_ids) for group in groups for one in group.completions)
+        return GroupScores(rewards_PG=rewards_PG, accuracy=0.0)
+
+    async def train_step(self, batch: TrainBatch, sent: asyncio.Event) -> TrainResult:
+        sent.set()
+        await asyncio.sleep(self.speeds.train_s)
+        now = self.iterations[-1]
+        for sample in [sample for update in batch.updates for sample in update]:
+            self._count(sample, batch.policy_version, now.ages)
+            now.lengths.append(len(sample.completion.token_ids))
+        now.steps += 1
+        self.version += 1
+        return TrainResult(step_id=batch.step_id, policy_version=self.version, metrics={}, seconds={})
+
+    @staticmethod
+    def _count(sample: Sample, version: int, ages: dict[int, int]) -> None:
+        begin, mask = 0, sample.completion.loss_mask
+        for end, sampled_by in sample.completion.version_spans:
+            tokens = end - begin if mask is None else sum(mask[begin:end])
+            ages[version - sampled_by] = ages.get(version - sampled_by, 0) + tokens
+            begin = end
+
+    async def logprobs(self, samples: Sequence[Sample]) -> NDArray[np.float32]:
+        return np.zeros(sum(len(sample.completion.token_ids) for sample in samples), np.float32)
+
+    async def publish(self, version: int) -> SyncResult | None:
+        """Send the weights; `in_place` stops generation meanwhile."""
+        stops = self.config.sync.install == "in_place" or self.config.schedule.kind != "async"
+        for replica in self.replicas if stops else ():
+            replica.pause(True)
+        await asyncio.sleep(self.speeds.sync_s)
+        for replica in self.replicas:
+            replica.flip(version)
+            replica.pause(False)
+        return None
+
+    async def seed_late_joiners(self, version: int) -> None:
+        """All are there."""
+
+    async def look_ahead(self) -> AsyncIterator[None]:
+        for _ in ():
+            yield
+
+    async def close(self) -> None:
+        for replica in self.replicas:
+            await replica.close()
+
+
+def simulate(config: RunConfig, speeds: Speeds, iterations: int, name: str) -> Figures:
+    """Run so many iterations of a configuration's schedule, and some around them that do not count."""
+    around = config.schedule.max_staleness + 2
+    config = config.model_copy(update={"run": config.run.model_copy(update={"iterations": iterations + 2 * around})})
+    world = _World(config=config, speeds=speeds)
+    with tempfile.TemporaryDirectory(prefix="tandem-simulate-") as folder:
+        run(_all_iterations(world, Path(folder)))
+    return _figures(world, range(around, around + iterations), name)
+
+
+async def _all_iterations(world: _World, folder: Path) -> None:
+    config = world.config
+    max_staleness, waves_ahead = bounds_of(config)
+    ledger = Ledger(
+        run_dir=folder,
+        run_id="simulated",
+        found=LedgerContent(),
+        max_mib=0,  # the groups are not kept
+        model="",
+        warn=lambda message: None,
+        thread=Inline(),
+        max_staleness=max_staleness,
+        waves_ahead=waves_ahead,
+    )
+    cursor = _Cursor()
+    await ledger.open(RunState(cursor=cursor.state(), batch_rng={}, model_fingerprint=""), saved=0)
+    rollouts = Rollouts(
+        fleet=world, max_groups_per_call=config.rollout.max_groups_per_call, timeout_s=config.rollout.generate_timeout_s
+    )
+    sync = SyncSchedule(
+        grpo=config.grpo,
+        sampling=Sampling(temperature=1.0, max_new_tokens=config.grpo.max_new_tokens, stop_token_ids=()),
+        cursor=cast(DataCursor, cursor),
+        rollouts=rollouts,
+        scorer=cast(Scorer, world),
+        trainer=cast(Trainer, world),
+        weights=cast(WeightSync, world),
+        ledger=ledger,
+        incarnation="",
+        rng=np.random.default_rng(0),
+    )
+    schedule, version = chosen(config, sync, beside_training=rollouts), 0
+    try:
+        for number in range(1, config.run.iterations + 1):
+            version = (await schedule.iterate(number, version, Stopwatch())).policy_version
+            world.iterations[-1].end_s = asyncio.get_running_loop().time()
+            world.iterations[-1].row_s = sum(replica.busy_row_s for replica in world.replicas)
+    finally:
+        await schedule.close()
+        await world.close()
+
+
+def _figures(world: _World, counted: range, name: str) -> Figures:
+    speeds, before, last = world.speeds, world.iterations[counted.start - 1], world.iterations[counted.stop - 1]
+    iterations = world.iterations[counted.start : counted.stop]
+    took_s = last.end_s - before.end_s
+    ages: Counter[int] = Counter()
+    for one in iterations:
+        ages.update(one.ages)
+    trained_tokens = max(1, ages.total())
+    lengths = [length for one in iterations for length in one.lengths]
+    population = np.minimum(speeds.lengths, world.config.grpo.max_new_tokens)
+    return Figures(
+        schedule=name,
+        iteration_s=took_s / len(counted),
+        trainer_idle=1.0 - speeds.train_s * sum(one.steps for one in iterations) / took_s,
+        slots_idle=1.0 - (last.row_s - before.row_s) / (took_s * speeds.slots * len(world.replicas)),
+        age_mean=sum(age * tokens for age, tokens in ages.items()) / trained_tokens,
+        age_max=max((age for age, tokens in ages.items() if tokens), default=0),
+        wasted=1.0 - ages.total() / sum(one.taken_tokens for one in iterations),
+        length_ratio=float(np.mean(lengths) / population.mean()) if lengths else math.nan,
+    )
