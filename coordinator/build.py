@@ -268,6 +268,7 @@ def _rollouts(app: App, services: Services, seed: Seed | None) -> Rollouts:
         fleet=services.fleet,
         max_groups_per_call=config.rollout.max_groups_per_call,
         timeout_s=config.rollout.generate_timeout_s,
+        slots=config.rollout.max_running_requests,
         patience=Patience(
             probe_s=config.sync.probe_timeout_s,
             rejoin_s=config.rollout.rejoin_timeout_s,

@@ -136,6 +136,11 @@ class Generation:
     retried_calls: int
     # Why the last call of each replica that failed did so.
     call_errors: tuple[str, ...] = ()
+    # Seconds that completions ran, all together, and how many can run at a time; 0: not known.
+    running_s: float = 0.0
+    slots: int = 0
+    # Finished groups that wait for a later step.
+    waiting: int = 0
 
     @property
     def num_tokens(self) -> int:

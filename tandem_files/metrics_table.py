@@ -122,9 +122,15 @@ METRICS = (
     Metric("run", "staleness_max", "", "Age of the oldest sample of the last iteration, in versions.",
            exported="tandem_staleness_versions"),
     Metric("run", "policy_shift_mean", "nats", "Mean |log pi_trainer - log pi_engine| where samples are of an older "
-           "policy; the mismatch is not measured then.", "Policy shift", "tandem_policy_shift_mean"),
+           "policy; the mismatch is measured each 20 iterations then.", "Policy shift", "tandem_policy_shift_mean"),
     Metric("run", "trainer_idle_ratio", "share", "Share of the last iteration in which the trainer computed nothing.",
            "Trainer idle", "tandem_trainer_idle_ratio", less=True),
+    Metric("run", "rollout_idle_ratio", "share", "Share of the engines' slots (rollout.max_running_requests) in which "
+           "nothing ran during the last iteration.", "Slots idle", "tandem_rollout_idle_ratio", less=True),
+    Metric("run", "masked_tokens", "tokens", "Completion tokens left out as older than schedule.max_token_age.",
+           exported="tandem_masked_tokens_total", less=True),
+    Metric("run", "groups_waiting", "", "Finished groups that waited when the last batch was taken (schedule.kind: "
+           "async).", "Groups waiting", "tandem_groups_waiting"),
     Metric("run", "scored_completions", "", "Completions that were scored."),
     Metric("run", "reward_errors", "", "Completions whose scoring failed.", less=True),
     Metric("run", "reward_timeouts", "", "Completions whose scoring took longer than reward.timeout_s.", less=True),

@@ -1,7 +1,7 @@
 """Step 2: prompts to groups of completions, spread over the rollout replicas.
 
-Each replica has a stream and a share of the groups. It gets as many completions at a time as its KV cache takes. Who
-has none left takes from the others' shares. A group is at one replica at a time, so it is kept once.
+Each replica has a stream. It gets as many completions at a time as its KV cache takes, and no more than its share of
+those that run or wait. A group is at one replica at a time, so it is kept once.
 
 a stream fails                       what it has brought is kept: finished completions, and the others' tokens, after
                                      which they continue (not with stop texts or a repetition penalty). The groups go to
@@ -17,7 +17,7 @@ no replica is left, none is lost     all are present but fail, so none will join
 import asyncio
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -52,6 +52,7 @@ class Rollouts:
         fleet: its serving replicas get work.
         max_groups_per_call: a replica has at most as many completions at a time as so many groups have.
         timeout_s: a replica is given up if it brings no token for so long.
+        slots: completions that a replica's engine runs at a time, others wait; 0: not known.
         patience: how long to wait for a replica that does not answer, and for one to join when none is left.
         seed: brings a version to replicas that join (WeightSync.seed_late_joiners); None: replicas cannot join.
         warn: gets a message for the operator when no replica is left, and when one joins.
@@ -60,6 +61,7 @@ class Rollouts:
     fleet: ServingFleet
     max_groups_per_call: int
     timeout_s: float
+    slots: int = 0
     patience: Patience = field(default_factory=Patience)
     seed: Seed | None = None
     warn: Callable[[str], None] = log.warning
@@ -108,14 +110,15 @@ class Dispatch:
     ) -> None:
         self._fleet, self._patience, self._warn = rollouts.fleet, rollouts.patience, rollouts.warn
         self._rooms = rollouts.rooms
-        self._timeout_s = rollouts.timeout_s
+        self._timeout_s, self._slots = rollouts.timeout_s, rollouts.slots
+        self._running_s = 0.0
         self._most_groups = rollouts.max_groups_per_call
         self._most = min(self._most_groups * order.num_completions, MAX_COMPLETIONS_PER_CALL)
         self._order, self._lasts = order, lasts
         self._joiners = Joiners(rollouts.seed, order.policy_version, self._any_free, interval_s=self._patience.look_s)
         self._replicas = list(self._fleet.serving())  # that have taken part, lost ones included
         self._pending: deque[OpenGroup] = deque()
-        self._num_open = self._num_added = 0
+        self._num_open = self._num_added = self._num_running = self._num_replicas = 0
         self._added = asyncio.Event()
         self._running: dict[asyncio.Task[None], Lane] = {}
         self.groups: dict[str, Group] = {}
@@ -171,7 +174,15 @@ class Dispatch:
         engine_s, self._engine_s = max(self._engine_s.values(), default=0.0), defaultdict(float)
         errors, self._shown_errors = tuple(map(str, self._shown_errors.values())), {}
         failures, self._num_failures = self._num_failures, 0
-        return Generation(groups=tuple(groups), engine_s=engine_s, retried_calls=failures, call_errors=errors)
+        running_s, self._running_s = self._running_s, 0.0
+        return Generation(
+            groups=tuple(groups),
+            engine_s=engine_s,
+            retried_calls=failures,
+            call_errors=errors,
+            running_s=running_s,
+            slots=self._slots * len(self._fleet.serving()),
+        )
 
     async def _work(self) -> None:
         """Start streams, and wait until something has ended."""
@@ -182,29 +193,17 @@ class Dispatch:
             await self._check_patience()
 
     def _start_lanes(self) -> None:
-        """Give each replica without a stream its share, first those that have failed least."""
-        free = sorted(self._free(), key=lambda replica: self._failures[replica])
-        for number, replica in enumerate(free):
-            if not self._any_waits():
-                return
-            # Where groups are added all the time, each is taken by who has room first: the oldest ones first.
-            size = 0 if self._lasts else -(-len(self._pending) // (len(free) - number))
+        """Give each replica a stream, first those that have failed least."""
+        free = sorted(self._free(), key=lambda replica: self._failures[replica]) if self._pending else []
+        self._num_replicas = len(self._running) + len(free)
+        for replica in free:
             if replica not in self._replicas:
                 self._replicas.append(replica)
                 metrics.DISPATCH_JOINERS.inc()
                 self._warn(f"{replica.name} joined and is seeded: it generates groups that were waiting")
-            share = deque(self._pending.popleft() for _ in range(size))
-            lane = Lane(replica=replica, share=share, credit=self._rooms.get(replica, 0.0))
+            lane = Lane(replica=replica, credit=self._rooms.get(replica, 0.0))
             task = asyncio.create_task(self._run_lane(lane), name=f"generate-{replica.name}")
             self._running[task] = lane
-
-    def _any_waits(self) -> bool:
-        """Whether there are groups that no replica with a stream has room for."""
-        return bool(self._pending) or any(self._full())
-
-    def _full(self) -> Iterator[deque[OpenGroup]]:
-        """Yield what is left of the shares of replicas that have as much as they can take."""
-        return (lane.share for lane in self._running.values() if lane.open)
 
     def _free(self) -> list[Sampler]:
         """Return the replicas that may get a stream now; one that is leaving finishes what it has and gets no more."""
@@ -219,8 +218,8 @@ class Dispatch:
         return bool(self._free())
 
     async def _wait(self) -> None:
-        """Wait until a stream has ended or a replica has joined; only briefly: shares may have begun to wait."""
-        joining = self._joiners.look() if self._any_waits() else None
+        """Wait until a stream has ended or a replica has joined; only briefly: groups may have begun to wait."""
+        joining = self._joiners.look() if self._pending else None
         tasks: set[asyncio.Task[None]] = {*self._running}
         if joining is not None:
             tasks.add(joining)
@@ -231,7 +230,8 @@ class Dispatch:
             await asyncio.wait({*tasks, *adding.tasks()}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         for task in [task for task in self._running if task.done()]:
             lane = self._running.pop(task)
-            self._pending.extendleft(reversed(lane.left()))
+            self._num_running -= lane.running
+            self._pending.extendleft(reversed(lane.open.values()))
             task.result()
         if joining is not None and joining.done():
             self._check(joining)
@@ -294,7 +294,7 @@ class Dispatch:
             log.warning(
                 "generate call failed",
                 replica=replica.name,
-                unfinished=len(lane.left()),
+                unfinished=len(lane.open),
                 kept_tokens=begun if self._order.sampling.can_continue else 0,
                 error=str(error),
             )
@@ -302,7 +302,8 @@ class Dispatch:
             group.stop(group.running, keep=self._order.sampling.can_continue)
 
     async def _sample(self, lane: Lane) -> None:
-        seen_s = 0.0
+        seen_s, clock = 0.0, asyncio.get_running_loop().time
+        looked_s = clock()
         sampling = lane.replica.sampling(self._order, timeout_s=self._timeout_s, newer=self._lasts)
         async with sampling as stream, BackgroundTask(partial(self._feed, lane, stream)) as feeding:
             async for news in stream.news():
@@ -310,6 +311,9 @@ class Dispatch:
                     failed.result()
                 self._engine_s[lane.replica.name] += news.engine_s - seen_s
                 seen_s = news.engine_s
+                now_s = clock()
+                self._running_s += (now_s - looked_s) * min(lane.running, self._slots)
+                looked_s = now_s
                 for group in news.whole:
                     lane.close(group)
                     self._keep(group.group())
@@ -319,6 +323,7 @@ class Dispatch:
                     lane.note(news.load)
                     self._rooms[lane.replica] = news.load.kv_tokens or math.inf
                 lane.running -= news.num_ended
+                self._num_running -= news.num_ended
                 if news.num_ended or news.load is not None:
                     if parts := self._next_parts(lane):
                         await stream.submit(parts)
@@ -349,29 +354,26 @@ class Dispatch:
         self._stalled_since_s, self._one_is_lost = None, False
 
     def _next_parts(self, lane: Lane) -> list[tuple[OpenGroup, list[int]]]:
-        """Take the completions for which the replica has room: of begun groups, its share, the others' shares."""
+        """Take the completions for which the replica has room: of groups that it has begun, then of others."""
         parts: list[tuple[OpenGroup, list[int]]] = []
-        share = self._share() if self._lasts else self._most
         lane.is_full = False
-        while len(parts) < self._most_groups and (source := lane.cut or self._source(lane)):
-            room = self._room(lane, source[0])
-            lane.is_full = not room
-            if not (room := min(room, max(share - lane.running, 0 if lane.running else 1))):
+        while len(parts) < self._most_groups and (source := lane.cut or self._pending):
+            if source is self._pending and not self._may_take(lane):
+                break
+            if not (room := self._room(lane, source[0])):
+                lane.is_full = True
                 break
             group = source.popleft()
-            parts.append((group, lane.take(group, room)))
+            taken = lane.take(group, room)
+            self._num_running += len(taken)
+            parts.append((group, taken))
         return parts
 
-    def _share(self) -> int:
-        """Return how many completions a replica may have, so that all have work while some wait."""
+    def _may_take(self, lane: Lane) -> bool:
+        """Whether a replica, which stays, has less than its share of the completions that run or wait."""
         waiting = len(self._pending) * self._order.num_completions
-        running = sum(lane.running for lane in self._running.values())
-        return -(-(waiting + running) // max(1, len(self._fleet.serving())))
-
-    def _source(self, lane: Lane) -> deque[OpenGroup]:
-        if lane.replica not in self._fleet.serving():
-            return deque()
-        return self._pending or lane.share or max(self._full(), key=len, default=deque())
+        share = (waiting + self._num_running) / max(1, self._num_replicas)
+        return lane.running < share and lane.replica in self._fleet.serving()
 
     def _room(self, lane: Lane, group: OpenGroup) -> int:
         """Return for how many completions of a group there is room; one can run in any case."""

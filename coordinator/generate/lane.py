@@ -14,8 +14,7 @@ class Lane:
     """One replica's part of a dispatch.
 
     Attributes:
-        share: groups of which nothing is submitted.
-        open: the others, by id.
+        open: its groups, by id.
         cut: those of `open` of which completions wait.
         running: completions under way.
         prompt_tokens: of the prompts of `open`.
@@ -28,7 +27,6 @@ class Lane:
     """
 
     replica: Sampler
-    share: deque[OpenGroup]
     open: dict[str, OpenGroup] = field(default_factory=dict)
     cut: deque[OpenGroup] = field(default_factory=deque)
     running: int = 0
@@ -60,7 +58,3 @@ class Lane:
         """Note that a group is whole."""
         del self.open[group.group_id]
         self.prompt_tokens -= len(group.prompt.token_ids)
-
-    def left(self) -> list[OpenGroup]:
-        """Return the groups that are not finished, first those that have begun."""
-        return [*self.open.values(), *self.share]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem_clients.flow import GroupScores, IterationRecord
+from tandem_clients.flow import Generation, GroupScores, IterationRecord
 from tandem_files.metrics_file import Row
 from tandem_files.metrics_table import ACCURACY, ITERATION_PARTS, METRICS, REWARD, STEP_PARTS
 
@@ -61,6 +61,8 @@ def build_row(record: IterationRecord, heldout: GroupScores | None, timing: Timi
         **_scores_row("heldout_", heldout),
         "retried_calls": record.generation.retried_calls,
         "staleness_max": max(record.staleness),
+        "masked_tokens": record.masked_tokens,
+        "groups_waiting": record.generation.waiting,
         **_mismatch_row(record, metrics),
         "generated_tokens": num_tokens,
         "trained_samples": 0 if record.step is None else _num_trained(record),
@@ -131,7 +133,13 @@ def _time_row(record: IterationRecord, timing: Timing) -> Row:
         "overhead_s": overhead_s,
         "overhead_share": overhead_s / timing.busy_s,
         "trainer_idle_ratio": 1.0 - compute_s / timing.busy_s,
+        "rollout_idle_ratio": _slots_idle(record.generation, timing.busy_s),
     }
+
+
+def _slots_idle(generation: Generation, seconds: float) -> float | None:
+    """Return the share of the engines' slots in which nothing ran; None: their number is not known."""
+    return max(0.0, 1.0 - generation.running_s / (generation.slots * seconds)) if generation.slots else None
 
 
 def _num_trained(record: IterationRecord) -> int:

@@ -72,7 +72,8 @@ class Asynchronous(SyncSchedule):
         with watch.part("generate"):
             dispatch = self._dispatching()
             await self._begin_waves(number)
-            generation = dispatch.generation(await self._next_groups(number))
+            groups = await self._next_groups(number)
+            generation = replace(dispatch.generation(groups), waiting=self.pipeline.num_finished)
             await self._begin_waves(number + 1)
         async with beside.trainer:
             record = await self.learn(number, generation, policy_version, watch, during_training)

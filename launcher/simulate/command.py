@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.table import Table
 
 from launcher.report import print_problems
 from launcher.simulate.world import Figures, Speeds, simulate
@@ -80,7 +79,8 @@ def simulate_command(config: Path, overrides: Sequence[str], given: Given, *, as
     for line in told:
         console.print(line, style="dim", markup=False)
     console.print("  ".join(f"{name} {value:.4g}" for name, value in plain.items()), style="dim", markup=False)
-    console.print(_table(figures))
+    for line in _table(figures):
+        console.print(line, markup=False, highlight=False)
     return EXIT_OK
 
 
@@ -217,29 +217,12 @@ def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _table(figures: Sequence[Figures]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for title in (
-        "schedule",
-        "iteration s",
-        "trainer idle",
-        "slots idle",
-        "age mean",
-        "max",
-        "not trained",
-        "length ratio",
-    ):
-        table.add_column(title, justify="left" if title == "schedule" else "right")
+def _table(figures: Sequence[Figures]) -> Iterator[str]:
+    """Yield the lines of a table."""
+    width = max(len(one.schedule) for one in figures)
+    yield f"{'schedule':{width}}  iteration s  trainer idle  slots idle  age mean  max  not trained  trained length"
     for one in figures:
-        table.add_row(*_cells(one))
-    return table
-
-
-def _cells(one: Figures) -> Iterator[str]:
-    yield one.schedule
-    yield f"{one.iteration_s:.3f}"
-    yield from (f"{share:.2f}" for share in (one.trainer_idle, one.slots_idle))
-    yield f"{one.age_mean:.2f}"
-    yield str(one.age_max)
-    yield f"{one.wasted:.1%}"
-    yield f"{one.length_ratio:.2f}"
+        yield (
+            f"{one.schedule:{width}}  {one.iteration_s:11.3f}  {one.trainer_idle:12.2f}  {one.slots_idle:10.2f}  "
+            f"{one.age_mean:8.2f}  {one.age_max:3}  {one.wasted:11.1%}  {one.length_ratio:14.2f}"
+        )

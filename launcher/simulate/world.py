@@ -124,7 +124,7 @@ class _World:
             replica = SimulatedReplica(
                 name=f"rollout-{index}",
                 slots=speeds.slots,
-                kv_tokens=speeds.slots * config.grpo.max_new_tokens,
+                kv_tokens=speeds.slots * (config.grpo.max_new_tokens + 1),
                 step_s=lambda rows: speeds.step_s + rows * speeds.row_s,
                 length_of=self.length_of,
             )

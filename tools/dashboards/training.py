@@ -129,8 +129,10 @@ _SAMPLES = Row(
             logarithmic=True,
         ),
         figure("staleness_max", "0 when generation waits for the sync.", title="Staleness"),
-        figure("policy_shift_mean", "With schedule.kind: one_step_off.", title="Policy shift"),
+        figure("policy_shift_mean", "With schedule.kind: one_step_off or async.", title="Policy shift"),
         figure("trainer_idle_ratio", "It waits for samples, or for the weight sync.", title="Trainer idle"),
+        figure("rollout_idle_ratio", "Nothing runs in so many slots of the engines.", title="Slots idle"),
+        figure("groups_waiting", "Finished, and not trained yet (schedule.kind: async).", title="Groups waiting"),
         panel(
             "Dropped and failed",
             "Groups without variance and samples without a score that were dropped, completions (by data file) whose "

@@ -1,0 +1,175 @@
+"""`tandem simulate`: its engine follows its formula, its figures are those of known cases, errors name the option."""
+
+import json
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from launcher.cli import app
+from launcher.simulate.command import _engine_fit, read_lengths
+from launcher.simulate.engine import SimulatedReplica
+from launcher.simulate.virtual_loop import run
+from launcher.simulate.world import Figures, Speeds, simulate
+from servicekit.errors import ConfigError
+from tandem_clients.flow import Group, Order, Prompt, Sampling
+from tandem_clients.sample_stream import OpenGroup
+from tandem_config.schema import RunConfig
+
+PROMPT = Prompt(row=1, token_ids=array("I", [1]), answer="")
+
+
+def config(kind: str, prompts: int, **schedule: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"path": "/model"},
+            "data": {"train": "/data.jsonl"},
+            "grpo": {"prompts_per_iteration": prompts, "group_size": 4, "max_new_tokens": 1000, "preset": "decoupled"},
+            "rollout": {"replicas": 2},
+            "schedule": {"kind": kind, **schedule},
+        }
+    )
+
+
+def speeds(lengths: Any, *, slots: int = 16, train_s: float = 1.0, row_s: float = 0.0, sync_s: float = 0.0) -> Speeds:
+    return Speeds(
+        slots=slots,
+        step_s=0.01,
+        row_s=row_s,
+        train_s=train_s,
+        sync_s=sync_s,
+        reward_s=0.0,
+        lengths=np.asarray(lengths, np.int64),
+    )
+
+
+def figures(kind: str, prompts: int, fast: Speeds, iterations: int = 6, **schedule: Any) -> Figures:
+    return simulate(config(kind, prompts, **schedule), fast, iterations, kind)
+
+
+def test_an_engine_gives_each_row_a_token_a_step_and_lets_the_others_wait() -> None:
+    lengths = {0: 10, 1: 30, 2: 20}
+    replica = SimulatedReplica(
+        name="r", slots=2, kv_tokens=0, step_s=lambda rows: 0.1 * rows, length_of=lambda name, index: lengths[index]
+    )
+    order = Order(
+        policy_version=0, num_completions=3, sampling=Sampling(temperature=1.0, max_new_tokens=99, stop_token_ids=())
+    )
+
+    async def story() -> tuple[Group, float]:
+        import asyncio
+
+        replica.flips.append((0.0, 0))
+        group = OpenGroup(group_id="g", prompt=PROMPT, num_completions=3)
+        async with replica.sampling(order, timeout_s=1.0) as stream:
+            await stream.submit([(group, group.take(3))])
+            asyncio.get_running_loop().call_later(1.0, replica.flip, 1)  # 5 steps of two rows
+            async for news in stream.news():
+                if news.whole:
+                    break
+            ended_s = asyncio.get_running_loop().time()
+        await replica.close()
+        return group.group(), ended_s
+
+    group, ended_s = run(story())
+    # 0 and 1 for 10 steps of 0.2 s, then 2 in the place of 0: 20 steps until both end.
+    assert ended_s == pytest.approx(6.0)
+    assert replica.busy_row_s == pytest.approx(12.0)
+    spans = [completion.version_spans for completion in group.completions]
+    assert spans == [((5, 0), (10, 1)), ((5, 0), (30, 1)), ((20, 1),)]
+    assert [completion.oldest_version for completion in group.completions] == [0, 0, 1]
+
+
+def test_taking_turns_lasts_as_long_as_all_parts_together() -> None:
+    """Two replicas, 32 completions of 100 tokens: all at a time, in a second."""
+    found = figures("sync", 8, speeds([100], train_s=1.0, sync_s=0.5))
+    assert found.iteration_s == pytest.approx(2.5, abs=0.01)
+    assert [found.trainer_idle, found.slots_idle] == pytest.approx([0.6, 0.6], abs=0.01)
+    assert (found.age_max, found.wasted, found.length_ratio) == (0, 0.0, 1.0)
+
+
+def test_one_step_off_lasts_as_long_as_its_slower_side() -> None:
+    found = figures("one_step_off", 8, speeds([100], train_s=1.2))
+    assert found.iteration_s == pytest.approx(1.2, abs=0.01)
+    assert (found.age_mean, found.age_max) == (1.0, 1)
+
+
+def test_long_tails_stop_turns_and_not_the_pipeline() -> None:
+    """Batches of four times the slots, the train step as long as the engines' full work."""
+    tails = read_lengths("lognormal:40,400,480")
+    mean = float(np.mean(tails))
+    fast = speeds(tails, slots=8, train_s=64 * 4 * mean * 0.01 / 16)
+    turns, ahead = figures("sync", 64, fast, 12), figures("async", 64, fast, 12)
+    assert min(turns.trainer_idle, turns.slots_idle) > 0.5
+    assert max(ahead.trainer_idle, ahead.slots_idle) < 0.1
+    assert ahead.wasted == 0.0
+    assert ahead.length_ratio == pytest.approx(turns.length_ratio, abs=0.02)
+    assert 1.0 < ahead.age_mean < ahead.age_max <= 3
+    dropping = figures("async", 64, fast, 12, stale="drop", max_token_age=1)
+    assert dropping.wasted > 0.2
+    assert dropping.length_ratio < 0.98
+
+
+def test_lengths_are_drawn_alike_in_all_schedules_and_cut() -> None:
+    assert read_lengths("constant:7").tolist()[:2] == [7, 7]
+    tails = read_lengths("lognormal:100,1000,500")
+    assert float(np.median(tails)) == pytest.approx(100, rel=0.05)
+    assert tails.max() == 500
+
+
+@pytest.mark.parametrize("given", ["lognormal:0,10", "lognormal:ten", "constant:", "nothing-there.txt"])
+def test_lengths_that_cannot_be_read_are_named(given: str) -> None:
+    with pytest.raises(ConfigError, match="--lengths"):
+        read_lengths(given)
+
+
+def test_an_empty_file_of_lengths_is_named(tmp_path: Path) -> None:
+    (tmp_path / "lengths").write_text("")
+    with pytest.raises(ConfigError, match="at least one token"):
+        read_lengths(str(tmp_path / "lengths"))
+
+
+def test_an_engines_speed_is_found_from_generations_of_different_lengths() -> None:
+    chance = np.random.default_rng(0)
+    lengths = {number: chance.integers(1, 200, 64) for number in range(1, 9)}
+    rows = [
+        {"iteration": number, "generate_s": 0.02 * found.max() + 0.0003 * found.sum() / 2}
+        for number, found in lengths.items()
+    ]
+    fit = _engine_fit(rows, lengths, replicas=2)
+    assert fit == {"step_s": pytest.approx(0.02), "row_s": pytest.approx(0.0003)}
+
+
+def write_config(folder: Path) -> str:
+    path = folder / "c.yaml"
+    path.write_text("model: {path: model}\ndata: {train: t.jsonl}\ngrpo: {prompts_per_iteration: 8, group_size: 4}\n")
+    return str(path)
+
+
+def test_the_command_prints_a_table_and_what_was_guessed(tmp_path: Path) -> None:
+    given = ["simulate", "-c", write_config(tmp_path), "--lengths", "constant:50", "--iterations", "3", "--compare"]
+    shown = CliRunner().invoke(app, given)
+    assert shown.exit_code == 0, shown.output
+    assert "guessed: train_s" in shown.output
+    assert all(name in shown.output for name in ("schedule.kind: sync", "one_step_off", "async, S=2", "slots idle"))
+    plain = CliRunner().invoke(app, [*given, "--json"])
+    found = json.loads(plain.output)
+    assert [one["schedule"] for one in found["schedules"]][:2] == ["schedule.kind: sync", "sync"]
+    assert found["schedules"][0]["iteration_s"] == pytest.approx(found["schedules"][1]["iteration_s"])
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ([], "--lengths"),
+        (["--lengths", "constant:50", "--set", "schedule.kind=async"], "grpo.preset: decoupled"),
+        (["--run", "nowhere"], "no finished iterations"),
+    ],
+)
+def test_what_is_missing_is_named(tmp_path: Path, more: list[str], named: str) -> None:
+    shown = CliRunner().invoke(app, ["simulate", "-c", write_config(tmp_path), *more])
+    assert shown.exit_code == 2
+    assert named in shown.output
