@@ -8,6 +8,7 @@ prompt, S samples, T completion tokens of all samples.
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from coordinator.data.cursor import DataCursor
 from coordinator.learn.advantages import group_advantages, zero_variance
@@ -97,8 +98,19 @@ def compute_advantages(grpo: GrpoSection, scored: GroupScores, divergence: Diver
         ),
         missing_PG=scored.missing_PG,
         zero_variance_P=zero_variance_P,
-        dropped_P=zero_variance_P if grpo.zero_variance == "drop" else np.zeros_like(zero_variance_P),
+        dropped_P=left_out(grpo, scored),
     )
+
+
+def left_out(grpo: GrpoSection, scored: GroupScores) -> NDArray[np.bool_]:
+    """Return which groups are not trained on because of their rewards: [P].
+
+    With `replace` the reward of reward.accuracy decides too: in a group of wrong answers others may differ.
+    """
+    equal_P = zero_variance(scored.rewards_PG, scored.missing_PG)
+    if grpo.zero_variance == "replace":
+        equal_P |= zero_variance(np.nan_to_num(scored.scores_PG), scored.missing_PG)
+    return equal_P if grpo.zero_variance != "keep" else np.zeros_like(equal_P)
 
 
 def leave_out_old(

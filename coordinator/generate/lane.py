@@ -18,9 +18,8 @@ class Lane:
         cut: those of `open` of which completions wait.
         running: completions under way.
         prompt_tokens: of the prompts of `open`.
-        credit: tokens that may be under way: what the KV cache takes, and twice as much whenever that was too little
-            and nothing waits for room, as completions are mostly shorter than they may be. 0: not known yet; infinite:
-            it is not said.
+        credit: tokens that may be under way: what the KV cache takes, as completions can be as long as they may be. It
+            is doubled whenever it was too little and nothing waits for room. 0: not known yet; infinite: not reported.
         is_full: whether there was no credit for a group that waits, when there was something to submit last.
         is_noted: whether the replica has said its load in this dispatch.
         wakes: set when groups are added.

@@ -7,6 +7,7 @@ the run, which would train on wrong rewards.
 import asyncio
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,16 +45,18 @@ class Scorer:
         self._decoding: dict[str, Any] = {"stop_ids": stop_ids, "skip_special_tokens": skip_special_tokens}
         (self._accuracy,) = [part.name for part in parts if part.is_accuracy]
 
-    async def score(self, groups: Sequence[Group]) -> GroupScores:
+    async def score(self, groups: Sequence[Group], *, is_batch: bool = True) -> GroupScores:
         """Score P groups of G completions scores. Returns: [P, G] rewards, and counts of failed scores.
 
+        Args:
+            is_batch: they are as many as shares of failed scores are judged by.
         Raises: Internal: scoring failed for more samples than a reward's max_error_share, or at all with `on_error:
             stop`, or took too long for more than 25 %.
         """
         items = self._items(groups)
         found = await self.score_items(items)
         for part, scores in found:
-            if why := over_budget(part, scores, items):
+            if is_batch and (why := over_budget(part, scores, items)):
                 raise Internal(why)
         scores_SR = {part.name: _scores(scores) for part, scores in found}
         rewards_S, missing_S = added(found)
@@ -216,3 +219,39 @@ def _first(part: Part, scores: Scores, items: Sequence[ScoredText]) -> str:
     """Describe the first failure: sample, reward, reason."""
     place = min(_failed(scores))
     return f"{part.name} of {items[place].sample_id}: {_why(part, scores, place)}"
+
+
+def joined(parts: Sequence[GroupScores]) -> GroupScores:
+    """Return the scores of the groups of all parts, in their order."""
+    first, *others = parts
+    if not others:
+        return first
+    starts = np.cumsum([0, *[one.rewards_PG.size for one in parts]]).tolist()
+    names = dict.fromkeys(name for one in parts for name in one.parts)
+    absent = [np.full(one.rewards_PG.shape, np.nan) for one in parts]
+    present_PG = np.concatenate([one.present_PG for one in parts])
+    whole = GroupScores(
+        rewards_PG=np.concatenate([one.rewards_PG for one in parts]),
+        missing_PG=~present_PG,
+        accuracy=math.nan,
+        accuracy_part=first.accuracy_part,
+        parts={
+            name: np.concatenate([one.parts.get(name, no_PG) for one, no_PG in zip(parts, absent, strict=True)])
+            for name in names
+        },
+        failures={
+            start + place: texts
+            for start, one in zip(starts, parts, strict=False)
+            for place, texts in one.failures.items()
+        },
+        num_errors=sum(one.num_errors for one in parts),
+        first_error=next((one.first_error for one in parts if one.first_error), ""),
+        num_timeouts=sum(one.num_timeouts for one in parts),
+        num_unreadable=sum(one.num_unreadable for one in parts),
+        unreadable_rows={place: why for one in parts for place, why in one.unreadable_rows.items()},
+        num_absent=sum(one.num_absent for one in parts),
+        num_parts_left_out=sum(one.num_parts_left_out for one in parts),
+        remarks={about: text for one in parts for about, text in one.remarks.items()},
+    )
+    right_S = whole.scores_PG[~np.isnan(whole.scores_PG)]
+    return replace(whole, accuracy=float(right_S.mean()) if right_S.size else math.nan)

@@ -155,10 +155,6 @@ class Ledger:
             elif wave > state.wave + self._waves_ahead:
                 self._drop(wave, OLD_POLICY if self.past.is_known(wave) else LOST_POLICY)
 
-    def size_of(self, wave: int) -> int:
-        """Return how many prompts a wave took of which some groups are settled; 0: there is no such wave."""
-        return len(self._account.groups_of(wave)) if self.past.settled_groups(wave) else 0
-
     async def begin(self, wave: int, prompts: Mapping[str, Prompt], order: Order, first: int) -> Restored:
         """Note that the groups of a wave begin. Returns: what is left of them from before this process.
 

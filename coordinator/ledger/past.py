@@ -7,6 +7,7 @@ from pathlib import Path
 
 from coordinator.ledger.groups import read_group, read_scores, versions_of
 from coordinator.record.state import RunState
+from servicekit.errors import Internal
 from servicekit.logs import get_logger
 from tandem_clients.flow import Group, GroupScores, Prompt
 from tandem_files.ledger.account import KEPT_VERSIONS
@@ -95,9 +96,16 @@ class Past:
         """Return the id of the step of an iteration that the trainer has done already; "": it has done none."""
         return self._sent if iteration == self._resumed_after + 1 else ""
 
-    def has_begun(self, wave: int) -> bool:
-        """Whether a wave was begun, and has groups that are under way."""
-        return wave <= self._last_wave and bool(self._account.open_groups(wave))
+    def size_of(self, wave: int, *, settled: bool = False) -> int:
+        """Return how many prompts a wave took that has groups under way; 0: there is no such wave.
+
+        Args:
+            settled: and whose others are settled, or all of them.
+        """
+        if wave > self._last_wave:
+            return 0
+        is_asked = self._account.settled_groups(wave) if settled else self._account.open_groups(wave)
+        return len(self._account.groups_of(wave)) if is_asked else 0
 
     def open_groups(self, wave: int) -> Mapping[str, bool]:
         """Return the groups of a wave that are under way, and whether each is finished."""
@@ -151,13 +159,18 @@ class Past:
         }
 
     def scores(self, iteration: int) -> Scored | None:
-        """Return the scores of an iteration's groups, if all of them are restored; None: there are none."""
+        """Return the scores of an iteration's groups, if all of them are restored; None: they are not.
+
+        Raises: Internal: nor is what the trainer has done already.
+        """
         sent = self._found.steps[iteration]["samples"] if self.sent(iteration) else ()
         for record in self._scores.get(iteration, ()):
             names = record.fields["groups"]
             is_same = record.fields["rewards"] == self._rewards and set(names).issuperset(sent)
             if is_same and self._restored.issuperset(names):
                 return names, read_scores(record)
+        if sent:
+            raise Internal(f"the samples of step {self._sent}, which the trainer has done, are not restored")
         return None
 
 

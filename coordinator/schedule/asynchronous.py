@@ -16,13 +16,18 @@ from typing import Any
 from coordinator import steps
 from coordinator.data.cursor import CursorState
 from coordinator.generate.dispatch import Dispatch
+from coordinator.learn.scoring import joined
 from coordinator.schedule.pipeline import Pipeline
 from coordinator.schedule.sync import NOTHING, SyncSchedule
+from servicekit.errors import Internal
 from servicekit.lifecycle.background import BackgroundTask
 from servicekit.lifecycle.tasks import cancel, first_of
 from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
-from tandem_clients.flow import AdvantageResult, Generation, Group, IterationRecord
+from tandem_clients.flow import AdvantageResult, Generation, Group, GroupScores, IterationRecord
+
+# Batches that are generated for one step at most, when groups of equal rewards are replaced.
+MOST_BATCHES = 10
 
 log = get_logger(__name__)
 
@@ -69,20 +74,17 @@ class Asynchronous(SyncSchedule):
         beside, is_first = self._beside, self._beside.dispatch is None
         # After a step that the trainer has done already, replicas serve the version after it.
         beside.policy_version = policy_version + bool(self.ledger.past.sent(number))
-        with watch.part("generate"):
-            dispatch = self._dispatching()
-            await self._begin_waves(number)
-            groups = await self._next_groups(number)
-            generation = replace(dispatch.generation(groups), waiting=self.pipeline.num_finished)
-            await self._begin_waves(number + 1)
+        dispatch = self._dispatching()
+        groups, scored = await self._batch(number, watch)
+        generation = replace(dispatch.generation(groups), waiting=self.pipeline.num_finished)
         async with beside.trainer:
-            record = await self.learn(number, generation, policy_version, watch, during_training)
+            record = await self.learn(number, generation, policy_version, watch, during_training, scored)
             with watch.part("sync"):
                 record = replace(record, sync=await self.publish(record.step))
                 beside.policy_version = record.policy_version
                 dispatch.renew(record.policy_version)
                 self.pipeline.commit()
-                await self._begin_waves(number + 1)
+                await self._begin_waves(number + 1, self.grpo.prompts_per_iteration)
             return await self.compared(record, watch, is_due=is_first)
 
     def check_ages(self, generation: Generation, policy_version: int) -> None:
@@ -122,15 +124,53 @@ class Asynchronous(SyncSchedule):
     def _may_not_seed(self) -> bool:
         return self._beside.trainer.locked() or self.rollouts.patience.is_queued()
 
-    async def _begin_waves(self, number: int) -> None:
-        """Let groups begin, as long as there is room for them and iterations from `number` on need them."""
+    async def _batch(self, number: int, watch: Stopwatch) -> tuple[list[Group], GroupScores]:
+        """Return the groups of the next step with their scores; with grpo.zero_variance: replace, also those left out.
+
+        Raises: Internal: too many were left out; TandemError: generation or scoring has failed.
+        """
+        groups: list[Group] = []
+        parts: list[GroupScores] = []
+        batch = missing = self.grpo.prompts_per_iteration
+        if self.ledger.past.sent(number):
+            with watch.part("generate"):
+                await self._begin_waves(number, batch)
+            if (restored := self.ledger.past.scores(number)) is not None:
+                return self.pipeline.take_named(restored[0]), restored[1]
+        while missing:
+            with watch.part("generate"):
+                await self._begin_waves(number, missing)
+                taken = await self._next_groups(missing)
+                await self._begin_waves(number + 1, batch)
+            with watch.part("reward"):
+                parts.append(await self.scorer.score(taken, is_batch=not groups))
+            groups += taken
+            missing = int(steps.left_out(self.grpo, parts[-1]).sum()) if self.grpo.zero_variance == "replace" else 0
+            self.pipeline.free(missing)
+            if len(groups) > MOST_BATCHES * batch:
+                raise Internal(
+                    f"{len(groups)} groups were generated for iteration {number}, and fewer than {batch} of them have "
+                    "rewards that differ (grpo.zero_variance: replace): look at the reward and the task's difficulty"
+                )
+        scored = joined(parts)
+        self.ledger.scored(number, groups, scored)
+        return groups, scored
+
+    async def _begin_waves(self, number: int, missing: int) -> None:
+        """Let groups begin, as long as there is room for them, and as iterations from `number` on need them.
+
+        Args:
+            missing: what iteration `number` needs.
+        """
         beside, batch = self._beside, self.grpo.prompts_per_iteration
-        while len(self.pipeline) < (self.iterations - number + 1) * batch:
+        while (needed := missing + (self.iterations - number) * batch - len(self.pipeline)) > 0:
             before = self.cursor.state()
             wave = before.waves + 1
-            if not self.pipeline.may_begin(again=self.ledger.past.has_begun(wave)):
+            size = self.ledger.past.size_of(wave)  # an earlier process has begun it
+            is_sent = size > 0 and self.ledger.past.sent(number) != ""  # the step needs groups of it
+            if not is_sent and not self.pipeline.may_begin(again=size > 0):
                 break
-            prompts, restored = await self.take_wave(before, beside.policy_version)
+            prompts, restored = await self.take_wave(before, beside.policy_version, size or min(batch, needed))
             beside.befores = {one: before for one, before in beside.befores.items() if one >= self._oldest(wave)}
             beside.befores[wave] = before
             self.pipeline.begin(wave, prompts, restored.groups, restored.settled)
@@ -145,15 +185,12 @@ class Asynchronous(SyncSchedule):
         self.ledger.finished(self.pipeline.finish(group), group)
         self._beside.finished.set()
 
-    async def _next_groups(self, number: int) -> Sequence[Group]:
-        """Wait for the groups of the next step. Raises: TandemError: generation has failed."""
+    async def _next_groups(self, size: int) -> Sequence[Group]:
+        """Wait for the next groups, oldest first. Raises: TandemError: generation has failed."""
         beside = self._beside
-        if self.ledger.past.sent(number) and (restored := self.ledger.past.scores(number)) is not None:
-            return self.pipeline.take_named(restored[0])
+        assert beside.working is not None
         while True:
             beside.finished.clear()
-            size = min(self.grpo.prompts_per_iteration, len(self.pipeline))
-            if (groups := self.pipeline.take(size)) is not None:
+            if (groups := self.pipeline.take(min(size, len(self.pipeline)))) is not None:
                 return groups
-            assert beside.working is not None
             await first_of({"generation": beside.working, "groups": beside.finished})

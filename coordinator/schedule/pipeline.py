@@ -4,8 +4,8 @@ A group is charged when it begins, and free when its step is done and the weight
 batches of P groups. Groups are trained in the order of their beginning, but for a window of W: until the oldest
 unfinished one has come, the finished ones among the W - 1 after it may be trained before it, and no others.
 
-So a group waits for at most (S + 1) P - 1 groups before it and W - 1 after it, and the policy that it began with is at
-most S + ceil((W - 1) / P) versions old when it is trained. (The window is that of windowed FIFO, torchtitan's
+So a group waits for at most (S + 1) P - 1 groups before it and W - 1 after it. When it is trained, the policy that it
+began with is at most S + ceil((W - 1) / P) versions old. (The window is that of windowed FIFO, torchtitan's
 experiments/rl/docs/windowed_fifo.md.)
 """
 
@@ -110,6 +110,10 @@ class Pipeline:
     def take_named(self, names: Sequence[str]) -> list[Group]:
         """Take the groups of a step that an earlier process has sent."""
         return self._taken([group for name in names if (group := self._line[name].group) is not None])
+
+    def free(self, number: int) -> None:
+        """Free groups that were taken and are not trained."""
+        self.num_training -= number
 
     def commit(self) -> None:
         """Free the groups of the step under way."""

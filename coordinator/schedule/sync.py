@@ -20,7 +20,7 @@ from coordinator.learn.updates import oldest_versions, staleness_histogram
 from coordinator.ledger.ledger import Ledger, Restored
 from coordinator.sync.publish_attempt import is_retriable
 from coordinator.sync.weight_sync import WeightSync
-from servicekit.errors import Internal, TandemError
+from servicekit.errors import TandemError
 from servicekit.lifecycle.background import BackgroundTask
 from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
@@ -42,8 +42,8 @@ from tandem_config.schema import GrpoSection
 
 NOTHING: BackgroundTask[Any] = BackgroundTask()
 
-# Where samples are older than the policy, trainer and engine are compared each so many iterations, on so many
-# completions of at most so many tokens.
+# Where samples are older than the policy, trainer and engine are compared on a few completions of their own:
+# iterations between two comparisons, completions, and the most tokens of one.
 COMPARE_EVERY, COMPARED, COMPARED_TOKENS = 20, 16, 128
 
 log = get_logger(__name__)
@@ -120,16 +120,18 @@ class SyncSchedule:
         left: dict[str, Prompt] = {}
         while not left:  # a wave that `async` has begun may be settled in part, or as a whole
             before = self.cursor.state()
-            prompts, restored = await self.take_wave(before, policy_version)
+            size = self.ledger.past.size_of(before.waves + 1, settled=True) or self.grpo.prompts_per_iteration
+            prompts, restored = await self.take_wave(before, policy_version, size)
             left = {name: prompt for name, prompt in prompts.items() if name not in restored.settled}
         if len(restored.groups) < len(left):
             await self.weights.seed_late_joiners(policy_version)
         return Begun(wave=before.waves + 1, prompts=left, before=before, groups={**restored.groups})
 
-    async def take_wave(self, before: CursorState, policy_version: int) -> tuple[Mapping[str, Prompt], Restored]:
+    async def take_wave(
+        self, before: CursorState, policy_version: int, size: int
+    ) -> tuple[Mapping[str, Prompt], Restored]:
         """Take the prompts at a position of the data, by group id, and let their groups begin in the ledger."""
         wave = before.waves + 1
-        size = self.ledger.size_of(wave) or self.grpo.prompts_per_iteration
         prompts = steps.take_prompts(self.cursor, size, wave)
         return prompts, await self.ledger.begin(wave, prompts, self._order(policy_version), before.num_taken)
 
@@ -151,12 +153,18 @@ class SyncSchedule:
         policy_version: int,
         watch: Stopwatch,
         during_training: BackgroundTask[Any],
+        scored: GroupScores | None = None,
     ) -> IterationRecord:
-        """Score the groups of an iteration, and train on them. Returns: its record, without a weight sync."""
+        """Score the groups of an iteration, and train on them. Returns: its record, without a weight sync.
+
+        Args:
+            scored: None: they are not scored yet.
+        """
         self.check_ages(generation, policy_version)
         async with during_training:
-            with watch.part("reward"):
-                scored = await self.score(number, generation)
+            if scored is None:
+                with watch.part("reward"):
+                    scored = await self.score(number, generation)
             divergence = None
             if self.grpo.kl_in_reward:
                 with watch.part("reference"):
@@ -208,10 +216,6 @@ class SyncSchedule:
         restored = self.ledger.past.scores(number)
         if restored is not None and restored[0] == names:
             return restored[1]
-        if self.ledger.past.sent(number):
-            raise Internal(
-                f"the samples of step {self.ledger.past.sent(number)}, which the trainer has done, are not restored"
-            )
         scored = await self.scorer.score(generation.groups)
         self.ledger.scored(number, generation.groups, scored)
         return scored

@@ -47,7 +47,7 @@ def simulate(
     """Predict what a schedule does: idle shares, ages, seconds an iteration. Starts nothing, needs no GPU.
 
     The coordinator's own schedule, dispatch and ledger run in virtual time; trainer, engines and weight sync are
-    formulas. What neither --run nor an option says is guessed, and told.
+    formulas. What neither --run nor an option says is guessed, and the output says so.
 
     \b
     Examples:

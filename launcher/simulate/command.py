@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher.report import print_problems
-from launcher.simulate.world import Figures, Speeds, simulate
+from launcher.simulate.world import Figures, ServiceSpeeds, simulate
 from launcher.view.run_view import make_console
 from servicekit.errors import ConfigError
 from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
 from tandem_config.loading import load_config
 from tandem_config.problems import ConfigErrors
-from tandem_config.schema import RunConfig
+from tandem_config.schema import ASYNC_SYNC, RunConfig
 from tandem_files.metrics_file import METRICS_FILE, MetricsFile
 from tandem_files.run_config import RESOLVED_CONFIG
 from tandem_files.samples.folder import SampleFolder
@@ -40,7 +40,7 @@ _WITH_CORRECTION = "grpo.preset=decoupled"
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """The options of the command. None: measured in `run`, or a guess that is told."""
+    """The options of the command. None: measured in `run`, or a guess, which the output names."""
 
     run: Path | None
     lengths: str | None
@@ -59,7 +59,7 @@ def simulate_command(config: Path, overrides: Sequence[str], given: Given, *, as
     complaints = make_console(stderr=True)
     try:
         own = load_config(config, overrides)
-        speeds, told = speeds_of(own, given)
+        speeds, remarks = speeds_of(own, given)
         schedules = _COMPARED if given.compare else {}
         named = {_name(own): own} | {name: _with(config, overrides, schedule) for name, schedule in schedules.items()}
         figures = [simulate(one, speeds, given.iterations, name) for name, one in named.items()]
@@ -73,10 +73,10 @@ def simulate_command(config: Path, overrides: Sequence[str], given: Given, *, as
     plain = {name: value for name, value in asdict(speeds).items() if name != "lengths"}
     plain |= {"length_mean": float(speeds.lengths.mean()), "length_p99": float(np.quantile(speeds.lengths, 0.99))}
     if as_json:
-        result = {"speeds": plain, "told": told, "schedules": [_finite(asdict(one)) for one in figures]}
+        result = {"speeds": plain, "remarks": remarks, "schedules": [_finite(asdict(one)) for one in figures]}
         console.file.write(json.dumps(result) + "\n")
         return EXIT_OK
-    for line in told:
+    for line in remarks:
         console.print(line, style="dim", markup=False)
     console.print("  ".join(f"{name} {value:.4g}" for name, value in plain.items()), style="dim", markup=False)
     for line in _table(figures):
@@ -92,16 +92,19 @@ def _with(config: Path, overrides: Sequence[str], schedule: Mapping[str, Any]) -
     """Read the configuration with another schedule, of which everything else is the default."""
     defaults = {"kind": "sync", "depth": 1, "max_staleness": 2, "window": 1.0, "stale": "mask", "max_token_age": "null"}
     changes = [f"schedule.{name}={value}" for name, value in {**defaults, **schedule}.items()]
-    corrected = [] if schedule["kind"] == "sync" else [_WITH_CORRECTION]
-    return load_config(config, [*overrides, *changes, *corrected])
+    if schedule["kind"] != "sync":
+        changes.append(_WITH_CORRECTION)
+    if schedule["kind"] == "async":
+        changes += [f"sync.{name}={value}" for name, value in ASYNC_SYNC.items()]
+    return load_config(config, [*overrides, *changes])
 
 
-def speeds_of(config: RunConfig, given: Given) -> tuple[Speeds, list[str]]:
+def speeds_of(config: RunConfig, given: Given) -> tuple[ServiceSpeeds, list[str]]:
     """Return how fast the services are, by options, else as a run was, else by guesses; and sentences about the latter.
 
     Raises: ConfigError: an option or the run cannot be used.
     """
-    measured, told = ({}, []) if given.run is None else measured_in(given.run)
+    measured, remarks = ({}, []) if given.run is None else measured_in(given.run)
     lengths = None if given.lengths is None else read_lengths(given.lengths)
     lengths = measured.pop("lengths", None) if lengths is None else lengths
     if lengths is None:
@@ -112,7 +115,7 @@ def speeds_of(config: RunConfig, given: Given) -> tuple[Speeds, list[str]]:
     values = {name: value / 1e3 for name, value in options.items() if value is not None}
     values |= {name: value for name in ("train_s", "sync_s", "reward_s") if (value := getattr(given, name)) is not None}
     values = {**guessed, **measured, **values}
-    told += [
+    remarks += [
         f"guessed: {name} {value:g}"
         for name, value in guessed.items()
         if name not in measured and values[name] == value
@@ -122,8 +125,8 @@ def speeds_of(config: RunConfig, given: Given) -> tuple[Speeds, list[str]]:
         mean = np.minimum(lengths, config.grpo.max_new_tokens).mean()
         step_s = values["step_s"] + slots * values["row_s"]
         values["train_s"] = float(batch * mean * step_s / (slots * config.rollout.replicas))
-        told.append(f"guessed: train_s {values['train_s']:.4g}, as long as the engines need with all slots busy")
-    return Speeds(slots=slots, lengths=lengths, **values), told
+        remarks.append(f"guessed: train_s {values['train_s']:.4g}, as long as the engines need with all slots busy")
+    return ServiceSpeeds(slots=slots, lengths=lengths, **values), remarks
 
 
 def read_lengths(given: str) -> NDArray[np.int64]:

@@ -60,3 +60,10 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     """Run it to its end. Raises: its error; Deadlock."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(work)
+
+
+async def passed(seconds: float) -> None:
+    """Let virtual seconds pass."""
+    over = asyncio.Event()
+    asyncio.get_running_loop().call_later(seconds, over.set)
+    await over.wait()

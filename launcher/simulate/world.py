@@ -26,7 +26,7 @@ from coordinator.schedule.choice import bounds_of, chosen
 from coordinator.schedule.sync import SyncSchedule
 from coordinator.sync.weight_sync import WeightSync
 from launcher.simulate.engine import SimulatedReplica
-from launcher.simulate.virtual_loop import Inline, run
+from launcher.simulate.virtual_loop import Inline, passed, run
 from servicekit.stopwatch import Stopwatch
 from tandem_clients.flow import Group, GroupScores, Prompt, Sample, Sampling, SyncResult, TrainBatch, TrainResult
 from tandem_clients.trainer import Trainer
@@ -35,7 +35,7 @@ from tandem_files.ledger.reading import LedgerContent
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speeds:
+class ServiceSpeeds:
     """How fast the modelled services are.
 
     Attributes:
@@ -113,7 +113,7 @@ class _World:
     """The services, and what is measured."""
 
     config: RunConfig
-    speeds: Speeds
+    speeds: ServiceSpeeds
     version: int = 0
     replicas: list[SimulatedReplica] = field(default_factory=list)
     iterations: list[_Iteration] = field(default_factory=list)
@@ -139,8 +139,8 @@ class _World:
     def serving(self) -> Sequence[SimulatedReplica]:
         return self.replicas
 
-    async def score(self, groups: Sequence[Group]) -> GroupScores:
-        await asyncio.sleep(self.speeds.reward_s)
+    async def score(self, groups: Sequence[Group], *, is_batch: bool = True) -> GroupScores:
+        await passed(self.speeds.reward_s)
         size = self.config.grpo.group_size
         rewards_PG = np.tile(np.arange(size, dtype=np.float64), (len(groups), 1))
         self.iterations.append(_Iteration())
@@ -149,7 +149,7 @@ class _World:
 
     async def train_step(self, batch: TrainBatch, sent: asyncio.Event) -> TrainResult:
         sent.set()
-        await asyncio.sleep(self.speeds.train_s)
+        await passed(self.speeds.train_s)
         now = self.iterations[-1]
         for sample in [sample for update in batch.updates for sample in update]:
             self._count(sample, batch.policy_version, now.ages)
@@ -174,7 +174,7 @@ class _World:
         stops = self.config.sync.install == "in_place" or self.config.schedule.kind != "async"
         for replica in self.replicas if stops else ():
             replica.pause(True)
-        await asyncio.sleep(self.speeds.sync_s)
+        await passed(self.speeds.sync_s)
         for replica in self.replicas:
             replica.flip(version)
             replica.pause(False)
@@ -192,7 +192,7 @@ class _World:
             await replica.close()
 
 
-def simulate(config: RunConfig, speeds: Speeds, iterations: int, name: str) -> Figures:
+def simulate(config: RunConfig, speeds: ServiceSpeeds, iterations: int, name: str) -> Figures:
     """Run so many iterations of a configuration's schedule, and some around them that do not count."""
     around = config.schedule.max_staleness + 2
     config = config.model_copy(update={"run": config.run.model_copy(update={"iterations": iterations + 2 * around})})

@@ -11,6 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 # Padded keys of a chunk: 64 Ki tokens x 8 key heads x 128 x 4 bytes = 256 MiB for K, the same for V; a layer at a time.
 MAX_CHUNK_KEYS = 65536
+# Padding that costs as much as another call, in keys.
+MAX_CHUNK_PADDING = 1024
 # Elements of a chunk's mask [N, Q, K]; a single sequence beyond it goes to the upstream code, which needs no mask.
 MAX_CHUNK_MASK = 1 << 24
 
@@ -34,13 +36,15 @@ def plan_chunks(lengths: list[int], queries: list[int]) -> list[list[int]]:
     """
     chunks: list[list[int]] = []
     current: list[int] = []
-    longest_q = 0
+    longest_q = total = 0
     for row in sorted(range(len(lengths)), key=lambda i: (lengths[i], queries[i])):
         num, longest_q = len(current) + 1, max(longest_q, queries[row])
         keys = num * lengths[row]  # ascending order: this one is the chunk's longest
-        if current and (keys > MAX_CHUNK_KEYS or keys * longest_q > MAX_CHUNK_MASK):
+        total += lengths[row]
+        is_large = keys > MAX_CHUNK_KEYS or keys * longest_q > MAX_CHUNK_MASK
+        if current and (is_large or keys - total > MAX_CHUNK_PADDING):
             chunks.append(current)
-            current, longest_q = [], queries[row]
+            current, longest_q, total = [], queries[row], lengths[row]
         current.append(row)
     if current:
         chunks.append(current)

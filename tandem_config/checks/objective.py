@@ -125,6 +125,18 @@ def _nothing_is_older(config: RunConfig) -> ConfigProblem | None:
     )
 
 
+@check("schedule.kind", "grpo.zero_variance")
+def _others_are_under_way(config: RunConfig) -> ConfigProblem | None:
+    if config.grpo.zero_variance != "replace" or config.schedule.kind == "async":
+        return None
+    return problem(
+        "grpo.zero_variance",
+        "replace",
+        f"needs further groups, which schedule.kind: {config.schedule.kind} does not generate",
+        "set schedule.kind: async, or grpo.zero_variance: drop",
+    )
+
+
 @check("schedule.kind", "sync.pause")
 def _generation_continues_in_a_sync(config: RunConfig) -> ConfigProblem | None:
     if config.schedule.kind != "async" or config.sync.pause != "drain":
@@ -133,7 +145,8 @@ def _generation_continues_in_a_sync(config: RunConfig) -> ConfigProblem | None:
         "sync.pause",
         "drain",
         "would let each weight sync wait for all completions under way, which schedule.kind: async has at any time",
-        "leave it out (keep_kv), or set abort_requeue: completions continue with the new weights' own KV cache",
+        "set keep_kv, the default of async (with sync.install: staged), or abort_requeue: completions continue after a "
+        "new prefill",
     )
 
 

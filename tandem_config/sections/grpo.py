@@ -89,10 +89,11 @@ class GrpoSection(Section):
         "group", "as in the GRPO paper; none avoids its bias towards easy and hard prompts"
     )
     """What centred rewards are divided by (unbiased std + 1e-6)."""
-    zero_variance: Literal["keep", "drop"] = setting(
+    zero_variance: Literal["keep", "drop", "replace"] = setting(
         "keep", "the batch keeps its size; such groups add only their entropy"
     )
-    """Groups whose rewards are all equal: train on them (zero advantage) or drop them. Counted either way."""
+    """Groups whose rewards are all equal: train on them (zero advantage), drop them, or (schedule.kind: async) train on
+    another group in the place of each, also where only the scores of reward.accuracy are equal. Counted either way."""
     truncated: Literal["keep", "mask"] = setting(
         "keep", "as in the GRPO paper; mask if long completions are not worse ones"
     )

@@ -18,7 +18,7 @@ from tandem_files.ledger.records import Record
 
 # What settles a sample; the last two say why, as in `filtered: all rewards of the group are equal`.
 FATES = ("trained", "filtered", "dropped")
-# Of so many iterations before a checkpoint the versions are known, because groups under way may be of them.
+# Iterations before a checkpoint whose versions stay known, because groups under way may be of them.
 KEPT_VERSIONS = 32
 _OPEN = 0
 # Samples of groups: the group's id -> indices, or None for all of them.
@@ -67,7 +67,7 @@ class Account:
         under_way: samples that are not settled.
         firsts: ordinal of the first prompt of each wave of which the oldest checkpoint that is kept needs groups.
         orders: of these waves, what their groups were sampled from, and the version of the policy.
-        trained: the version from which each iteration on the run's line was trained, since KEPT_VERSIONS before it.
+        trained: the version from which each iteration on the run's line was trained, from KEPT_VERSIONS before that checkpoint on.
         renamed: iterations after which a resume gave the policy another version: iteration, former version, new one.
         problems: what cannot be true of the records so far, which count as far as they can; None: one is an error.
     """

@@ -92,7 +92,7 @@ def test_ten_kills_do_not_bend_the_curve(tandem: Callable[..., Tandem], tmp_path
     struck.assert_nothing_left()
 
 
-@pytest.mark.parametrize("schedule", ["sync", "one_step_off"])
+@pytest.mark.parametrize("schedule", ["sync", "one_step_off", "async"])
 def test_kills_of_the_coordinator_cost_no_iteration_and_no_finished_group(
     tandem: Callable[..., Tandem], tmp_path: Path, schedule: str
 ) -> None:

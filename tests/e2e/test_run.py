@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem_files.ledger.reading import read_ledger
 from tests.e2e.conftest import Tandem, pid_of, rows_of, run_arguments, summary_of
 from tests.kit.folders import fill, small_disk
 
@@ -28,6 +29,23 @@ SOMETIMES = {"train_reference_s", "train_onload_s", "train_offload_s"}
 def weights(folder: Path) -> bytes:
     """The one file of weights of a Hugging Face folder."""
     return (folder / "model.safetensors").read_bytes()
+
+
+def test_replicas_generate_through_weight_syncs_with_the_asynchronous_schedule(tandem: Start, tmp_path: Path) -> None:
+    settings = {"schedule__kind": "async", "grpo__preset": "decoupled", "run__iterations": 5, "run__evaluate_every": 5}
+    run = tandem(*run_arguments("ahead", **settings))
+    assert run.wait_end(240) == 0, run.output()
+    run.assert_nothing_left()
+    folder = tmp_path / "runs" / "ahead"
+    rows, account = rows_of(folder), read_ledger(folder).account
+    ages = [row["staleness_max"] for row in rows]
+    assert ages[0] == 0
+    assert 1 <= max(ages) <= 3
+    assert (account.under_way, account.counts["begun"]) == (0, account.total("trained"))
+    assert sum(row["trained_samples"] for row in rows) == account.total("trained") == 5 * 16 * 8
+    # Trainer and engine are compared where samples are of the policy itself, and else in each 20th iteration.
+    assert rows[0]["logprob_abs_diff_max"] <= 1e-4
+    assert all((row["logprob_abs_diff_max"] is None) == (row["staleness_max"] > 0) for row in rows)
 
 
 @pytest.mark.runs("tandem run", "tandem export")

@@ -176,7 +176,7 @@ class World:
 
     # The rewards.
 
-    async def score(self, groups: Sequence[Group]) -> GroupScores:
+    async def score(self, groups: Sequence[Group], *, is_batch: bool = True) -> GroupScores:
         await asyncio.sleep(self.random.uniform(0.0, 3.0))
         draws = [random.Random(f"{group.group_id}") for group in groups]
         rewards_PG = np.array([[float(draw.random() < 0.5) for _ in range(SIZE)] for draw in draws])
@@ -205,7 +205,7 @@ class WatchedLedger(Ledger):
         young = {name for name in open_names if name in finished and self.world.age_of(finished[name]) <= most}
         restored = await super().begin(wave, prompts, order, first)
         assert young <= restored.groups.keys() or self._found.repeats[wave] >= MAX_REPEATS
-        for name in young - restored.groups.keys():
+        for name in open_names - restored.groups.keys():  # they are generated anew
             finished.pop(name, None)
         return restored
 

@@ -199,6 +199,34 @@ def test_what_a_replaced_coordinator_added_does_not_count(tmp_path: Path) -> Non
     assert ledger.problems[0].endswith("are of a coordinator that was replaced")
 
 
+def test_a_ledger_of_format_1_is_read(tmp_path: Path) -> None:
+    """Its groups belong to the iteration of their wave, filtered ones too, and say nothing of who has settled them."""
+    head = {
+        "counts": {"begun": 12, "trained": 3, "filtered: equal": 3},
+        "under_way": 6,
+        "position": {"iteration": 2, "next_prompt": 4, "step_id": "i1.s", "digest": "d", "before": ""},
+        "settled_until": 0,
+        "trained": {"1": 0},
+        "renamed": [],
+        "orders": {"1": ["o", 0], "2": ["o", 1]},
+        "groups": {
+            "i1.g0": [1, True, ["trained"] * SIZE],
+            "i1.g1": [1, True, ["filtered: equal"] * SIZE],
+            "i2.g0": [2, True, ["under way"] * SIZE],
+            "i2.g1": [2, False, ["under way"] * SIZE],
+        },
+    }
+    filtered = record("filtered", why="equal", samples={"i2.g0": None})
+    write(tmp_path, 2, filtered, format=1, account=head)
+    account = read_ledger(tmp_path).account
+    assert account.problems == []
+    assert (account.position.iteration, account.under_way, account.total("filtered")) == (2, 3, 6)
+    assert (account.settled_groups(1), account.settled_groups(2)) == ({"i1.g0", "i1.g1"}, {"i2.g0"})
+    assert account.needed_waves(1) == {2}
+    account.add(resumed(account, 0, 0))
+    assert (account.under_way, account.counts["returned"]) == (12, 3)
+
+
 @pytest.mark.parametrize(
     ("head", "why"),
     [

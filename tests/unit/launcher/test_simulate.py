@@ -13,7 +13,7 @@ from launcher.cli import app
 from launcher.simulate.command import _engine_fit, read_lengths
 from launcher.simulate.engine import SimulatedReplica
 from launcher.simulate.virtual_loop import run
-from launcher.simulate.world import Figures, Speeds, simulate
+from launcher.simulate.world import Figures, ServiceSpeeds, simulate
 from servicekit.errors import ConfigError
 from tandem_clients.flow import Group, Order, Prompt, Sampling
 from tandem_clients.sample_stream import OpenGroup
@@ -34,8 +34,10 @@ def config(kind: str, prompts: int, **schedule: Any) -> RunConfig:
     )
 
 
-def speeds(lengths: Any, *, slots: int = 16, train_s: float = 1.0, row_s: float = 0.0, sync_s: float = 0.0) -> Speeds:
-    return Speeds(
+def speeds(
+    lengths: Any, *, slots: int = 16, train_s: float = 1.0, row_s: float = 0.0, sync_s: float = 0.0
+) -> ServiceSpeeds:
+    return ServiceSpeeds(
         slots=slots,
         step_s=0.01,
         row_s=row_s,
@@ -46,7 +48,7 @@ def speeds(lengths: Any, *, slots: int = 16, train_s: float = 1.0, row_s: float 
     )
 
 
-def figures(kind: str, prompts: int, fast: Speeds, iterations: int = 6, **schedule: Any) -> Figures:
+def figures(kind: str, prompts: int, fast: ServiceSpeeds, iterations: int = 6, **schedule: Any) -> Figures:
     return simulate(config(kind, prompts, **schedule), fast, iterations, kind)
 
 
@@ -149,6 +151,7 @@ def write_config(folder: Path) -> str:
     return str(path)
 
 
+@pytest.mark.runs("tandem simulate")
 def test_the_command_prints_a_table_and_what_was_guessed(tmp_path: Path) -> None:
     given = ["simulate", "-c", write_config(tmp_path), "--lengths", "constant:50", "--iterations", "3", "--compare"]
     shown = CliRunner().invoke(app, given)
