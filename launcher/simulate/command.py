@@ -32,7 +32,7 @@ _COMPARED: Mapping[str, Mapping[str, Any]] = {
     "one_step_off": {"kind": "one_step_off"},
     "async, S=1": {"kind": "async", "max_staleness": 1},
     "async, S=2": {"kind": "async"},
-    "async, S=4": {"kind": "async", "max_staleness": 4},
+    "async, S=4, depth 2": {"kind": "async", "max_staleness": 4, "depth": 2},
     "async, S=2, tokens older than 1 dropped": {"kind": "async", "stale": "drop", "max_token_age": 1},
 }
 _WITH_CORRECTION = "grpo.preset=decoupled"

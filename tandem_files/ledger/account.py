@@ -67,7 +67,8 @@ class Account:
         under_way: samples that are not settled.
         firsts: ordinal of the first prompt of each wave of which the oldest checkpoint that is kept needs groups.
         orders: of these waves, what their groups were sampled from, and the version of the policy.
-        trained: the version from which each iteration on the run's line was trained, from KEPT_VERSIONS before that checkpoint on.
+        trained: the version from which each iteration on the run's line was trained, from KEPT_VERSIONS before that
+            checkpoint on.
         renamed: iterations after which a resume gave the policy another version: iteration, former version, new one.
         problems: what cannot be true of the records so far, which count as far as they can; None: one is an error.
     """
