@@ -118,7 +118,7 @@ class Dispatch:
         self._joiners = Joiners(rollouts.seed, order.policy_version, self._any_free, interval_s=self._patience.look_s)
         self._replicas = list(self._fleet.serving())  # that have taken part, lost ones included
         self._pending: deque[OpenGroup] = deque()
-        self._num_open = self._num_added = self._num_running = self._num_replicas = 0
+        self._num_open = self._num_added = self._num_running = self._num_replicas = self._num_reserved = 0
         self._added = asyncio.Event()
         self._running: dict[asyncio.Task[None], Lane] = {}
         self.groups: dict[str, Group] = {}
@@ -196,12 +196,14 @@ class Dispatch:
         """Give each replica a stream, first those that have failed least."""
         free = sorted(self._free(), key=lambda replica: self._failures[replica]) if self._pending else []
         self._num_replicas = len(self._running) + len(free)
-        for replica in free:
+        for number, replica in enumerate(free):
             if replica not in self._replicas:
                 self._replicas.append(replica)
                 metrics.DISPATCH_JOINERS.inc()
                 self._warn(f"{replica.name} joined and is seeded: it generates groups that were waiting")
-            lane = Lane(replica=replica, credit=self._rooms.get(replica, 0.0))
+            reserved = max(0, -(-(len(self._pending) - self._num_reserved) // (len(free) - number)))
+            self._num_reserved += reserved
+            lane = Lane(replica=replica, reserved=reserved, credit=self._rooms.get(replica, 0.0))
             task = asyncio.create_task(self._run_lane(lane), name=f"generate-{replica.name}")
             self._running[task] = lane
 
@@ -219,7 +221,7 @@ class Dispatch:
 
     async def _wait(self) -> None:
         """Wait until a stream has ended or a replica has joined; only briefly: groups may have begun to wait."""
-        joining = self._joiners.look() if self._pending else None
+        joining = self._joiners.look() if len(self._pending) > self._num_reserved else None
         tasks: set[asyncio.Task[None]] = {*self._running}
         if joining is not None:
             tasks.add(joining)
@@ -231,6 +233,7 @@ class Dispatch:
         for task in [task for task in self._running if task.done()]:
             lane = self._running.pop(task)
             self._num_running -= lane.running
+            self._num_reserved -= lane.reserved
             self._pending.extendleft(reversed(lane.open.values()))
             task.result()
         if joining is not None and joining.done():
@@ -360,26 +363,26 @@ class Dispatch:
         while len(parts) < self._most_groups and (source := lane.cut or self._pending):
             if source is self._pending and not self._may_take(lane):
                 break
-            if not (room := self._room(lane, source[0])):
+            if not (room := lane.room(source[0], self._most, self._order.sampling.max_new_tokens)):
                 lane.is_full = True
                 break
+            if source is self._pending and lane.reserved:
+                lane.reserved, self._num_reserved = lane.reserved - 1, self._num_reserved - 1
             group = source.popleft()
             taken = lane.take(group, room)
             self._num_running += len(taken)
             parts.append((group, taken))
+        self._num_reserved -= lane.reserved
+        lane.reserved = 0
         return parts
 
     def _may_take(self, lane: Lane) -> bool:
         """Whether a replica, which stays, has less than its share of the completions that run or wait."""
+        if lane.reserved or lane.replica not in self._fleet.serving() or len(self._pending) <= self._num_reserved:
+            return lane.reserved > 0 and lane.replica in self._fleet.serving()
         waiting = len(self._pending) * self._order.num_completions
         share = (waiting + self._num_running) / max(1, self._num_replicas)
-        return lane.running < share and lane.replica in self._fleet.serving()
-
-    def _room(self, lane: Lane, group: OpenGroup) -> int:
-        """Return for how many completions of a group there is room; one can run in any case."""
-        prompt_tokens = lane.prompt_tokens + (0 if group.group_id in lane.open else len(group.prompt.token_ids))
-        fit = (lane.credit - prompt_tokens) / self._order.sampling.max_new_tokens
-        return max(int(min(self._most, fit)) - lane.running, 0 if lane.running else 1)
+        return lane.running < share
 
     def _exhausted(self) -> Unavailable:
         waited = f"; none came within {self._patience.rejoin_s:g} s (rollout.rejoin_timeout_s)"

@@ -14,6 +14,7 @@ class Lane:
     """One replica's part of a dispatch.
 
     Attributes:
+        reserved: groups that wait for it to begin; others leave them to it.
         open: its groups, by id.
         cut: those of `open` of which completions wait.
         running: completions under way.
@@ -26,6 +27,7 @@ class Lane:
     """
 
     replica: Sampler
+    reserved: int = 0
     open: dict[str, OpenGroup] = field(default_factory=dict)
     cut: deque[OpenGroup] = field(default_factory=deque)
     running: int = 0
@@ -41,6 +43,16 @@ class Lane:
             self.credit, self.is_noted = load.kv_tokens or math.inf, True
         elif not load.waiting and self.is_full:
             self.credit *= 2
+
+    def room(self, group: OpenGroup, most: int, tokens: int) -> int:
+        """Return for how many completions of a group there is room; one can run in any case.
+
+        Args:
+            most: completions at a time; tokens: that each may have.
+        """
+        prompt_tokens = self.prompt_tokens + (0 if group.group_id in self.open else len(group.prompt.token_ids))
+        fit = (self.credit - prompt_tokens) / tokens
+        return max(int(min(most, fit)) - self.running, 0 if self.running else 1)
 
     def take(self, group: OpenGroup, most: int) -> list[int]:
         """Return completions of a group: they run here from now on."""

@@ -139,6 +139,7 @@ _SAMPLES = Row(
             "scoring failed or took too long, calls that were repeated.",
             increase("tandem_dropped_groups_total", "dropped groups"),
             increase("tandem_dropped_samples_total", "dropped samples"),
+            increase("tandem_masked_tokens_total", "masked tokens"),
             increase("tandem_reward_errors_total", "scoring errors, {{data}}", by="data"),
             increase("tandem_reward_timeouts_total", "scoring time-outs, {{data}}", by="data"),
             increase("tandem_generate_retries_total", "retried calls"),
