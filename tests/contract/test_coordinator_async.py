@@ -3,7 +3,6 @@
 import asyncio
 import zlib
 from collections import deque
-from typing import Any
 
 import pytest
 
@@ -43,11 +42,6 @@ def config(config: RunConfig) -> RunConfig:
     )
 
 
-def trainer(**attributes: Any) -> FakeTrainer:
-    """One whose policy has the log-probs that the fake replicas report."""
-    return FakeTrainer(own_logprob=-0.125, **attributes)
-
-
 def check_proven(environment: ServiceEnvironment, fleet: FakeFleet) -> None:
     counts = trained(fleet.trainer_service)
     assert (len(counts), set(counts.values())) == (ITERATIONS * PROMPTS * SIZE, {1})
@@ -57,7 +51,7 @@ def check_proven(environment: ServiceEnvironment, fleet: FakeFleet) -> None:
 
 
 async def test_every_sample_is_trained_once_and_young(config: RunConfig, environment: ServiceEnvironment) -> None:
-    async with announced_fleet(environment.redis_url, environment.run_id, trainer()) as fleet:
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
         assert await attempt(config, environment, resume=False) == 0
     check_proven(environment, fleet)
     assert set(asked(fleet)) == set(range(1, ITERATIONS + 1)), "nothing begins that no iteration would train"
@@ -67,7 +61,7 @@ async def test_every_sample_is_trained_once_and_young(config: RunConfig, environ
 async def test_replicas_generate_as_far_ahead_as_the_pipeline_has_room(
     config: RunConfig, environment: ServiceEnvironment
 ) -> None:
-    async with announced_fleet(environment.redis_url, environment.run_id, trainer()) as fleet:
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
 
         async def until_they_are_ahead(step: int) -> None:
             async with asyncio.timeout(10.0):
@@ -85,7 +79,7 @@ async def test_a_group_that_is_slow_does_not_hold_the_trainer(
     config: RunConfig, environment: ServiceEnvironment
 ) -> None:
     """A replica holds what it was given; within the window the other's groups are trained meanwhile."""
-    async with announced_fleet(environment.redis_url, environment.run_id, trainer()) as fleet:
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
         slow = fleet.rollout_services[0]
         for rollout in fleet.rollout_services:
             rollout.kv_tokens = 16  # a group at a time
@@ -106,13 +100,13 @@ async def test_a_run_that_lost_its_trainer_loses_no_finished_group_of_a_known_po
     config: RunConfig, environment: ServiceEnvironment
 ) -> None:
     faults = deque([None, None, None, NotFinite("planted")])
-    async with announced_fleet(environment.redis_url, environment.run_id, trainer(faults=faults)) as fleet:
+    async with announced_fleet(environment.redis_url, environment.run_id, FakeTrainer(faults=faults)) as fleet:
         assert await attempt(config, environment, resume=False) == 1
     assert [row["iteration"] for row in rows(environment)] == [1, 2, 3]
     kept = fleet.trainer_service.steps[:2]
 
     again = launched_again(environment, "t2")
-    async with announced_fleet(again.redis_url, again.run_id, trainer(policy_version=2)) as fleet:
+    async with announced_fleet(again.redis_url, again.run_id, FakeTrainer(policy_version=2)) as fleet:
         assert await attempt(config, again) == 0
         generated = asked(fleet)
     fleet.trainer_service.steps[:0] = kept
@@ -129,7 +123,7 @@ async def test_a_crash_of_the_coordinator_costs_no_finished_group(
         if result.group_id.startswith("i4.g3."):
             raise InvalidRequest("planted")
 
-    async with announced_fleet(environment.redis_url, environment.run_id, trainer()) as fleet:
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
         for rollout in fleet.rollout_services:
             rollout.groups_per_response, rollout.damage = 1, refuse
         assert await attempt(config, environment, resume=False) == 1
@@ -156,7 +150,7 @@ async def test_a_replica_that_fails_is_tried_again_after_the_next_step(
             left -= 1
             raise Unavailable("planted")
 
-    async with announced_fleet(environment.redis_url, environment.run_id, trainer()) as fleet:
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
         failing = fleet.rollout_services[0]
         failing.damage = fail
         assert await attempt(config, environment, resume=False) == 0
@@ -170,7 +164,7 @@ async def test_a_stop_waits_for_the_step_and_not_for_the_generation_beside_it(
     config: RunConfig, environment: ServiceEnvironment
 ) -> None:
     stop = asyncio.Event()
-    async with announced_fleet(environment.redis_url, environment.run_id, trainer()) as fleet:
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
 
         async def hold_and_stop(step: int) -> None:
             if step == 3:
@@ -196,7 +190,7 @@ async def test_a_resume_may_change_the_schedule(
 ) -> None:
     kinds = [first, "async"] if is_last else ["async", first]
     stop = asyncio.Event()
-    async with announced_fleet(environment.redis_url, environment.run_id, trainer()) as fleet:
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
 
         async def stop_at(step: int) -> None:
             if step == 3:
@@ -214,7 +208,7 @@ async def test_a_resume_may_change_the_schedule(
 
 async def test_a_resume_may_change_the_size_of_iterations(config: RunConfig, environment: ServiceEnvironment) -> None:
     stop = asyncio.Event()
-    async with announced_fleet(environment.redis_url, environment.run_id, trainer()) as fleet:
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
 
         async def stop_at(step: int) -> None:
             if step == 3:
@@ -235,7 +229,7 @@ async def test_evaluations_beside_training_are_of_the_current_policy(
     config: RunConfig, environment: ServiceEnvironment
 ) -> None:
     config = with_settings(config, evaluation={"concurrent": True}, run={"evaluate_every": 2})
-    async with announced_fleet(environment.redis_url, environment.run_id, trainer()) as fleet:
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
         assert await attempt(config, environment, resume=False) == 0
     measured = {row["iteration"]: row.get("eval/heldout/policy_version") for row in rows(environment)}
     assert measured == {1: None, 2: None, 3: 2, 4: None, 5: 4, 6: 6}
@@ -248,7 +242,7 @@ async def test_tokens_that_are_too_old_are_left_out_and_counted(
 ) -> None:
     """Each completion of the fake is of one version, so that one of two versions before is left out as a whole."""
     config = with_settings(config, schedule={"stale": stale, "max_token_age": 1})
-    async with announced_fleet(environment.redis_url, environment.run_id, trainer()) as fleet:
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
         steps = fleet.trainer_service.steps
 
         async def until_ahead(step: int) -> None:
@@ -274,7 +268,7 @@ async def test_a_group_of_equal_rewards_is_replaced_by_one_other(
             one.token_ids_u32 = bytes([one.token_ids_u32[0] ^ 1]) + one.token_ids_u32[1:]
 
     config = with_settings(config, grpo={"zero_variance": "replace"})
-    async with announced_fleet(environment.redis_url, environment.run_id, trainer()) as fleet:
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
         for rollout in fleet.rollout_services:
             rollout.first_skill, rollout.damage = 2.0, spoil_one
         assert await attempt(config, environment, resume=False) == 0
@@ -291,7 +285,7 @@ async def test_a_group_of_equal_rewards_is_replaced_by_one_other(
 
 async def test_a_task_without_differences_ends_by_name(config: RunConfig, environment: ServiceEnvironment) -> None:
     config = with_settings(config, grpo={"zero_variance": "replace"})
-    async with announced_fleet(environment.redis_url, environment.run_id, trainer()) as fleet:
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
         for rollout in fleet.rollout_services:
             rollout.first_skill, rollout.skill_per_version = 2.0, 0.0
         assert await attempt(config, environment, resume=False) == 1

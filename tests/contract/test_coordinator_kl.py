@@ -20,7 +20,7 @@ async def test_kl_is_taken_off_the_rewards_that_are_trained_on(
     # so much that the rewards, 0 to 1, are next to nothing beside it
     kl = {"kl_coefficient": 4000.0, "kl_in": "reward", "kl_estimator": "k1", "advantage_std": "none"}
     config = with_settings(config, grpo=kl, run={"iterations": 2})
-    trainer = FakeTrainer(reference_logprob=-1.25)
+    trainer = FakeTrainer(reference_logprob=-1.25, own_logprob=-1.0)
     async with announced_fleet(environment.redis_url, environment.run_id, trainer):
         assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 0
     samples = config.grpo.prompts_per_iteration * config.grpo.group_size

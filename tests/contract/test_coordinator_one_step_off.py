@@ -76,7 +76,7 @@ async def test_trainer_and_engine_are_compared_apart_from_time_to_time(
     config: RunConfig, environment: ServiceEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sync, "COMPARE_EVERY", 3)
-    trainer = FakeTrainer(own_logprob=-0.125)
+    trainer = FakeTrainer()
     async with announced_fleet(environment.redis_url, environment.run_id, trainer) as fleet:
         assert await attempt(config, environment, resume=False) == 0
     table = rows(environment)

@@ -51,7 +51,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
     tensor_parallel: int = 2
     logprob_diff: float = 1e-6
     compute_s: float = 0.002
-    own_logprob: float = -1.0
+    own_logprob: float = -0.125  # as the fake replicas report
     reference_logprob: float | None = None
     measured: list[tuple[int, bool]] = field(default_factory=list)
     faults: deque[TandemError | None] = field(default_factory=deque)
