@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.app import conduct
 from servicekit.environment import ServiceEnvironment
-from servicekit.errors import InvalidRequest, NotFinite, Unavailable
+from servicekit.errors import InvalidRequest, NotFinite, TandemError, Unavailable
 from servicekit.rpc.arrays import read_array
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_config.schema import ASYNC_SYNC, RunConfig
@@ -99,7 +99,7 @@ async def test_a_group_that_is_slow_does_not_hold_the_trainer(
 async def test_a_run_that_lost_its_trainer_loses_no_finished_group_of_a_known_policy(
     config: RunConfig, environment: ServiceEnvironment
 ) -> None:
-    faults = deque([None, None, None, NotFinite("planted")])
+    faults: deque[TandemError | None] = deque([None, None, None, NotFinite("planted")])
     async with announced_fleet(environment.redis_url, environment.run_id, FakeTrainer(faults=faults)) as fleet:
         assert await attempt(config, environment, resume=False) == 1
     assert [row["iteration"] for row in rows(environment)] == [1, 2, 3]
