@@ -378,11 +378,11 @@ class Dispatch:
 
     def _may_take(self, lane: Lane) -> bool:
         """Whether a replica, which stays, has less than its share of the completions that run or wait."""
-        if lane.reserved or lane.replica not in self._fleet.serving() or len(self._pending) <= self._num_reserved:
-            return lane.reserved > 0 and lane.replica in self._fleet.serving()
+        if lane.replica not in self._fleet.serving():
+            return False
         waiting = len(self._pending) * self._order.num_completions
         share = (waiting + self._num_running) / max(1, self._num_replicas)
-        return lane.running < share
+        return lane.reserved > 0 or (len(self._pending) > self._num_reserved and lane.running < share)
 
     def _exhausted(self) -> Unavailable:
         waited = f"; none came within {self._patience.rejoin_s:g} s (rollout.rejoin_timeout_s)"

@@ -22,6 +22,7 @@ from coordinator.sync.publish_attempt import is_retriable
 from coordinator.sync.weight_sync import WeightSync
 from servicekit.errors import TandemError
 from servicekit.lifecycle.background import BackgroundTask
+from servicekit.lifecycle.tasks import first_of
 from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
 from tandem_clients.flow import (
@@ -250,17 +251,21 @@ class SyncSchedule:
 
         Both have the record's version. It costs one short generation.
         """
-        if record.step is None or not record.is_stale or not (is_due or record.iteration % COMPARE_EVERY == 0):
+        is_due = is_due or record.iteration % COMPARE_EVERY == 0
+        if record.step is None or not record.is_stale or not is_due or self.ending.is_set():
             return record
         prompts = {f"compare{place}": group.prompt for place, group in enumerate(record.generation.groups[:COMPARED])}
         sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, COMPARED_TOKENS))
         order = replace(self._order(record.policy_version), num_completions=1, sampling=sampling)
         try:
             with watch.part("evaluate"):
-                generation = await self.rollouts.generate(prompts, order)
-                return replace(record, compared=await steps.measure_mismatch(self.trainer, generation))
+                generating = self.rollouts.generate(prompts, order)
+                first = await first_of({"generation": generating, "ending": self.ending})
+                if first.name == "ending":  # the finished step must not wait for replicas
+                    return record
+                return replace(record, compared=await steps.measure_mismatch(self.trainer, first.value))
         except TandemError as error:
-            log.warning("trainer and engine not compared", error=str(error))
+            self.rollouts.warn(f"iteration {record.iteration}: trainer and engine were not compared: {error}")
             return record
 
     async def close(self) -> None:

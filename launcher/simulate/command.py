@@ -126,6 +126,9 @@ def speeds_of(config: RunConfig, given: Given) -> tuple[ServiceSpeeds, list[str]
         step_s = values["step_s"] + slots * values["row_s"]
         values["train_s"] = float(batch * mean * step_s / (slots * config.rollout.replicas))
         remarks.append(f"guessed: train_s {values['train_s']:.4g}, as long as the engines need with all slots busy")
+    if not all(map(math.isfinite, values.values())) or values["step_s"] + values["row_s"] <= 0:
+        shown = ", ".join(f"{name} {value:g}" for name, value in values.items())
+        raise ConfigError(f"{shown}: need finite seconds, and a step that takes some (--step-ms, --row-ms)")
     return ServiceSpeeds(slots=slots, lengths=lengths, **values), remarks
 
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from servicekit.lifecycle.tasks import cancel, first_of
+from servicekit.lifecycle.tasks import Wait, cancel, first_of
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_clients.flow import Completion, Order
 from tandem_clients.sample_stream import News, OpenGroup, SampleStream
@@ -62,12 +62,17 @@ class SimulatedReplica:
     @asynccontextmanager
     async def sampling(self, order: Order, *, timeout_s: float, newer: bool = False) -> AsyncIterator[SampleStream]:
         """As tandem_clients.replica.Replica."""
-        if self._work is None:
-            self._work = asyncio.create_task(self._run(), name=self.name)
+        self.working()
         stream = _Stream(self, order)
         yield stream
         self._running = [job for job in self._running if job.stream is not stream]
         heapq.heapify(self._running)
+
+    def working(self) -> "asyncio.Task[None]":
+        """Return the engine's task, which ends with an error only."""
+        if self._work is None:
+            self._work = asyncio.create_task(self._run(), name=self.name)
+        return self._work
 
     async def status(self, *, timeout_s: float) -> object:
         """It is there."""
@@ -171,7 +176,8 @@ class _Stream(SampleStream):
             ended, self._ended = self._ended, []
             whole = list(dict.fromkeys(group for group in ended if group.is_whole()))
             yield News(whole=whole, aborted=[], num_ended=len(ended), engine_s=0.0, load=load)
-            await first_of({"news": self._news}, timeout_s=max(0.0, due_s - loop.time()))
+            waits: dict[str, Wait] = {"news": self._news, "engine": self._replica.working()}
+            await first_of(waits, timeout_s=max(0.0, due_s - loop.time()))
             load = None
             if loop.time() >= due_s - 1e-6:  # a timer may be early by the resolution of the clock
                 load, due_s = self._replica.load(), loop.time() + NEWS_S

@@ -108,7 +108,9 @@ class ScheduleSection(Section):
     (grpo.logprob_diff_stop, _limit) each 20 iterations on a few completions."""
     depth: PositiveInt = setting(1, "the trainer has its next batch when it is ready for it", "iterations")
     """async: iterations of finished groups that may wait for the trainer; while so many do, no others begin."""
-    max_staleness: PositiveInt = setting(2, "both sides are busy where a batch is four times the running ones")
+    max_staleness: Annotated[int, Field(ge=1, le=16)] = setting(
+        2, "both sides are busy where a batch is four times the running ones"
+    )
     """async, S: iterations of groups that may be under way besides the one that is trained. A group is trained with a
     policy at most S + ceil((W - 1) / P) versions newer than the one that it began with; W: window, P:
     grpo.prompts_per_iteration."""

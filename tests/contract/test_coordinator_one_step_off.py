@@ -176,8 +176,9 @@ async def test_what_fails_beside_the_trainer_is_generated_after_its_step(
 
 
 async def test_a_stop_waits_for_the_step_and_not_for_the_generation_beside_it(
-    config: RunConfig, environment: ServiceEnvironment
+    config: RunConfig, environment: ServiceEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sync, "COMPARE_EVERY", 3)  # nor for completions that trainer and engine would be compared by
     stop = asyncio.Event()
     async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
 
