@@ -113,13 +113,15 @@ class SampleStream:
         call: of grpc.aio.
         timeout_s: the replica is given up if it brings no token for so long.
         newer: the policy may be newer than the order's version, and change within a completion.
+    Attributes:
+        read_s: the loop's time of the last news.
     """
 
     def __init__(self, name: str, call: Any, order: Order, timeout_s: float, *, newer: bool = False) -> None:
         self._name, self._call, self._order, self._timeout_s = name, call, order, timeout_s
         self._highest = None if newer else order.policy_version
         self._open: dict[str, OpenGroup] = {}
-        self._written_s = 0.0
+        self._written_s = self.read_s = 0.0
         self._writes = asyncio.Lock()
 
     async def begin(self) -> None:
@@ -175,10 +177,11 @@ class SampleStream:
                 ) from None
             if not isinstance(response, pb.GenerateResponse):  # the end
                 return
+            self.read_s = clock()
             if response.groups:
-                due_s = clock() + self._timeout_s
+                due_s = self.read_s + self._timeout_s
             yield self._read(response)
-            if clock() - self._written_s > RENEW_S:
+            if self.read_s - self._written_s > RENEW_S:
                 await self._write(pb.GenerateRequest())
 
     def _read(self, response: pb.GenerateResponse) -> News:

@@ -305,24 +305,22 @@ class Dispatch:
             group.stop(group.running, keep=self._order.sampling.can_continue)
 
     async def _sample(self, lane: Lane) -> None:
-        seen_s, clock = 0.0, asyncio.get_running_loop().time
-        looked_s = clock()
+        seen_s, looked_s = 0.0, asyncio.get_running_loop().time()
         sampling = lane.replica.sampling(self._order, timeout_s=self._timeout_s, newer=self._lasts)
         async with sampling as stream, BackgroundTask(partial(self._feed, lane, stream)) as feeding:
             async for news in stream.news():
-                for failed in [task for task in feeding.tasks() if task.done()]:
-                    failed.result()
                 self._engine_s[lane.replica.name] += news.engine_s - seen_s
                 seen_s = news.engine_s
-                now_s = clock()
-                self._running_s += (now_s - looked_s) * min(lane.running, self._slots)
-                looked_s = now_s
+                running = lane.running if lane.running < self._slots else self._slots
+                self._running_s += (stream.read_s - looked_s) * running
+                looked_s = stream.read_s
                 for group in news.whole:
                     lane.close(group)
                     self._keep(group.group())
                 for group in news.aborted:
                     self._return(lane, group)
                 if news.load is not None:
+                    feeding.check()
                     lane.note(news.load)
                     self._rooms[lane.replica] = news.load.kv_tokens or math.inf
                 lane.running -= news.num_ended

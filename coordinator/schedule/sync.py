@@ -198,7 +198,7 @@ class SyncSchedule:
             sync=None,
             staleness=staleness_histogram(oldest_versions(generation.groups), policy_version),
             old_PG=advantages.old_PG,
-            masked_tokens=generation.num_tokens - trained.num_tokens,
+            masked_tokens=0 if trained is generation else generation.num_tokens - trained.num_tokens,
         )
 
     def check_ages(self, generation: Generation, policy_version: int) -> None:
@@ -252,7 +252,7 @@ class SyncSchedule:
         Both have the record's version. It costs one short generation.
         """
         is_due = is_due or record.iteration % COMPARE_EVERY == 0
-        if record.step is None or not record.is_stale or not is_due or self.ending.is_set():
+        if record.step is None or not record.is_stale or not is_due:
             return record
         prompts = {f"compare{place}": group.prompt for place, group in enumerate(record.generation.groups[:COMPARED])}
         sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, COMPARED_TOKENS))

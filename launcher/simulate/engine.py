@@ -174,6 +174,7 @@ class _Stream(SampleStream):
         while True:
             self._news.clear()
             ended, self._ended = self._ended, []
+            self.read_s = loop.time()
             whole = list(dict.fromkeys(group for group in ended if group.is_whole()))
             yield News(whole=whole, aborted=[], num_ended=len(ended), engine_s=0.0, load=load)
             waits: dict[str, Wait] = {"news": self._news, "engine": self._replica.working()}

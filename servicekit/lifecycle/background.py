@@ -44,6 +44,11 @@ class BackgroundTask(AbstractAsyncContextManager["BackgroundTask[T]"], Generic[T
         """Return the task that does the work; none: there is nothing to do."""
         return () if self._task is None else (self._task,)
 
+    def check(self) -> None:
+        """Raise the error of the work, if it has failed."""
+        if self._task is not None and self._task.done():
+            self._task.result()
+
     async def result(self) -> T | None:
         """Wait until the work is done. Returns: its result; None: there was none to do. Raises: its error."""
         return None if self._task is None else await self._task

@@ -137,17 +137,19 @@ def _others_are_under_way(config: RunConfig) -> ConfigProblem | None:
     )
 
 
-@check("schedule.kind", "sync.pause")
+@check("schedule.kind", "sync.pause", "grpo.stop")
 def _generation_continues_in_a_sync(config: RunConfig) -> ConfigProblem | None:
-    if config.schedule.kind != "async" or config.sync.pause != "drain":
+    pause, message = config.sync.pause, ""
+    if config.schedule.kind == "async" and pause == "drain":
+        message = "would let each weight sync wait for all completions under way; schedule.kind: async always has some"
+    elif config.schedule.kind == "async" and pause == "abort_requeue" and config.grpo.stop:
+        message = "lets completions begin anew in each weight sync with grpo.stop, so that long ones would never end"
+    if not message:
         return None
-    return problem(
-        "sync.pause",
-        "drain",
-        "would let each weight sync wait for all completions under way, which schedule.kind: async has at any time",
-        "set keep_kv, the default of async (with sync.install: staged), or abort_requeue: completions continue after a "
-        "new prefill",
-    )
+    suggestion = "set keep_kv, the default of async (with sync.install: staged)"
+    if not config.grpo.stop:
+        suggestion += ", or abort_requeue: completions continue after a new prefill"
+    return problem("sync.pause", pause, message, suggestion)
 
 
 @check("grpo.correction", "grpo.old_logprobs")

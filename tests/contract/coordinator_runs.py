@@ -93,3 +93,23 @@ def account_of(environment: ServiceEnvironment) -> Account:
     ledger = read_ledger(environment.run_dir, "t")
     assert ledger.problems == []
     return ledger.account
+
+
+async def run_until_stopped(
+    config: RunConfig, environment: ServiceEnvironment, fleet: FakeFleet, *, step: int, holds: bool = False
+) -> None:
+    """Begin a run, and ask it to end during a train step; holds: the replicas answer nothing from then on."""
+    stop = asyncio.Event()
+
+    async def ask(number: int) -> None:
+        if number == step:
+            for rollout in fleet.rollout_services if holds else ():
+                rollout.hold.clear()
+            stop.set()
+
+    fleet.trainer_service.before_step = ask
+    async with asyncio.timeout(20.0):
+        assert await conduct(config, environment, resume=False, stop=stop) == 0
+    fleet.trainer_service.before_step = None
+    for rollout in fleet.rollout_services:
+        rollout.hold.set()

@@ -5,7 +5,6 @@ from collections import deque
 
 import pytest
 
-from coordinator.app import conduct
 from coordinator.schedule import sync
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import InvalidRequest, NotFinite, Unavailable
@@ -19,6 +18,7 @@ from tests.contract.coordinator_runs import (
     groups_asked,
     launched_again,
     rows,
+    run_until_stopped,
     saved_state,
     trained,
     with_settings,
@@ -179,23 +179,10 @@ async def test_a_stop_waits_for_the_step_and_not_for_the_generation_beside_it(
     config: RunConfig, environment: ServiceEnvironment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sync, "COMPARE_EVERY", 3)  # nor for completions that trainer and engine would be compared by
-    stop = asyncio.Event()
     async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
-
-        async def hold_and_stop(step: int) -> None:
-            if step == 3:
-                for rollout in fleet.rollout_services:
-                    rollout.hold.clear()
-                stop.set()
-
-        fleet.trainer_service.before_step = hold_and_stop
-        async with asyncio.timeout(20.0):
-            assert await conduct(config, environment, resume=False, stop=stop) == 0
+        await run_until_stopped(config, environment, fleet, step=3, holds=True)
         assert saved_state(environment)["iteration"] == 3
         assert fleet.trainer_service.saved[-1].parent.name == "step-00000003"
-        fleet.trainer_service.before_step = None
-        for rollout in fleet.rollout_services:
-            rollout.hold.set()
         assert await attempt(config, environment) == 0
         assert set(trained(fleet.trainer_service).values()) == {1}
     account = account_of(environment)

@@ -142,3 +142,35 @@ def test_samples_of_an_older_policy_need_a_correction(tmp_path: Path, grpo: str,
     problems = draft_config(file, ["schedule.kind=one_step_off"]).problems
     assert [problem.key for problem in problems] == ([] if fits else ["schedule.kind"])
     assert all("grpo.preset: decoupled" in str(problem) for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (["schedule.kind=async"], None),
+        (["schedule.kind=async", "schedule.depth=2", "schedule.window=2", "schedule.max_token_age=1"], None),
+        (["schedule.kind=async", "schedule.depth=3"], "schedule.depth"),
+        (["schedule.kind=async", "schedule.window=2.1"], "schedule.window"),
+        (["schedule.kind=async", "schedule.max_staleness=0"], "schedule.max_staleness"),
+        (["schedule.kind=async", "schedule.max_staleness=17"], "schedule.max_staleness"),
+        (["schedule.kind=async", "schedule.stale=wait", "schedule.max_token_age=1"], "schedule.max_token_age"),
+        (["schedule.kind=async", "sync.pause=drain"], "sync.pause"),
+        (["schedule.kind=async", "sync.pause=abort_requeue"], None),
+        (["schedule.kind=async", "sync.pause=abort_requeue", "grpo.stop=[END]"], "sync.pause"),
+        (["schedule.kind=async", "grpo.zero_variance=replace"], None),
+        (["schedule.kind=one_step_off", "grpo.zero_variance=replace"], "grpo.zero_variance"),
+        (["schedule.kind=one_step_off", "schedule.window=0.5"], "schedule.window"),
+        (["schedule.max_token_age=3"], "schedule.max_token_age"),
+    ],
+)
+def test_what_async_cannot_do_or_others_do_not_read_is_named(
+    tmp_path: Path, settings: list[str], key: str | None
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "model: {path: model}\ndata: {train: t.jsonl}\ngrpo: {preset: decoupled, prompts_per_iteration: 64}\n"
+    )
+    draft = draft_config(file, settings)
+    assert [problem.key for problem in draft.problems] == ([] if key is None else [key])
+    if draft.config is not None and draft.config.schedule.kind == "async" and "sync.pause" not in str(settings):
+        assert (draft.config.sync.install, draft.config.sync.pause) == ("staged", "keep_kv")

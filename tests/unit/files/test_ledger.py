@@ -199,6 +199,27 @@ def test_what_a_replaced_coordinator_added_does_not_count(tmp_path: Path) -> Non
     assert ledger.problems[0].endswith("are of a coordinator that was replaced")
 
 
+def test_a_step_may_take_groups_of_several_waves_and_a_resume_takes_back_those_of_later_steps() -> None:
+    account = Account()
+    account.add(begun(1, 0, ["i1.g0", "i1.g1"]))
+    account.add(begun(2, 2, ["i2.g0", "i2.g1"]))
+    account.add(record("finished", groups=["i1.g0", "i1.g1", "i2.g0", "i2.g1"]))
+    account.add(step(account, 1, {"i1.g0": None, "i2.g0": None}))
+    digest = account.position.digest
+    account.add(step(account, 2, {"i1.g1": None, "i2.g1": None}))
+    assert account.needed_waves(1) == {1, 2}
+    again = Account()
+    again.add(record("segment", **HEAD | {"account": json.loads(json.dumps(account.snapshot(1)))}))
+    for one in (account, again):
+        one.add(resumed(one, 1, 0, digest, wave=1))
+        assert (one.settled_groups(1), one.settled_groups(2)) == ({"i1.g0"}, {"i2.g0"})
+        assert (one.under_way, one.total("trained"), one.counts["returned"]) == (6, 6, 6)
+        one.add(record("continued", iteration=1, first=0, prompts=2, order="o", version=1, groups=["i1.g1"]))
+        one.add(record("continued", iteration=2, first=2, prompts=2, order="o", version=1, groups=["i2.g1"]))
+        one.add(step(one, 2, {"i1.g1": None, "i2.g1": None}))
+        assert (one.under_way, one.position.next_prompt) == (0, 4)
+
+
 def test_a_ledger_of_format_1_is_read(tmp_path: Path) -> None:
     """Its groups belong to the iteration of their wave, filtered ones too, and say nothing of who has settled them."""
     head = {
