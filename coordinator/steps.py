@@ -5,6 +5,7 @@ generate/dispatch.py, 4 is learn/scoring.py, 3 and 9 run in the rollout services
 prompt, S samples, T completion tokens of all samples.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -20,9 +21,11 @@ from tandem_clients.flow import (
     AdvantageResult,
     Divergence,
     Generation,
+    Group,
     GroupScores,
     Prompt,
     TrainBatch,
+    policy_tokens,
 )
 from tandem_clients.trainer import Trainer
 from tandem_config.schema import GrpoSection
@@ -42,12 +45,13 @@ def check_staleness(generation: Generation, policy_version: int, max_staleness: 
         raise WrongVersion(f"{len(stale)} samples are older than version {policy_version}; the first is {stale[0]}")
 
 
-async def measure_mismatch(trainer: Trainer, generation: Generation) -> dict[str, float]:
-    """Measure |log pi_trainer - log pi_engine| on completions of the trainer's present policy; in nats."""
-    shape = (len(generation.groups), len(generation.groups[0].completions))
-    samples = select_samples(generation.groups, np.zeros(shape), np.zeros(shape[0], np.bool_), truncated="keep")
-    engine_T = np.concatenate([np.asarray(sample.completion.logprobs, np.float32) for sample in samples])
-    differences = np.abs(await trainer.logprobs(samples) - engine_T)
+async def measure_mismatch(trainer: Trainer, groups: Sequence[Group]) -> dict[str, float]:
+    """Measure |log pi_trainer - log pi_engine| on tokens of the trainer's present policy; in nats."""
+    shape = (len(groups), len(groups[0].completions))
+    samples = select_samples(groups, np.zeros(shape), np.zeros(shape[0], np.bool_), truncated="keep")
+    counts_T = np.frombuffer(policy_tokens(samples), np.uint8).astype(np.bool_)
+    engine_T = np.concatenate([np.asarray(sample.completion.logprobs, np.float32) for sample in samples])[counts_T]
+    differences = np.abs((await trainer.logprobs(samples))[counts_T] - engine_T)
     known = differences[np.isfinite(engine_T)]
     figures = {"mean": known.mean(), "p999": np.quantile(known, 0.999), "max": known.max()} if known.size else {}
     return {f"logprob_abs_diff_{name}": float(value) for name, value in figures.items()} | {

@@ -141,6 +141,8 @@ class Generation:
     slots: int = 0
     # Finished groups that wait for a later step.
     waiting: int = 0
+    # Tokens after which completions continued elsewhere, or after a pause that had aborted them.
+    resumed_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -355,8 +357,9 @@ class IterationRecord:
     # None: nothing to train on.
     step: TrainResult | None
     sync: SyncResult | None
-    # Samples by age in versions.
+    # Samples by age in versions; mean age of a token, and of the oldest one before it in its completion.
     staleness: Mapping[int, int]
+    mean_ages: tuple[float, float] = (0.0, 0.0)
     # What is taken off the rewards; None: nothing is.
     divergence: Divergence | None = None
     # Differences of trainer and engine that were measured apart; None: none were.

@@ -121,6 +121,15 @@ METRICS = (
            exported="tandem_generate_retries_total", less=True),
     Metric("run", "staleness_max", "", "Age of the oldest sample of the last iteration, in versions.",
            exported="tandem_staleness_versions"),
+    Metric("run", "token_age_mean", "", "Mean age of a completion token in the last iteration, in versions: from the "
+           "policy that sampled it to the one that trained on it.", "Token age", "tandem_token_age_versions"),
+    Metric("run", "context_age_mean", "", "The same of the oldest token before it in its completion: with sync.pause: "
+           "keep_kv the KV cache of its context is that old.", exported="tandem_context_age_versions"),
+    Metric("run", "flip_abs_diff_mean", "nats", "Mean |log pi_trainer - log pi_engine| of tokens that new weights have "
+           "sampled in a completion of old ones; measured each 20 iterations (schedule.kind: async).",
+           exported="tandem_flip_abs_diff_mean"),
+    Metric("run", "resumed_tokens", "tokens", "Tokens after which completions continued on another replica, or after "
+           "a pause that had aborted them; they were not sampled again.", exported="tandem_resumed_tokens_total"),
     Metric("run", "policy_shift_mean", "nats", "Mean |log pi_trainer - log pi_engine| where samples are of an older "
            "policy; the mismatch is measured each 20 iterations then.", "Policy shift", "tandem_policy_shift_mean"),
     Metric("run", "trainer_idle_ratio", "share", "Share of the last iteration in which the trainer computed nothing.",

@@ -111,7 +111,7 @@ class Dispatch:
         self._fleet, self._patience, self._warn = rollouts.fleet, rollouts.patience, rollouts.warn
         self._rooms = rollouts.rooms
         self._timeout_s, self._slots = rollouts.timeout_s, rollouts.slots
-        self._running_s = 0.0
+        self._running_s, self._resumed_tokens = 0.0, 0
         self._most_groups = rollouts.max_groups_per_call
         self._most = min(self._most_groups * order.num_completions, MAX_COMPLETIONS_PER_CALL)
         self._order, self._lasts = order, lasts
@@ -175,6 +175,7 @@ class Dispatch:
         errors, self._shown_errors = tuple(map(str, self._shown_errors.values())), {}
         failures, self._num_failures = self._num_failures, 0
         running_s, self._running_s = self._running_s, 0.0
+        resumed_tokens, self._resumed_tokens = self._resumed_tokens, 0
         return Generation(
             groups=tuple(groups),
             engine_s=engine_s,
@@ -182,6 +183,7 @@ class Dispatch:
             call_errors=errors,
             running_s=running_s,
             slots=self._slots * len(self._fleet.serving()),
+            resumed_tokens=resumed_tokens,
         )
 
     async def _work(self) -> None:
@@ -368,6 +370,8 @@ class Dispatch:
                 lane.reserved, self._num_reserved = lane.reserved - 1, self._num_reserved - 1
             group = source.popleft()
             taken = lane.take(group, room)
+            if group.found:
+                self._resumed_tokens += sum(len(group.found[i].token_ids) for i in taken if i in group.found)
             self._num_running += len(taken)
             parts.append((group, taken))
         self._num_reserved -= lane.reserved

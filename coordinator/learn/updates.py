@@ -44,6 +44,28 @@ def staleness_histogram(versions: Iterable[int], current: int) -> dict[int, int]
     return dict(sorted(ages.items()))
 
 
+def mean_ages(groups: Sequence[Group], current: int) -> tuple[float, float]:
+    """Return the mean age of a token in versions: of the policy that sampled it, and of its context's oldest one.
+
+    The second is larger behind a flip that has kept the KV cache, which is of older weights then.
+
+    >>> one = Completion(token_ids=array("I", [5, 6, 7]), logprobs=array("f", 3 * [-1]), truncated=False,
+    ...                  oldest_version=6, version_spans=((1, 6), (3, 7)))
+    >>> mean_ages([Group(group_id="g", prompt=None, completions=(one,))], current=8)
+    (1.3333333333333333, 2.0)
+    """
+    own = context = num_tokens = 0
+    for group in groups:
+        for completion in group.completions:
+            begin = 0
+            for end, version in completion.version_spans:
+                own += (end - begin) * (current - version)
+                begin = end
+            context += begin * (current - completion.oldest_version)
+            num_tokens += begin
+    return own / max(num_tokens, 1), context / max(num_tokens, 1)
+
+
 def stale_samples(groups: Sequence[Group], current: int, max_staleness: int) -> list[str]:
     """Return the ids of the samples that are too old to train on; in a synchronous iteration there should be none."""
     return [

@@ -61,6 +61,9 @@ def build_row(record: IterationRecord, heldout: GroupScores | None, timing: Timi
         **_scores_row("heldout_", heldout),
         "retried_calls": record.generation.retried_calls,
         "staleness_max": max(record.staleness),
+        "token_age_mean": record.mean_ages[0],
+        "context_age_mean": record.mean_ages[1],
+        "resumed_tokens": record.generation.resumed_tokens,
         "masked_tokens": record.masked_tokens,
         "groups_waiting": record.generation.waiting,
         **_mismatch_row(record, metrics),
@@ -86,7 +89,9 @@ def _mismatch_row(record: IterationRecord, metrics: Mapping[str, float]) -> Row:
     """Take the difference between trainer and engine for what it is where samples are of an older policy."""
     names = [name for name in _TRAINER_FIELDS if name.startswith("logprob_abs_diff_")]
     shift = _finite(metrics.get("logprob_abs_diff_mean")) if record.is_stale else None
-    return {name: _finite(record.mismatch.get(name)) for name in names} | {"policy_shift_mean": shift}
+    flip = None if record.compared is None else _finite(record.compared.get("flip_abs_diff_mean"))
+    measured: Row = {name: _finite(record.mismatch.get(name)) for name in names}
+    return measured | {"policy_shift_mean": shift, "flip_abs_diff_mean": flip}
 
 
 def _scores_row(prefix: str, scored: GroupScores | None) -> Row:

@@ -126,6 +126,7 @@ class Progress:
         if record.sync is not None:
             self.note_sync(record.sync)
         self._set_position()
+        metrics.observe_ages(record.staleness)
         for kind, message in remarks(record, self.limits):
             self.warn(kind, message)
         self.note_scores("train", record.scored)

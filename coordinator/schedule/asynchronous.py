@@ -11,14 +11,16 @@ replicas    |generate ...                                    a step that is done
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from coordinator import steps
 from coordinator.data.cursor import CursorState
 from coordinator.generate.dispatch import Dispatch
 from coordinator.learn.scoring import joined
+from coordinator.learn.updates import without_tokens_before
 from coordinator.schedule.pipeline import Pipeline
-from coordinator.schedule.sync import NOTHING, SyncSchedule
+from coordinator.schedule.sync import COMPARED, NOTHING, SyncSchedule
 from servicekit.errors import Internal
 from servicekit.lifecycle.background import BackgroundTask
 from servicekit.lifecycle.tasks import cancel, first_of
@@ -95,6 +97,16 @@ class Asynchronous(SyncSchedule):
     ) -> tuple[Generation, AdvantageResult]:
         """Leave out tokens, or completions, that are older than the schedule's section allows."""
         return steps.leave_out_old(generation, result, policy_version - self.max_token_age, whole=self.drops)
+
+    def behind_flip(self, policy_version: int) -> list[Group]:
+        """Return some finished completions that this version has continued, without what others have sampled."""
+        found = (
+            replace(group, completions=(without_tokens_before(completion, policy_version),))
+            for group in self.pipeline.finished()
+            for completion in group.completions
+            if completion.oldest_version < policy_version == completion.version_spans[-1][1]
+        )
+        return list(islice(found, COMPARED))
 
     def position(self) -> CursorState:
         """Return the position of the data before the first wave with groups that no step has taken."""

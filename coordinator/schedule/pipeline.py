@@ -9,7 +9,7 @@ began with is at most S + ceil((W - 1) / P) versions old. (The window is that of
 experiments/rl/docs/windowed_fifo.md.)
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tandem_clients.flow import Group
@@ -67,6 +67,10 @@ class Pipeline:
     def num_finished(self) -> int:
         """The number of finished groups that no step has taken."""
         return self._num_finished
+
+    def finished(self) -> Iterator[Group]:
+        """Yield the finished groups that no step has taken, oldest first."""
+        return (slot.group for slot in self._line.values() if slot.group is not None)
 
     def may_begin(self, *, again: bool = False) -> bool:
         """Whether a batch of groups may begin. again: an earlier process has begun them."""

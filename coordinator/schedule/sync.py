@@ -16,7 +16,7 @@ from coordinator import steps
 from coordinator.data.cursor import CursorState, DataCursor
 from coordinator.generate.dispatch import Rollouts
 from coordinator.learn.scoring import Scorer
-from coordinator.learn.updates import oldest_versions, staleness_histogram
+from coordinator.learn.updates import mean_ages, oldest_versions, staleness_histogram
 from coordinator.ledger.ledger import Ledger, Restored
 from coordinator.sync.publish_attempt import is_retriable
 from coordinator.sync.weight_sync import WeightSync
@@ -197,6 +197,7 @@ class SyncSchedule:
             divergence=divergence,
             sync=None,
             staleness=staleness_histogram(oldest_versions(generation.groups), policy_version),
+            mean_ages=mean_ages(generation.groups, policy_version),
             old_PG=advantages.old_PG,
             masked_tokens=0 if trained is generation else generation.num_tokens - trained.num_tokens,
         )
@@ -263,10 +264,18 @@ class SyncSchedule:
                 first = await first_of({"generation": generating, "ending": self.ending})
                 if first.name == "ending":  # the finished step must not wait for replicas
                     return record
-                return replace(record, compared=await steps.measure_mismatch(self.trainer, first.value))
+                compared = await steps.measure_mismatch(self.trainer, first.value.groups)
+                if flipped := self.behind_flip(record.policy_version):
+                    measured = await steps.measure_mismatch(self.trainer, flipped)
+                    compared["flip_abs_diff_mean"] = measured["logprob_abs_diff_mean"]
+                return replace(record, compared=compared)
         except TandemError as error:
             self.rollouts.warn(f"iteration {record.iteration}: trainer and engine were not compared: {error}")
             return record
+
+    def behind_flip(self, policy_version: int) -> list[Group]:
+        """Return completions that this version has continued, without what others have sampled: there are none."""
+        return []
 
     async def close(self) -> None:
         """End what runs beside the iterations."""

@@ -89,6 +89,9 @@ SYNC_REDUNDANCY = LateGauge("tandem_weight_sync_redundancy_ratio",
     "Bytes received / bytes of the shards in the last weight sync; 1 is perfect.")
 DROPPED_PROMPTS = Gauge("tandem_dropped_prompts",
     "Prompts left out of the data, longer than data.max_prompt_tokens.", ["data"])
+SAMPLE_AGES = Counter("tandem_samples_by_age_total",
+    "Samples of finished iterations, by age in versions: from the policy that sampled their oldest token to the one "
+    "that trained on them.", ["age"])
 DISPATCH_STALLS = Counter("tandem_dispatch_stalls_total",
     "Times that dispatch waited for a replica because none was left.")
 DISPATCH_JOINERS = Counter("tandem_dispatch_joiners_total",
@@ -161,6 +164,12 @@ def observe_samples(account: Account) -> None:
     for fate in ("begun", *FATES, "returned"):
         SAMPLES.labels(fate=fate).set(account.total(fate))
     SAMPLES.labels(fate="under_way").set(account.under_way)
+
+
+def observe_ages(ages: Mapping[int, int]) -> None:
+    """Count samples by their age in versions."""
+    for age, number in ages.items():
+        SAMPLE_AGES.labels(age=str(age)).inc(number)
 
 
 def progress() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import zlib
+from array import array
 from collections import deque
 
 import pytest
@@ -10,6 +11,7 @@ from coordinator.schedule import sync
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import InvalidRequest, NotFinite, TandemError, Unavailable
 from servicekit.rpc.arrays import read_array
+from tandem_api.common.v1 import common_pb2
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_config.schema import ASYNC_SYNC, RunConfig
 from tandem_files.ledger.reading import read_ledger
@@ -171,6 +173,30 @@ async def test_a_stop_waits_for_the_step_and_not_for_the_generation_beside_it(
         assert saved_state(environment)["iteration"] == 3
         assert await attempt(config, environment) == 0
         check_proven(environment, fleet)
+
+
+async def test_tokens_behind_a_flip_are_compared_by_themselves(
+    config: RunConfig, environment: ServiceEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sync, "COMPARE_EVERY", 3)
+
+    def begin_with_an_older_version(result: rollout_pb2.GroupResult) -> None:
+        """Let each completion have one token of the version before, which no trainer would say so of."""
+        for one in result.completions if result.group_id.startswith("i") else ():
+            (span,) = one.version_spans
+            if span.policy_version:
+                one.version_spans.insert(0, common_pb2.VersionSpan(end=1, policy_version=span.policy_version - 1))
+                one.logprobs_f32 = array("f", [-50.0]).tobytes() + one.logprobs_f32[4:]
+
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
+        for rollout in fleet.rollout_services:
+            rollout.damage = begin_with_an_older_version
+        assert await attempt(with_settings(config, schedule={"depth": 3}), environment, resume=False) == 0
+    table = rows(environment)
+    measured = {row["iteration"]: row["flip_abs_diff_mean"] for row in table}
+    assert measured == {number: 0.0 if number == 3 else None for number in range(1, ITERATIONS + 1)}
+    assert all(row["context_age_mean"] >= row["token_age_mean"] for row in table)
+    assert table[-1]["context_age_mean"] > table[-1]["token_age_mean"] > 0.0
 
 
 @pytest.mark.parametrize("first", ["sync", "one_step_off"])
