@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from coordinator.checkpoints.run_checkpoints import MissedCheckpoints, RunCheckpoints
 from coordinator.checkpoints.writing import Checkpointer
 from coordinator.data.prompts import PromptSet
+from coordinator.fleet.lending import LendingFleet
 from coordinator.fleet.services import Services
 from coordinator.fleet.view import FleetView
 from coordinator.generate.dispatch import Rollouts
@@ -98,6 +99,8 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
         lead: our claim to be the run's only coordinator.
     """
     config, inputs = app.config, app.inputs
+    fleet = LendingFleet(services.fleet, keep=max(1, config.rollout.min_replicas), lent=app.observed.lent)
+    services = replace(services, fleet=fleet)
     weights = _weights(app, services, group, lead)
     rollouts = _rollouts(app, services, weights.seed_late_joiners)
     scorer = build_scorer(config, inputs.codec, app.rewards)
@@ -126,7 +129,9 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
         run_dir=app.environment.run_dir,
         # Replicas that join cannot be seeded while the trainer, which sends the weights, is at work.
         schedule=chosen(config, schedule, beside_training=_rollouts(app, services, seed=None)),
-        evaluations=_evaluations(app, services, scorer, rollouts),
+        evaluations=_evaluations(
+            app, services, scorer, rollouts, fleet if config.schedule.kind == "async" else None, progress
+        ),
         rows=rows,
         checkpoints=_checkpoints(app, services, progress, rows, ledger, leading),
         exporter=_exporter(app, services, progress),
@@ -200,7 +205,14 @@ def _exporter(app: App, services: Services, progress: Progress) -> Exporter:
     )
 
 
-def _evaluations(app: App, services: Services, scorer: Scorer, rollouts: Rollouts) -> Evaluations:
+def _evaluations(
+    app: App,
+    services: Services,
+    scorer: Scorer,
+    rollouts: Rollouts,
+    lending: LendingFleet | None,
+    progress: Progress,
+) -> Evaluations:
     config, inputs = app.config, app.inputs
     # Replicas that join cannot be seeded while the trainer, which sends the weights, is at work.
     beside = _rollouts(app, services, seed=None)
@@ -210,6 +222,8 @@ def _evaluations(app: App, services: Services, scorer: Scorer, rollouts: Rollout
         state=inputs.state,
         events=app.events,
         leaving=app.leaving,
+        lending=lending,
+        warn=progress.warn,
     )
 
 

@@ -129,6 +129,7 @@ class Run:
         finally:
             await cancel(working)
             await self.schedule.close()
+            await self.evaluations.close()
             await self.checkpoints.checkpointer.close()
             await self.schedule.ledger.close()
             await self._sinks.close()
@@ -174,6 +175,8 @@ class Run:
             await self.checkpoints.make_up()
         else:
             self.checkpoints.missed.none()
+        if self.state.evaluating < self.state.iteration:  # else it is evaluated again
+            self.evaluations.note_lost("the run was stopped before")
         await self._evaluate_at_the_start()
         await self.lead.confirm()
         self._save_state("running")
@@ -269,18 +272,26 @@ class Run:
 
     async def _iterate(self, number: int) -> None:
         watch = Stopwatch(self._part)
-        before = self.evaluations.beside(number)
-        if self._sent and before.has_work:
+        before = BackgroundTask[list[EvaluationResult] | None]() if self._sent else self.evaluations.beside(number)
+        if self._sent and self.evaluations.is_due_beside(number):
             self.progress.warn(
                 "evaluation_lost", f"the policy after iteration {number - 1} is not evaluated: it is gone"
             )
-            before = BackgroundTask()
         self._sent = ""
         record = await self.schedule.iterate(number, self.state.policy_version, watch, before)
         check_same_model(record, self.logprob_diff_stop)
         evaluated = await before.result() or []
         self._note_evaluated(evaluated, number - 1)
         evaluated, self._renewed = [*self._renewed, *evaluated], []
+        # Its policy's checkpoint must not be old when it is found to be the best.
+        is_last = self._is_over(number)
+        decides = self.evaluations.settings.best is not None and self.checkpoints.has(number, last=is_last)
+        if self.evaluations.has_apart(number, waits=is_last or decides):
+            with watch.part("evaluate"):
+                apart, evaluated_after = await self.evaluations.apart()
+                await self.schedule.seed_joiners(record.policy_version)
+            self._note_evaluated(apart, evaluated_after)
+            evaluated = [*evaluated, *apart]
         improved = False
         if self.evaluations.is_due(number, last=self._is_over(number)):
             with watch.part("evaluate"):

@@ -53,8 +53,11 @@ __all__ = [
 ]
 
 
-# Defaults with schedule.kind: async.
-ASYNC_SYNC: Mapping[str, Any] = {"install": "staged", "pause": "keep_kv"}
+# Defaults with schedule.kind: async, by section.
+ASYNC_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "sync": {"install": "staged", "pause": "keep_kv"},
+    "evaluation": {"concurrent": True},
+}
 
 
 class RunConfig(Section):
@@ -75,11 +78,13 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_for_async(cls, given: Any) -> Any:
-        """Let weights change while replicas generate with schedule.kind: async, unless `sync` says otherwise."""
-        schedule, sync = (given.get(name) for name in ("schedule", "sync")) if isinstance(given, Mapping) else (0, 0)
+        """Let nothing wait with schedule.kind: async, unless the sections say otherwise."""
+        schedule = given.get("schedule") if isinstance(given, Mapping) else None
         if not isinstance(schedule, Mapping) or schedule.get("kind") != "async":
             return given
-        return {**given, "sync": {**ASYNC_SYNC, **sync}} if isinstance(sync, Mapping) else {**given, "sync": ASYNC_SYNC}
+        sections = {name: given.get(name, {}) for name in ASYNC_DEFAULTS}
+        filled = {name: {**ASYNC_DEFAULTS[name], **own} for name, own in sections.items() if isinstance(own, Mapping)}
+        return {**given, **filled}
 
     def evaluation_sets(self) -> tuple[EvaluationSet, ...]:
         """Return the sets to evaluate: data.heldout as one called heldout, then those of evaluation.sets."""

@@ -1,14 +1,16 @@
 """Evaluations of the policy: completions of each set's prompts, scored like those of the training data."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from coordinator.generate.dispatch import Rollouts
 from coordinator.learn.estimates import Estimate, estimates
 from coordinator.learn.scoring import Scorer
 from coordinator.workers.answer_extraction import after_prompt, answer_in
+from tandem_clients.fleet import FixedFleet
 from tandem_clients.flow import Generation, GroupScores, Order, Prompt, Sampling
+from tandem_clients.replica import Replica
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,15 +67,24 @@ class Evaluator:
         return [asked for asked in self.sets if iteration % asked.every == 0]
 
     async def evaluate(
-        self, sets: Sequence[PromptsToEvaluate], policy_version: int, *, beside_training: bool = False
+        self,
+        sets: Sequence[PromptsToEvaluate],
+        policy_version: int,
+        *,
+        beside_training: bool = False,
+        replicas: Sequence[Replica] = (),
     ) -> list[EvaluationResult]:
         """Generate and score completions of each set, one set after another.
 
         Args:
             beside_training: whether the trainer may be at work.
+            replicas: that do it; none: all that serve.
         Raises: as `Rollouts.generate` and `Scorer.score`.
         """
         rollouts = self.rollouts_beside_training if beside_training else self.rollouts
+        if replicas:  # none of another version can take over what they leave
+            patience = replace(rollouts.patience, rejoin_s=0.0)
+            rollouts = replace(rollouts, fleet=FixedFleet(replicas), patience=patience)
         return [await self._evaluate(asked, policy_version, rollouts) for asked in sets]
 
     async def _evaluate(self, asked: PromptsToEvaluate, policy_version: int, rollouts: Rollouts) -> EvaluationResult:

@@ -4,6 +4,8 @@
 |-----------------------|----------------------------------------------|--------------------|
 | false                 | after iteration N                            | the row of N       |
 | true                  | during scoring and training of iteration N+1 | the row of N+1     |
+| true, with `async`    | on replicas of its own (evaluation.replicas) | the row of the one |
+|                       | which keep that policy until it is done      | in which it ends   |
 | both: N = 0           | before iteration 1, which is the baseline    | row 0              |
 | both: N the last      | after it                                     | the row of N       |
 
@@ -11,19 +13,25 @@ Columns `eval/<set>/policy_version` say which policy it was. A set that a resume
 in the row of the next iteration.
 """
 
+import asyncio
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
+from coordinator.fleet.lending import LendingFleet
 from coordinator.learn.evaluation import EvaluationResult, Evaluator
 from coordinator.record.metrics_row import baseline_row, numeric
 from coordinator.record.state import BestPolicy, RunState
 from coordinator.shutdown import Leaving
 from coordinator.watch import metrics
 from coordinator.watch.events import EventKind, EventLog
+from servicekit.errors import DeadlineExceeded, Unavailable
 from servicekit.lifecycle.background import BackgroundTask
+from servicekit.lifecycle.tasks import cancel
 from tandem_clients.flow import GroupScores
+from tandem_clients.replica import Replica
 from tandem_config.schema import HELDOUT, EvaluationSection
 from tandem_files.metrics_file import Heldout, Row, score_text, set_of
 from tandem_files.metrics_table import ACCURACY
@@ -36,6 +44,8 @@ class Evaluations:
     Attributes:
         settings: the configuration's section `evaluation`.
         leaving: an evaluation is cancelled when the run is asked to end.
+        lending: lends replicas to evaluations beside training; None: all evaluate, and a weight sync waits for the end.
+        warn: gets the kind and text of a warning.
     """
 
     settings: EvaluationSection
@@ -43,6 +53,10 @@ class Evaluations:
     state: RunState
     events: EventLog
     leaving: Leaving
+    lending: LendingFleet | None = None
+    warn: Callable[[str, str], None]
+    # The evaluation on replicas of its own, if there is one; state.evaluating says of which policy.
+    _apart: list[asyncio.Task[list[EvaluationResult]]] = field(default_factory=list, init=False)
 
     async def at_the_start(self) -> list[EvaluationResult]:
         """Evaluate the policy before the first iteration, or with what begins anew at a resume."""
@@ -56,12 +70,59 @@ class Evaluations:
         return self.state.renewed.get(name) == self.state.iteration and name not in measured
 
     def beside(self, number: int) -> BackgroundTask[list[EvaluationResult] | None]:
-        """Make the evaluation, beside iteration `number`, of the policy with which it begins."""
-        due = self.evaluator.due(number - 1) if self.settings.concurrent and number > 1 else []
-        if not due:
+        """Make the evaluation, beside iteration `number`, of the policy with which it begins, or begin it apart."""
+        if not self.is_due_beside(number):
             return BackgroundTask()
+        due = self.evaluator.due(number - 1)
         evaluate = partial(self.evaluator.evaluate, due, self.state.policy_version, beside_training=True)
+        if self.lending is not None and (lent := self.lending.lend(self.settings.replicas or 1)):
+            self.state.evaluating = number - 1
+            work = self._evaluate_apart(evaluate(replicas=lent), self.lending, lent)
+            self._apart.append(asyncio.create_task(work, name="evaluation"))
+            return BackgroundTask()
         return BackgroundTask(lambda: self.leaving.unless_asked(evaluate()))
+
+    def is_due_beside(self, number: int) -> bool:
+        """Whether the policy with which iteration `number` begins is evaluated beside it."""
+        return self.settings.concurrent and number > 1 and bool(self.evaluator.due(number - 1))
+
+    async def _evaluate_apart(
+        self, evaluating: Coroutine[Any, Any, list[EvaluationResult]], lending: LendingFleet, lent: Sequence[Replica]
+    ) -> list[EvaluationResult]:
+        try:
+            return await self.leaving.unless_asked(evaluating) or []
+        except (Unavailable, DeadlineExceeded) as error:  # training continues without these replicas
+            self.note_lost(str(error))
+            return []
+        finally:
+            lending.give_back(lent)
+
+    def note_lost(self, why: str) -> None:
+        """Warn that an evaluation apart was lost, if there was one."""
+        if self.state.evaluating:
+            self.warn("evaluation_lost", f"the policy after iteration {self.state.evaluating} is not evaluated: {why}")
+            self.state.evaluating = 0
+
+    def has_apart(self, number: int, *, waits: bool) -> bool:
+        """Whether an evaluation apart has ended, or must end now.
+
+        Args:
+            number: an iteration that has ended; another evaluation may follow.
+            waits: it must.
+        """
+        return bool(self._apart) and (waits or self._apart[0].done() or self.is_due_beside(number + 1))
+
+    async def apart(self) -> tuple[list[EvaluationResult], int]:
+        """Wait for the evaluation apart. Returns: also the iteration after which the policy was evaluated."""
+        work = self._apart.pop()
+        evaluated, iteration = await work, self.state.evaluating
+        if evaluated:  # else the run was asked to end: its resume says so
+            self.state.evaluating = 0
+        return evaluated, iteration
+
+    async def close(self) -> None:
+        """Cancel the evaluation apart."""
+        await cancel(*self._apart)
 
     def is_due(self, number: int, *, last: bool) -> bool:
         """Whether the policy is evaluated after iteration `number`; last: no iteration follows."""

@@ -144,6 +144,8 @@ class RunState(BaseModel):
     evaluations: dict[str, float | None] = Field(default_factory=dict)
     # By evaluation.best.
     best: BestPolicy | None = None
+    # The iteration after which the policy is evaluated that replicas of an evaluation keep; 0: there is none.
+    evaluating: int = 0
     # What the figures of each evaluation set depend on (resuming.py); None: an older release has not recorded it.
     sets: dict[str, dict[str, str]] | None = None
     # By set that a resume added or changed, the iteration after which its baseline was measured.

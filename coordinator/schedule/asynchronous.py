@@ -123,13 +123,13 @@ class Asynchronous(SyncSchedule):
         beside = self._beside
         if beside.dispatch is None:
             patience = replace(self.rollouts.patience, is_queued=self._may_not_seed)
-            rollouts = replace(self.rollouts, seed=self._seed, patience=patience)
+            rollouts = replace(self.rollouts, seed=self.seed_joiners, patience=patience)
             beside.dispatch = Dispatch(rollouts, self._order(beside.policy_version), self._finished, lasts=True)
             beside.working = asyncio.create_task(beside.dispatch.last(), name="generation")
         return beside.dispatch
 
-    async def _seed(self, _: int) -> None:
-        """Seed replicas that join, while the trainer, which sends the weights, has nothing to do."""
+    async def seed_joiners(self, policy_version: int) -> None:
+        """As SyncSchedule, while the trainer, which sends the weights, has nothing to do."""
         async with self._beside.trainer:
             await self.weights.seed_late_joiners(self._beside.policy_version)
 

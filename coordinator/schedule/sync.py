@@ -125,7 +125,7 @@ class SyncSchedule:
             prompts, restored = await self.take_wave(before, policy_version, size)
             left = {name: prompt for name, prompt in prompts.items() if name not in restored.settled}
         if len(restored.groups) < len(left):
-            await self.weights.seed_late_joiners(policy_version)
+            await self.seed_joiners(policy_version)
         return Begun(wave=before.waves + 1, prompts=left, before=before, groups={**restored.groups})
 
     async def take_wave(
@@ -279,6 +279,10 @@ class SyncSchedule:
 
     async def close(self) -> None:
         """End what runs beside the iterations."""
+
+    async def seed_joiners(self, policy_version: int) -> None:
+        """Bring the present version to replicas that join."""
+        await self.weights.seed_late_joiners(policy_version)
 
     async def publish(self, step: TrainResult | None) -> SyncResult | None:
         """Bring the new weights to the replicas.

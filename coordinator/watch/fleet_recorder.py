@@ -39,11 +39,13 @@ class ObservedReplica:
         starts: processes of it that have been found.
         sync_s: seconds of its slowest rank in its last sync; None before one.
         outcome: its outcome of the last round in which it took part.
+        evaluates: it is lent to an evaluation, and neither trains on nor takes new weights meanwhile.
     """
 
     name: str
     there: bool = True
     serving: bool = False
+    evaluates: bool = False
     starts: int = 0
     policy_version: int | None = None
     sync_s: float | None = None
@@ -51,7 +53,11 @@ class ObservedReplica:
 
 
 class FleetRecorder:
-    """Records syncs and fleet snapshots. A replica that is a new process is a new `Replica`."""
+    """Records syncs and fleet snapshots. A replica that is a new process is a new `Replica`.
+
+    Attributes:
+        lent: replicas that evaluate apart (LendingFleet).
+    """
 
     def __init__(self) -> None:
         self.rounds: deque[ObservedSync] = deque(maxlen=ROUNDS_KEPT)
@@ -59,6 +65,7 @@ class FleetRecorder:
         # While the run starts: services that are not announced, and by name, after how many seconds others were.
         self.awaited: list[str] = []
         self.arrived: dict[str, float] = {}
+        self.lent: set[Replica] = set()
         self._seen: weakref.WeakSet[Replica] = weakref.WeakSet()
 
     def fleet(self, announced: Sequence[Replica], serving: Sequence[Replica]) -> None:
@@ -70,10 +77,11 @@ class FleetRecorder:
                 row.starts += 1
                 metrics.REPLICA_STARTS.labels(replica=replica.name).inc()
         names, serving_names = {replica.name for replica in announced}, {replica.name for replica in serving}
+        lent = {replica.name for replica in self.lent} - names
         for name, row in self.replicas.items():
-            if row.there and name not in names:
+            if row.there and name not in names | lent:
                 metrics.forget_replica(name)
-            row.there, row.serving = name in names, name in serving_names
+            row.there, row.serving, row.evaluates = name in names | lent, name in serving_names, name in lent
         metrics.ANNOUNCED_REPLICAS.set(len(announced))
         metrics.SERVING_REPLICAS.set(len(serving))
 

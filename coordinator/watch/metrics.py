@@ -59,7 +59,8 @@ SYNC_RENDEZVOUS_SECONDS = Histogram("tandem_weight_sync_rendezvous_wait_seconds"
 SYNC_VERIFY_FAILURES = Counter("tandem_weight_sync_verify_failures_total",
     "Rounds that failed because a digest did not match the bytes.")
 SERVING_REPLICAS = Gauge("tandem_serving_replicas", "Replicas that committed the current policy and get work.")
-ANNOUNCED_REPLICAS = Gauge("tandem_announced_replicas", "Replicas that are announced, whether they serve or not.")
+ANNOUNCED_REPLICAS = Gauge("tandem_announced_replicas",
+    "Replicas that are announced, whether they serve or not; not those that evaluate apart (evaluation.replicas).")
 EXPECTED_REPLICAS = Gauge("tandem_expected_replicas",
     "Replicas that there should be: rollout.replicas, or in a cluster as many as have pods, pending ones included.")
 REPLICA_STARTS = Counter("tandem_replica_starts_total",

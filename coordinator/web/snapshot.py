@@ -64,7 +64,7 @@ class Source:
             not_removed=list(state.not_removed),
             awaited=list(seen.awaited),
             arrived=dict(seen.arrived),
-            announced=[row.name for row in replicas if row.there],
+            announced=[row.name for row in replicas if row.there and not row.evaluates],
             serving=[row.name for row in replicas if row.serving],
             poisoned=[row.name for row in replicas if row.there and row.outcome == "poisoned"],
             failed_rounds=sum(sync.error != "" for sync in rounds[-_ROUNDS_CHECKED:]),

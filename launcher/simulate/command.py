@@ -18,7 +18,7 @@ from servicekit.errors import ConfigError
 from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
 from tandem_config.loading import load_config
 from tandem_config.problems import ConfigErrors
-from tandem_config.schema import ASYNC_SYNC, RunConfig
+from tandem_config.schema import ASYNC_DEFAULTS, RunConfig
 from tandem_files.metrics_file import METRICS_FILE, MetricsFile
 from tandem_files.run_config import RESOLVED_CONFIG
 from tandem_files.samples.folder import SampleFolder
@@ -95,7 +95,7 @@ def _with(config: Path, overrides: Sequence[str], schedule: Mapping[str, Any]) -
     if schedule["kind"] != "sync":
         changes.append(_WITH_CORRECTION)
     if schedule["kind"] == "async":
-        changes += [f"sync.{name}={value}" for name, value in ASYNC_SYNC.items()]
+        changes += [f"sync.{name}={value}" for name, value in ASYNC_DEFAULTS["sync"].items()]
     return load_config(config, [*overrides, *changes])
 
 

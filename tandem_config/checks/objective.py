@@ -98,6 +98,24 @@ def _schedule_reads_its_settings(config: RunConfig) -> ConfigProblem | None:
     return None
 
 
+@check("schedule.kind", "evaluation.replicas", "evaluation.concurrent", "rollout.replicas", "rollout.min_replicas")
+def _replicas_evaluate_apart(config: RunConfig) -> ConfigProblem | None:
+    asked, kept = config.evaluation.replicas, max(1, config.rollout.min_replicas)
+    if asked is None:
+        return None
+    if config.schedule.kind != "async" or not config.evaluation.concurrent:
+        why = "does nothing without schedule.kind: async and evaluation.concurrent: true"
+        return problem("evaluation.replicas", asked, why, "leave it out: all replicas evaluate")
+    if asked + kept > config.rollout.replicas:
+        most, others = (
+            config.rollout.replicas - kept,
+            f"{kept} of {config.rollout.replicas} replicas (rollout.min_replicas)",
+        )
+        change = f"set it to {most} at most" if most > 0 else "leave it out: weight syncs wait for the evaluation"
+        return problem("evaluation.replicas", asked, f"leaves fewer than the {others} that train on", change)
+    return None
+
+
 @check("schedule.kind", "schedule.depth", "schedule.max_staleness", "schedule.window", "grpo.prompts_per_iteration")
 def _pipeline_has_room(config: RunConfig) -> ConfigProblem | None:
     schedule, batch = config.schedule, config.grpo.prompts_per_iteration

@@ -48,7 +48,7 @@ OF_THE_COORDINATOR = (
     | _keys("fleet", "kind kubeconfig rollout_set rollout_set_kind scale stuck_after_s max_evictions_per_hour")
     | _keys("fleet", "unready_after_s reschedule_timeout_s trainer_set trainer_set_kind release_after_s")
     | _keys("data", "heldout")
-    | _keys("evaluation", "sets right_from best concurrent")
+    | _keys("evaluation", "sets right_from best concurrent replicas")
     | _keys("samples", "enabled every max_mib token_ids")
     | _keys("trackers", "kind uri experiment project entity group tags mode dir completions")
 )

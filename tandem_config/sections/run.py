@@ -181,4 +181,9 @@ class EvaluationSection(Section):
     kept besides run.keep_checkpoints. null: none."""
     concurrent: bool = setting(False, "a row then has the figures of the policy that it made")
     """Evaluate a policy while the trainer takes its next step, on the replicas that still serve it, instead of before
-    it; the figures then stand in the next iteration's row, with their policy version."""
+    it; the figures then stand in the next iteration's row, with their policy version. true with schedule.kind: async,
+    where replicas of its own evaluate, and the row is that of the iteration in which they end."""
+    replicas: PositiveInt | None = setting(None, "one keeps a policy, the others train on", "replicas")
+    """async: replicas that evaluate beside training. They skip weight syncs and get no new groups until they are done;
+    rollout.min_replicas, at least one, train on beside them. null: one of several. With a single replica each weight
+    sync waits for the evaluation."""

@@ -99,9 +99,11 @@ async def run_until_stopped(
     config: RunConfig, environment: ServiceEnvironment, fleet: FakeFleet, *, step: int, holds: bool = False
 ) -> None:
     """Begin a run, and ask it to end during a train step; holds: the replicas answer nothing from then on."""
-    stop = asyncio.Event()
+    stop, before_step = asyncio.Event(), fleet.trainer_service.before_step
 
     async def ask(number: int) -> None:
+        if before_step is not None:
+            await before_step(number)
         if number == step:
             for rollout in fleet.rollout_services if holds else ():
                 rollout.hold.clear()

@@ -13,7 +13,7 @@ from servicekit.errors import InvalidRequest, NotFinite, TandemError, Unavailabl
 from servicekit.rpc.arrays import read_array
 from tandem_api.common.v1 import common_pb2
 from tandem_api.rollout.v1 import rollout_pb2
-from tandem_config.schema import ASYNC_SYNC, RunConfig
+from tandem_config.schema import ASYNC_DEFAULTS, RunConfig
 from tandem_files.ledger.reading import read_ledger
 from tests.contract.coordinator_runs import (
     account_of,
@@ -28,6 +28,7 @@ from tests.contract.coordinator_runs import (
     with_settings,
 )
 from tests.fakes.fake_fleet import FakeFleet, announced_fleet
+from tests.fakes.fake_rollout import FakeRollout
 from tests.fakes.fake_trainer import FakeTrainer
 
 SIZE, PROMPTS, ITERATIONS = 4, 8, 6  # conftest.config
@@ -41,7 +42,8 @@ def config(config: RunConfig) -> RunConfig:
         schedule={"kind": "async"},
         grpo={"correction": "importance"},
         run={"evaluate_every": 6},
-        sync={"formation_timeout_s": 1, **ASYNC_SYNC},
+        sync={"formation_timeout_s": 1, **ASYNC_DEFAULTS["sync"]},
+        evaluation=ASYNC_DEFAULTS["evaluation"],
     )
 
 
@@ -230,11 +232,83 @@ async def test_a_resume_may_change_the_size_of_iterations(config: RunConfig, env
 async def test_evaluations_beside_training_are_of_the_current_policy(
     config: RunConfig, environment: ServiceEnvironment
 ) -> None:
-    config = with_settings(config, evaluation={"concurrent": True}, run={"evaluate_every": 2})
+    """All replicas are needed, so that the weight sync waits for the evaluation."""
+    config = with_settings(config, run={"evaluate_every": 2}, rollout={"min_replicas": 2})
     async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
         assert await attempt(config, environment, resume=False) == 0
-    measured = {row["iteration"]: row.get("eval/heldout/policy_version") for row in rows(environment)}
-    assert measured == {1: None, 2: None, 3: 2, 4: None, 5: 4, 6: 6}
+    assert evaluated_versions(environment) == {1: None, 2: None, 3: 2, 4: None, 5: 4, 6: 6}
+    check_proven(environment, fleet)
+
+
+def evaluated_versions(environment: ServiceEnvironment) -> dict[int, int | None]:
+    return {row["iteration"]: row.get("eval/heldout/policy_version") for row in rows(environment)}
+
+
+def hold_evaluations(fleet: FakeFleet, *, until_step: int) -> dict[int, list[int]]:
+    """Let the last replica not end an evaluation from step 2 to `until_step`; return all versions as steps begin."""
+    replica = fleet.rollout_services[-1]
+    replica.holds = "eval."
+    seen: dict[int, list[int]] = {}
+
+    async def before_step(step: int) -> None:
+        seen[step] = [rollout.policy_version for rollout in fleet.rollout_services]
+        replica.hold.clear() if 2 <= step < until_step else replica.hold.set()
+
+    fleet.trainer_service.before_step = before_step
+    return seen
+
+
+async def test_a_replica_that_evaluates_keeps_its_policy_and_the_others_train_on(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    config = with_settings(config, run={"evaluate_every": 2})
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
+        seen = hold_evaluations(fleet, until_step=4)
+        assert await attempt(config, environment, resume=False) == 0
+        versions = [evaluations(rollout) for rollout in fleet.rollout_services]
+    assert seen[4] == [3, 2], "it has skipped a weight sync"
+    assert evaluated_versions(environment)[4] == 2
+    assert not {2, 4} & set(versions[0]), "the others do not evaluate"
+    assert {2, 4} <= set(versions[1])
+    assert [rollout.policy_version for rollout in fleet.rollout_services] == [ITERATIONS] * 2
+    check_proven(environment, fleet)
+
+
+def evaluations(rollout: FakeRollout) -> list[int]:
+    return [
+        request.min_policy_version
+        for request in rollout.requests
+        if any(group.group_id.startswith("eval.") for group in request.groups)
+    ]
+
+
+async def test_an_evaluation_whose_replica_fails_is_lost_by_name_and_costs_no_iteration(
+    config: RunConfig, environment: ServiceEnvironment, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = with_settings(config, run={"evaluate_every": 2})
+
+    def fail(result: rollout_pb2.GroupResult) -> None:
+        if result.group_id.startswith("eval.") and fleet.rollout_services[1].policy_version == 2:
+            raise Unavailable("planted")
+
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
+        fleet.rollout_services[1].damage = fail
+        assert await attempt(config, environment, resume=False) == 0
+    assert "the policy after iteration 2 is not evaluated" in caplog.text
+    assert 2 not in evaluated_versions(environment).values()
+    check_proven(environment, fleet)
+
+
+async def test_an_evaluation_that_a_stop_has_cut_off_is_said_to_be_lost(
+    config: RunConfig, environment: ServiceEnvironment, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = with_settings(config, run={"evaluate_every": 2})
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
+        hold_evaluations(fleet, until_step=4)
+        await run_until_stopped(config, environment, fleet, step=3)
+        assert "is not evaluated" not in caplog.text
+        assert await attempt(config, environment) == 0
+    assert "the policy after iteration 2 is not evaluated: the run was stopped before" in caplog.text
     check_proven(environment, fleet)
 
 

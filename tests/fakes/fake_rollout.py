@@ -47,7 +47,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
     Attributes:
         first_skill, skill_per_version: share of right completions at version 0, and what a version adds.
         faults: one per message that submits groups, None for a good one; empty: all good.
-        hold: while cleared, messages wait before they are answered.
+        hold: while cleared, messages wait before they are answered: those with a group whose id begins with `holds`.
         asked: set by the first message that submits groups.
         kv_tokens: room that is reported; 0: none is.
     """
@@ -67,6 +67,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
     kv_tokens: int = 0
     # After a fault in a round it answers nothing any more, as a process that was killed.
     gone_after_fault: bool = False
+    holds: str = ""
     # Applied to every group before it is sent.
     damage: Callable[[pb.GroupResult], None] = lambda result: None
 
@@ -102,7 +103,8 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
             self.requests.append(request)
             self.asked.set()
             fault = self.faults.popleft() if self.faults else None
-            await self.hold.wait()
+            if any(group.group_id.startswith(self.holds) for group in request.groups):
+                await self.hold.wait()
             self._check_serves(request)
             good = len(request.groups) if fault is None else fault.after_groups
             for start in range(0, good, self.groups_per_response):

@@ -6,10 +6,10 @@ export function showFleet(run) {
   at("fleet-section").hidden = run.replicas.length === 0;
   at("replicas").replaceChildren(...run.replicas.map((replica) => {
     const row = make("tr");
-    const state = !replica.there ? "lost" : replica.serving ? "serving" : "not serving";
+    const state = !replica.there ? "lost" : replica.evaluates ? "evaluates" : replica.serving ? "serving" : "not serving";
     row.append(
       make("td", replica.name),
-      make("td", state, replica.serving && replica.there ? "good" : "bad"),
+      make("td", state, (replica.serving || replica.evaluates) && replica.there ? "good" : "bad"),
       make("td", replica.policy_version === null ? "–" : String(replica.policy_version)),
       make("td", seconds(replica.sync_s)),
       make("td", replica.outcome || "–", replica.outcome === "poisoned" ? "bad" : ""),

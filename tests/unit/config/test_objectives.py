@@ -161,6 +161,17 @@ def test_samples_of_an_older_policy_need_a_correction(tmp_path: Path, grpo: str,
         (["schedule.kind=one_step_off", "grpo.zero_variance=replace"], "grpo.zero_variance"),
         (["schedule.kind=one_step_off", "schedule.window=0.5"], "schedule.window"),
         (["schedule.max_token_age=3"], "schedule.max_token_age"),
+        (["schedule.kind=async", "evaluation.replicas=1", "rollout.replicas=2"], None),
+        (["schedule.kind=async", "evaluation.replicas=2", "rollout.replicas=2"], "evaluation.replicas"),
+        (
+            ["schedule.kind=async", "evaluation.replicas=1", "rollout.replicas=2", "rollout.min_replicas=2"],
+            "evaluation.replicas",
+        ),
+        (
+            ["schedule.kind=async", "evaluation.replicas=1", "rollout.replicas=2", "evaluation.concurrent=false"],
+            "evaluation.replicas",
+        ),
+        (["evaluation.replicas=1", "rollout.replicas=2"], "evaluation.replicas"),
     ],
 )
 def test_what_async_cannot_do_or_others_do_not_read_is_named(
@@ -174,3 +185,4 @@ def test_what_async_cannot_do_or_others_do_not_read_is_named(
     assert [problem.key for problem in draft.problems] == ([] if key is None else [key])
     if draft.config is not None and draft.config.schedule.kind == "async" and "sync.pause" not in str(settings):
         assert (draft.config.sync.install, draft.config.sync.pause) == ("staged", "keep_kv")
+        assert draft.config.evaluation.concurrent or "evaluation.concurrent=false" in settings

@@ -14,6 +14,7 @@ import yaml
 from prometheus_client import REGISTRY
 
 from coordinator.data.cursor import CursorState
+from coordinator.fleet.lending import LendingFleet
 from coordinator.record.state import RunState
 from coordinator.watch.control import RunControl, State
 from coordinator.watch.events import EventKind, EventLog
@@ -25,6 +26,7 @@ from coordinator.web.page_data import CURVES
 from coordinator.web.server import DATA, SAMPLES, PageServer, on_loop
 from coordinator.web.snapshot import Source
 from servicekit.errors import ConfigError, PeerLost
+from tandem_clients.fleet import FixedFleet
 from tandem_clients.flow import ReplicaOutcome, SyncResult
 from tandem_clients.replica import Replica
 
@@ -173,6 +175,16 @@ async def test_observed_counts_processes_and_forgets_the_gone() -> None:
     observed.fleet([returned, second], [second])
     assert [observed.replicas[name].starts for name in ("w-0", "w-1")] == [2, 1]
     assert REGISTRY.get_sample_value("tandem_replica_starts_total", {"replica": "w-0"}) == 2
+    observed.sync(replace(sync_result(), outcomes={"w-0": ReplicaOutcome.COMMITTED}, replica_s={"w-0": 0.4}))
+    lending = LendingFleet(FixedFleet([second, returned]), keep=1, lent=observed.lent)
+    assert lending.lend(2) == (returned,), "one is kept"
+    observed.fleet(await lending.look(), lending.serving())
+    row = observed.replicas["w-0"]
+    assert (row.there, row.serving, row.evaluates, version()) == (True, False, True, 3)
+    assert lending.lend(1) == ()
+    lending.give_back([returned])
+    observed.fleet(await lending.look(), lending.serving())
+    assert (row.there, row.serving, row.evaluates) == (True, True, False)
     for replica in (first, second, returned):
         await replica.close()
 
