@@ -55,7 +55,7 @@ __all__ = [
 
 # Defaults with schedule.kind: async, by section.
 ASYNC_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "sync": {"install": "staged", "pause": "keep_kv"},
+    "sync": {"install": "staged", "pause": "keep_kv", "straggler_timeout_s": 30.0},
     "evaluation": {"concurrent": True},
 }
 

@@ -57,6 +57,7 @@ class Rounds:
         self._trainer, self._group, self._settings, self._lead = trainer, group, settings, lead
         self._disk_folder, self._forecast, self._observed = disk_folder, forecast, observed
         self._failed_rounds = 0
+        self._usual_s: float | None = None  # of a round that succeeded
         self.on_disk = (0, "")
 
     async def run(self, work: Publication, present: PresentServices) -> None:
@@ -81,6 +82,9 @@ class Rounds:
             self._trainer,
             tuple(present.replicas),
             probe_timeout_s=self._settings.probe_timeout_s,
+            straggler_s=self._settings.straggler_timeout_s,
+            # The others have the weights: it must not take longer than they did.
+            usual_s=self._usual_s if work.committed else None,
             slots=slots,
         )
         watching = asyncio.create_task(slots.run(), name="slot-watch")
@@ -95,6 +99,7 @@ class Rounds:
             raise type(error)(message) from error
         finally:
             await cancel(watching)
+        self._usual_s = time.perf_counter() - begun_s
         work.reports.merge(sync_round.reports)
         work.outcomes |= sync_round.outcomes
         metrics.observe_outcomes(sync_round.outcomes)

@@ -7,14 +7,15 @@ part. From COMMIT on every replica has done so: losing one does not undo the oth
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar, cast
 
 from coordinator.sync.blame import CONTAGIOUS
 from coordinator.sync.slot_watch import SlotWatch
 from coordinator.sync.sync_report import RoundReports
 from servicekit.errors import DeadlineExceeded, Fenced, PeerLost, TandemError, Unavailable
-from servicekit.lifecycle.tasks import cancel
+from servicekit.lifecycle.tasks import cancel, first_of
 from servicekit.logs import get_logger
 from servicekit.tracing import span
 from tandem_api.rollout.v1 import rollout_pb2
@@ -23,7 +24,18 @@ from tandem_clients.flow import ReplicaOutcome
 from tandem_clients.probing import NoAnswer, while_alive
 from tandem_clients.replica import Replica
 from tandem_clients.trainer import Trainer
-from weightsync.round.phases import ABORT, COMMIT, PREPARE, TRANSFER, Phase, PhaseRule, Role, calls_of, first_write
+from weightsync.round.phases import (
+    ABORT,
+    COMMIT,
+    PREPARE,
+    TRANSFER,
+    Phase,
+    PhaseRule,
+    Role,
+    calls_of,
+    first_write,
+    name_of,
+)
 
 # A rank that fails closes its connections, and its peers report PeerLost immediately. The rank's own error, which has
 # the cause, may arrive a moment later; so may what others say to what all may see alike (blame.py). The second: for
@@ -38,6 +50,11 @@ Reports = list[weights_pb2.PhaseReport]
 
 
 Participant: TypeAlias = Trainer | Replica
+T = TypeVar("T")
+
+
+class Straggler(Unavailable):
+    """A replica was too much slower than the others."""
 
 
 class SyncRound:
@@ -45,6 +62,8 @@ class SyncRound:
 
     Args:
         probe_timeout_s: a participant that does not answer a status call for so long is lost.
+        straggler_s: replicas that take so much longer than the others in a phase fail; None: only with its deadline.
+        usual_s: what a round takes, if there are no others to compare with; None: it is not known.
         slots: notices replicas with a rank that loses its slot meanwhile; None: they are not noticed.
     Attributes:
         reports: figures of the ranks, complete once `run` has returned.
@@ -60,6 +79,8 @@ class SyncRound:
         replicas: Sequence[Replica],
         *,
         probe_timeout_s: float = 10.0,
+        straggler_s: float | None = None,
+        usual_s: float | None = None,
         slots: SlotWatch | None = None,
     ) -> None:
         self.description = description
@@ -71,6 +92,7 @@ class SyncRound:
         self._trainer, self._replicas = trainer, tuple(replicas)
         self._everyone: tuple[Participant, ...] = (trainer, *replicas)
         self._probe_timeout_s = probe_timeout_s
+        self._straggler_s, self._usual_s = straggler_s, usual_s
         # Names of participants that have not answered a probe.
         self._silent: set[str] = set()
         self._begun: Phase = weights_pb2.ROUND_PHASE_UNSPECIFIED
@@ -102,8 +124,9 @@ class SyncRound:
         """Commit on every participant that can; abort on the others. Raises: TandemError: no replica has committed."""
         self._begun = COMMIT
         with span("sync commit"):
-            answers = await asyncio.gather(*(self._commit_one(participant) for participant in self._everyone))
-        by_name = dict(zip((participant.name for participant in self._everyone), answers, strict=True))
+            calls = {participant.name: self._commit_one(participant) for participant in self._everyone}
+            async with self._calls(calls, is_over=lambda _: False) as tasks:
+                by_name = {name: _late_of(task) or task.result() for name, task in tasks.items()}
         done = {name: answer for name, answer in by_name.items() if not isinstance(answer, TandemError)}
         failed = {name: answer for name, answer in by_name.items() if isinstance(answer, TandemError)}
         self.errors = failed
@@ -196,21 +219,70 @@ class SyncRound:
         return [rule.phase for rule in rules if role in rule.roles]
 
     async def _on_all(self, phases: Mapping[Participant, Sequence[Phase]]) -> dict[str, Reports]:
-        tasks = {
-            participant.name: asyncio.create_task(
-                self._call(own, participant), name=f"{weights_pb2.RoundPhase.Name(own[0])}-{participant.name}"
-            )
-            for participant, own in phases.items()
-        }
-        try:
-            await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+        calls = {participant.name: self._call(own, participant) for participant, own in phases.items()}
+        async with self._calls(calls, is_over=lambda task: task.exception() is not None) as tasks:
             await wait_for_cause(tasks)
             lost = await self._lost_after_its_part(tasks)
             self.errors = {name: error for name, error in errors_of(tasks).items() if name != lost}
             raise_first({name: task for name, task in tasks.items() if name != lost})
             return {name: task.result() for name, task in tasks.items() if name != lost}
+
+    @contextlib.asynccontextmanager
+    async def _calls(
+        self, calls: Mapping[str, Coroutine[Any, Any, T]], is_over: Callable[["asyncio.Task[T]"], bool]
+    ) -> AsyncIterator[dict[str, "asyncio.Task[T]"]]:
+        """Run the calls of a phase until all have ended, or one so that the phase is over; stragglers fail.
+
+        Args:
+            calls: by participant.
+        """
+        late = {name: asyncio.Event() for name in calls}
+        step = weights_pb2.RoundPhase.Name(self._begun)
+        tasks = {
+            name: asyncio.create_task(
+                call if self._straggler_s is None else self._unless(late[name], name, call), name=f"{step}-{name}"
+            )
+            for name, call in calls.items()
+        }
+        clock = asyncio.get_running_loop().time
+        begun_s = last_s = clock()
+        try:
+            while not all(task.done() for task in tasks.values()):
+                slow = [replica.name for replica in self._replicas if not tasks[replica.name].done()]
+                most_s = None if any(late[name].is_set() for name in slow) else self._most_s(slow, last_s - begun_s)
+                running = [task for task in tasks.values() if not task.done()]
+                timeout_s = None if most_s is None else begun_s + most_s - clock()
+                done, _ = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                for name in () if done else slow:
+                    late[name].set()
+                last_s = clock()
+                if any(is_over(task) for task in done):
+                    break
+            yield tasks
         finally:
             await cancel(*tasks.values())
+
+    def _most_s(self, slow: Sequence[str], others_s: float) -> float | None:
+        """Return how long the calls of a phase may take; None: as long as their own deadline allows.
+
+        Args:
+            slow: replicas that are not done; at most half of them count as slow.
+            others_s: what the others have taken.
+        """
+        if self._straggler_s is None or not slow:
+            return None
+        if 2 * len(slow) <= len(self._replicas):
+            return 2 * others_s + self._straggler_s
+        return None if self._usual_s is None else self._usual_s + self._straggler_s
+
+    async def _unless(self, late: asyncio.Event, name: str, call: Coroutine[Any, Any, T]) -> T:
+        first = await first_of({"call": call, "late": late})
+        if first.name == "late":
+            raise Straggler(
+                f"{name} took {self._straggler_s:g} s longer than the others in {name_of(self._begun)} "
+                "(sync.straggler_timeout_s)"
+            )
+        return cast(T, first.value)
 
     async def _lost_after_its_part(self, tasks: "Mapping[str, asyncio.Task[Reports]]") -> str | None:
         """Return the trainer's name if only its reply was lost: every replica has received and verified all bytes."""
@@ -233,6 +305,14 @@ class SyncRound:
         except NoAnswer:
             self._silent.add(participant.name)
             raise
+
+
+def _late_of(task: "asyncio.Task[Any]") -> Straggler | None:
+    """Return the error of a straggler. Raises: any other."""
+    error = task.exception()
+    if error is not None and not isinstance(error, Straggler):
+        raise error
+    return error
 
 
 def _is_loss(error: BaseException | None) -> bool:

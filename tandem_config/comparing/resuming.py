@@ -45,6 +45,7 @@ OF_THE_COORDINATOR = (
     # A resume with another value is warned of: the scores do not compare.
     | _keys("rollout", "seeded skip_special_tokens")
     | _keys("schedule", "kind depth max_staleness window stale max_token_age")
+    | _keys("sync", "straggler_timeout_s")
     | _keys("fleet", "kind kubeconfig rollout_set rollout_set_kind scale stuck_after_s max_evictions_per_hour")
     | _keys("fleet", "unready_after_s reschedule_timeout_s trainer_set trainer_set_kind release_after_s")
     | _keys("data", "heldout")

@@ -45,6 +45,10 @@ class SyncSection(Section):
     """Seconds for one transfer."""
     probe_timeout_s: PositiveFloat = setting(10.0, "a healthy service answers in milliseconds", "s")
     """Seconds for a service to answer a status call before it counts as lost."""
+    straggler_timeout_s: PositiveFloat | None = setting(None, "replicas have nothing else to do meanwhile", "s")
+    """Seconds that a phase waits for a replica longer than twice what half of the others have taken. Then it is left
+    out, and seeded by a round of its own, which may take as long as the last one and these seconds. null: as long as
+    the phase may take; 30 with schedule.kind: async."""
     lease_ttl_s: PositiveFloat = setting(15.0, "three missed heartbeats of 5 s", "s")
     """Seconds without a heartbeat after which a rank loses its slot."""
 

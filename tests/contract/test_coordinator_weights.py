@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
+from coordinator.sync import excluded_replicas
 from coordinator.sync.weight_sync import MAX_ROUNDS, WeightSync
 from servicekit.errors import (
     Aborted,
@@ -28,8 +29,9 @@ from tandem_config.schema import SyncSection
 from tests.fakes.fake_fleet import FakeFleet, StaticFleet, fake_fleet
 from tests.fakes.fake_sync import FakeGroup, Fault
 from tests.fakes.sole_lead import SoleLead
+from tests.kit.waiting import until
 from weightsync.membership.rendezvous import Evicted
-from weightsync.round.phases import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY
+from weightsync.round.phases import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY, Phase
 
 ON_ROLLOUT = [PREPARE, PAUSE, TRANSFER, VERIFY, COMMIT]
 ON_TRAINER = [PREPARE, TRANSFER, COMMIT]
@@ -45,6 +47,7 @@ def sync_of(fleet: FakeFleet, group: FakeGroup, version: int = 0, **options: Any
         lease_ttl_s=0.1,
         install=options.pop("install", "in_place"),
         transport=options.pop("transport", "auto"),
+        straggler_timeout_s=options.pop("straggler_timeout_s", None),
     )
     members = options.pop("members", None) or StaticFleet(fleet.replicas)
     lead = options.pop("lead", None) or SoleLead()
@@ -200,6 +203,47 @@ async def test_a_failed_commit_is_made_up_for_on_that_replica_alone(error: Tande
         assert fleet.rollout_services[1].sync.phases() == [*ON_ROLLOUT, ABORT, *ON_ROLLOUT]
     assert result.attempts == 2
     assert result.outcomes == {"rollout-0": ReplicaOutcome.COMMITTED, "rollout-1": ReplicaOutcome.COMMITTED}
+
+
+@pytest.mark.parametrize("phase", [PREPARE, TRANSFER, COMMIT])
+@pytest.mark.parametrize("install", ["in_place", "staged"])
+async def test_a_replica_that_is_slow_in_a_phase_does_not_hold_the_others(
+    phase: Phase, install: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(excluded_replicas, "FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr(excluded_replicas, "COST_FACTOR", 0.0)
+    warnings: list[str] = []
+    async with fake_fleet(num_replicas=3) as fleet:
+        slow = fleet.rollout_services[1]
+        slow.stuck = {phase}
+        group = FakeGroup()
+        sync = sync_of(fleet, group, 3, install=install, straggler_timeout_s=0.2, warn=warnings.append)
+        result = await sync.publish(3)
+        assert [service.policy_version == 3 for service in fleet.rollout_services] == [True, False, True]
+        name = slow.name
+        assert {one for one, outcome in result.outcomes.items() if outcome is ReplicaOutcome.COMMITTED} == {
+            replica.name for replica in fleet.replicas
+        } - {name}
+        (warning,) = warnings
+        assert f"{name} took 0.2 s longer than the others in" in warning
+        # In a round of its own it has as long as the others took, and must not hold them either.
+        assert await sync.seed_late_joiners(3) is None
+        assert slow.policy_version != 3
+        slow.moves.set()
+        await asyncio.to_thread(until, lambda: sync.left_out.is_due(fleet.replicas[1]))
+        await sync.seed_late_joiners(3)
+        assert slow.policy_version == 3
+
+
+async def test_without_a_budget_a_slow_replica_is_waited_for() -> None:
+    async with fake_fleet() as fleet:
+        slow = fleet.rollout_services[1]
+        slow.stuck = {TRANSFER}
+        publishing = asyncio.create_task(sync_of(fleet, FakeGroup(), 3).publish(3))
+        await asyncio.wait([publishing], timeout=0.5)
+        assert not publishing.done()
+        slow.moves.set()
+        assert (await publishing).attempts == 1
 
 
 async def test_a_replica_that_is_gone_does_not_stop_the_others() -> None:

@@ -49,6 +49,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
         faults: one per message that submits groups, None for a good one; empty: all good.
         hold: while cleared, messages wait before they are answered: those with a group whose id begins with `holds`.
         asked: set by the first message that submits groups.
+        stuck: phases that wait for `moves`.
         kv_tokens: room that is reported; 0: none is.
     """
 
@@ -68,6 +69,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
     # After a fault in a round it answers nothing any more, as a process that was killed.
     gone_after_fault: bool = False
     holds: str = ""
+    stuck: set[weights_pb2.RoundPhase.ValueType] = field(default_factory=set)
     # Applied to every group before it is sent.
     damage: Callable[[pb.GroupResult], None] = lambda result: None
 
@@ -77,6 +79,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
         self.fence = FenceGuard()
         self.hold = asyncio.Event()
         self.hold.set()
+        self.moves = asyncio.Event()
         self.asked = asyncio.Event()
         shard = 4 * NUM_PARAMETERS // self.tensor_parallel
         self.sync = FakeSync(
@@ -140,6 +143,8 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
 
     async def run_phase(self, phase: Phase, round_: weights_pb2.Round) -> list[weights_pb2.PhaseReport]:
         self._check_there()
+        if phase in self.stuck:
+            await self.moves.wait()
         try:
             return self.sync.run_phase(phase, round_)
         except TandemError:
