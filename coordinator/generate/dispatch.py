@@ -186,6 +186,11 @@ class Dispatch:
             resumed_tokens=resumed_tokens,
         )
 
+    def under_way(self) -> str:
+        """Say what each replica has to do."""
+        lanes = [f"{lane.replica.name} has {lane.running} completions" for lane in self._running.values()]
+        return f"{', '.join(lanes) or 'no replica has work'}, {len(self._pending)} groups wait for a replica"
+
     async def _work(self) -> None:
         """Start streams, and wait until something has ended."""
         self._added.clear()

@@ -23,13 +23,15 @@ from coordinator.schedule.pipeline import Pipeline
 from coordinator.schedule.sync import COMPARED, NOTHING, SyncSchedule
 from servicekit.errors import Internal
 from servicekit.lifecycle.background import BackgroundTask
-from servicekit.lifecycle.tasks import cancel, first_of
+from servicekit.lifecycle.tasks import DEADLINE, Wait, cancel, first_of
 from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
 from tandem_clients.flow import AdvantageResult, Generation, Group, GroupScores, IterationRecord
 
 # Batches that are generated for one step at most, when groups of equal rewards are replaced.
 MOST_BATCHES = 10
+# When the trainer has waited so long for a batch, the first word of whom it waits for; then after twice as long.
+WORD_S = 120.0
 
 log = get_logger(__name__)
 
@@ -199,10 +201,16 @@ class Asynchronous(SyncSchedule):
 
     async def _next_groups(self, size: int) -> Sequence[Group]:
         """Wait for the next groups, oldest first. Raises: TandemError: generation has failed."""
-        beside = self._beside
+        beside, clock = self._beside, asyncio.get_running_loop().time
         assert beside.working is not None
+        begun_s, patience_s = clock(), WORD_S
         while True:
             beside.finished.clear()
             if (groups := self.pipeline.take(min(size, len(self.pipeline)))) is not None:
                 return groups
-            await first_of({"generation": beside.working, "groups": beside.finished})
+            waits: dict[str, Wait] = {"generation": beside.working, "groups": beside.finished}
+            first = await first_of(waits, timeout_s=begun_s + patience_s - clock())
+            if first.name == DEADLINE:
+                where = f"{self.pipeline.missing(size)}; {self._dispatching().under_way()}"
+                self.rollouts.warn(f"the trainer has waited {patience_s:g} s for its next batch: {where}")
+                patience_s *= 2

@@ -111,6 +111,14 @@ class Pipeline:
                 ready.append(slot.group)
         return self._taken(ready) if len(ready) == size else None
 
+    def missing(self, size: int) -> str:
+        """Say why there are not so many groups to take: how many have come, and which one is waited for."""
+        oldest = next((name for name, slot in self._line.items() if slot.group is None), "none")
+        return (
+            f"{self._num_finished} of {size} groups have come, the oldest that has not is {oldest}, and only the "
+            f"{self.window - 1} after it may be trained before it (schedule.window)"
+        )
+
     def take_named(self, names: Sequence[str]) -> list[Group]:
         """Take the groups of a step that an earlier process has sent."""
         return self._taken([group for name in names if (group := self._line[name].group) is not None])

@@ -7,7 +7,7 @@ from collections import deque
 
 import pytest
 
-from coordinator.schedule import sync
+from coordinator.schedule import asynchronous, sync
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import InvalidRequest, NotFinite, TandemError, Unavailable
 from servicekit.rpc.arrays import read_array
@@ -30,6 +30,7 @@ from tests.contract.coordinator_runs import (
 from tests.fakes.fake_fleet import FakeFleet, announced_fleet
 from tests.fakes.fake_rollout import FakeRollout
 from tests.fakes.fake_trainer import FakeTrainer
+from tests.kit.waiting import until
 
 SIZE, PROMPTS, ITERATIONS = 4, 8, 6  # conftest.config
 MOST_AGE = 3  # S + ceil((W - 1) / P) of the default settings
@@ -99,6 +100,34 @@ async def test_a_group_that_is_slow_does_not_hold_the_trainer(
             assert await run == 0
     counts = trained(fleet.trainer_service)
     assert (len(counts), set(counts.values())) == (ITERATIONS * PROMPTS * SIZE, {1})
+
+
+async def test_a_long_wait_says_who_waits_for_whom(
+    config: RunConfig,
+    environment: ServiceEnvironment,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(asynchronous, "WORD_S", 0.2)
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
+        for rollout in fleet.rollout_services:
+            rollout.holds, rollout.kv_tokens = "i4", 16
+
+        async def hold(step: int) -> None:
+            if step == 1:
+                for rollout in fleet.rollout_services:
+                    rollout.hold.clear()
+
+        fleet.trainer_service.before_step = hold
+        run = asyncio.create_task(attempt(config, environment, resume=False))
+        await asyncio.to_thread(until, lambda: "has waited 0.4 s for its next batch" in caplog.text)
+        for rollout in fleet.rollout_services:
+            rollout.hold.set()
+        assert await run == 0
+    (first, second) = [line for line in caplog.messages if "for its next batch" in line][:2]
+    assert "0 of 8 groups have come, the oldest that has not is i4.g" in first
+    assert "rollout-0 has 2 completions, rollout-1 has 2 completions, 22 groups wait for a replica" in second
+    check_proven(environment, fleet)
 
 
 async def test_a_run_that_lost_its_trainer_loses_no_finished_group_of_a_known_policy(
