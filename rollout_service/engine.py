@@ -195,6 +195,9 @@ class RolloutEngine(EngineProcesses, Protocol):
         May return before that; calls made later take effect after it.
         """
 
+    async def retract(self) -> None:
+        """Drop the KV cache of a frozen engine's requests, not their tokens; thaw() computes it anew. Idempotent."""
+
     async def thaw(self) -> None:
         """Continue after freeze()."""
 

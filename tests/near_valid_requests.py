@@ -28,7 +28,7 @@ FENCE = CoordinatorFence(worker_id="fuzz", token=1)
 CALL_S = 10.0
 TRANSPORTS = (pb.SYNC_TRANSPORT_AUTO, pb.SYNC_TRANSPORT_COLLECTIVE, pb.SYNC_TRANSPORT_DISK)
 INSTALLS = (pb.INSTALL_MODE_STAGED, pb.INSTALL_MODE_IN_PLACE)
-PAUSES = (pb.PAUSE_MODE_DRAIN, pb.PAUSE_MODE_KEEP_KV, pb.PAUSE_MODE_ABORT_REQUEUE)
+PAUSES = (pb.PAUSE_MODE_DRAIN, pb.PAUSE_MODE_KEEP_KV, pb.PAUSE_MODE_ABORT_REQUEUE, pb.PAUSE_MODE_RECOMPUTE)
 # Longer than the other side of a phase needs when both do it; what takes longer waits for somebody.
 PARTNER_S = 1.0
 NewValue = Callable[[FieldDescriptor], Any]

@@ -26,6 +26,7 @@ _INSTALL = {"in_place": weights_pb2.INSTALL_MODE_IN_PLACE, "staged": weights_pb2
 _PAUSE = {
     "drain": weights_pb2.PAUSE_MODE_DRAIN,
     "keep_kv": weights_pb2.PAUSE_MODE_KEEP_KV,
+    "recompute": weights_pb2.PAUSE_MODE_RECOMPUTE,
     "abort_requeue": weights_pb2.PAUSE_MODE_ABORT_REQUEUE,
 }
 _TRANSPORT = {

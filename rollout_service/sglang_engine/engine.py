@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rollout_service.engine import (
     EngineLimits,
@@ -131,9 +131,16 @@ class SglangEngine:
 
     async def freeze(self) -> None:
         """Stop at a token boundary; nothing is sampled until thaw()."""
+        await self._pause("in_place")
+
+    async def retract(self) -> None:
+        """Drop the KV cache of the requests; they wait for a new prefill."""
+        await self._pause("retract")
+
+    async def _pause(self, mode: Literal["in_place", "retract"]) -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
-        await self._control(self._manager.pause_generation(PauseGenerationReqInput(mode="in_place")))
+        await self._control(self._manager.pause_generation(PauseGenerationReqInput(mode=mode)))
 
     async def thaw(self) -> None:
         """Continue sampling."""

@@ -17,7 +17,7 @@ from rollout_service.sglang_engine.processes import bind_to_service
 from rollout_service.sglang_engine.rank_errors import remember_errors
 from rollout_service.sglang_engine.receiver import ReceiverSettings
 from rollout_service.sglang_engine.scheduler import seeds
-from rollout_service.sglang_engine.scheduler.flips import read_last_result, rekey_waiting, skip_stand_in
+from rollout_service.sglang_engine.scheduler.flips import begun_first, read_last_result, rekey_waiting, skip_stand_in
 from rollout_service.sglang_engine.scheduler.stops import give_stop_text
 
 _MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -50,6 +50,7 @@ def register() -> None:
     HookRegistry.register(f"{_MODEL_RUNNER}.load_model", _serve_shards, HookType.AFTER)
     HookRegistry.register(f"{_UPDATER}.begin_weight_update", _finish_reading, HookType.BEFORE)
     HookRegistry.register(f"{_SCHEDULER}.pause_generation", read_last_result, HookType.AFTER)
+    HookRegistry.register(f"{_SCHEDULER}.pause_generation", begun_first, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.process_batch_result", skip_stand_in, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.record_weight_version_change", rekey_waiting, HookType.AFTER)
     HookRegistry.register(

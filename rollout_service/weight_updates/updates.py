@@ -4,8 +4,8 @@ States of the replica (R, its state between rounds, is UNSEEDED, SERVING or POIS
 
 | event                     | from                 | to       | does                                                  |
 |---------------------------|----------------------|----------|-------------------------------------------------------|
-| PauseGeneration           | SERVING              | PAUSED   | refuses new calls; drains, aborts or keeps running    |
-|                           |                      |          | ones; freezes the engine                              |
+| PauseGeneration           | SERVING              | PAUSED   | refuses new calls; drains, aborts, keeps or retracts  |
+|                           |                      |          | running ones; freezes the engine                      |
 | ResumeGeneration          | PAUSED, no round     | SERVING  | thaws the engine, accepts new calls                   |
 | PREPARE                   | any                  | same     | ranks: plan, coverage, communicator                   |
 | PAUSE                     | R                    | PAUSED   | as PauseGeneration                                    |

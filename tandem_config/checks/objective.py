@@ -164,9 +164,9 @@ def _generation_continues_in_a_sync(config: RunConfig) -> ConfigProblem | None:
         message = "lets completions begin anew in each weight sync with grpo.stop, so that long ones would never end"
     if not message:
         return None
-    suggestion = "set keep_kv, the default of async (with sync.install: staged)"
+    suggestion = "set keep_kv, the default of async (with sync.install: staged), or recompute: exact, by a new prefill"
     if not config.grpo.stop:
-        suggestion += ", or abort_requeue: completions continue after a new prefill"
+        suggestion += "; or abort_requeue: completions continue after it on any replica"
     return problem("sync.pause", pause, message, suggestion)
 
 

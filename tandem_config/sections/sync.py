@@ -18,10 +18,12 @@ class SyncSection(Section):
     """Allow staged weights over NCCL during the collectives of engines with several ranks: NCCL does not guarantee that
     both make progress, and a hang blocks generation until transfer_timeout_s. false: such a round is refused in
     PREPARE."""
-    pause: Literal["drain", "keep_kv", "abort_requeue"] = setting(
+    pause: Literal["drain", "keep_kv", "recompute", "abort_requeue"] = setting(
         "drain", "no token is lost or made twice, and no completion mixes policies"
     )
-    """What happens to running requests."""
+    """What happens to running requests. drain: they end first; keep_kv: new weights continue on their KV cache;
+    recompute: after a new prefill of prompt and tokens so far, which is exact; abort_requeue: the same by way of the
+    coordinator, on any replica."""
     transport: Literal["auto", "collective", "colocated", "disk"] = setting(
         "auto", "the fastest that is tested on such a host"
     )

@@ -153,6 +153,31 @@ async def test_frozen_requests_go_on_after_thaw(engine: RolloutEngine) -> None:
     assert {len(c.token_ids) for group in await running for c in group.completions} == {200}
 
 
+async def test_retracted_requests_hold_no_cache_and_continue_as_if_they_had(engine: RolloutEngine) -> None:
+    asked = GroupRequest(group_id="g", prompt_ids=[7, 8, 9], num_completions=2, seed=5)
+    (whole,) = await collect(engine, [asked], max_new_tokens=200)
+    await engine.set_version(8)
+    if isinstance(engine, FakeEngine):
+        engine.hold()
+    running = asyncio.create_task(collect(engine, [asked], max_new_tokens=200))
+    await asyncio.sleep(0.05)
+    await engine.freeze()
+    for _ in range(2):
+        await engine.retract()
+    if isinstance(engine, FakeEngine):
+        engine.release()
+    assert await engine.flush_cache()
+    assert not running.done()
+    await engine.set_version(9)
+    await engine.thaw()
+    (group,) = await running
+    for one, before in zip(group.completions, whole.completions, strict=True):
+        assert (one.token_ids, one.finish) == (before.token_ids, Finish.LENGTH)
+        assert one.logprobs == pytest.approx(before.logprobs, abs=1e-4)
+        assert [span.start for span in one.spans] == [0, *(span.end for span in one.spans[:-1])]
+        assert (one.spans[-1].end, one.spans[-1].policy_version) == (200, 9)
+
+
 async def test_a_seeded_completion_continues_as_if_it_had_not_been_interrupted(engine: RolloutEngine) -> None:
     asked = GroupRequest(group_id="g", prompt_ids=[7, 8, 9], num_completions=3, seed=5)
     (whole,) = await collect(engine, [asked], max_new_tokens=90)

@@ -9,6 +9,10 @@ which expects one result per step, reads an empty stand-in when it continues.
 **Waiting requests.** The version is part of the prefix cache's key, which is stored in a request. A request that waits
 during the change is computed by the new version alone, so it gets the new key; with the old one it would begin with
 the old version's KV cache.
+
+**Retracted requests.** SGLang's retraction frees a request's KV cache and lets it wait; tokens, log-probs and the
+versions that sampled them stay. It joins the queue's end, where it would wait for all that have not begun. So
+retracted ones are moved to the front.
 """
 
 from collections.abc import Callable
@@ -31,6 +35,12 @@ def read_last_result(result: Any, scheduler: Any, pause: Any) -> None:
     while scheduler.result_queue:
         scheduler.process_batch_result(*scheduler.result_queue.popleft())
     scheduler.result_queue.append((ScheduleBatch(reqs=[], batch_is_full=False), _STAND_IN))
+
+
+def begun_first(result: Any, scheduler: Any, pause: Any) -> None:
+    """Move retracted requests to the front of the queue, after Scheduler.pause_generation."""
+    if pause.mode == "retract":
+        scheduler.waiting_queue.sort(key=lambda request: request.retraction_count == 0)
 
 
 def skip_stand_in(process: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> Any:

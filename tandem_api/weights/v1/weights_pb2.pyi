@@ -95,6 +95,8 @@ class _PauseModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PauseMode.V
     """Freeze the running requests and keep their KV cache."""
     PAUSE_MODE_ABORT_REQUEUE: _PauseMode.ValueType  # 3
     """Abort the running requests; the coordinator asks for them again."""
+    PAUSE_MODE_RECOMPUTE: _PauseMode.ValueType  # 4
+    """Freeze the running requests and drop their KV cache; they continue after a new prefill of prompt and tokens so far."""
 
 class PauseMode(_PauseMode, metaclass=_PauseModeEnumTypeWrapper): ...
 
@@ -105,6 +107,8 @@ PAUSE_MODE_KEEP_KV: PauseMode.ValueType  # 2
 """Freeze the running requests and keep their KV cache."""
 PAUSE_MODE_ABORT_REQUEUE: PauseMode.ValueType  # 3
 """Abort the running requests; the coordinator asks for them again."""
+PAUSE_MODE_RECOMPUTE: PauseMode.ValueType  # 4
+"""Freeze the running requests and drop their KV cache; they continue after a new prefill of prompt and tokens so far."""
 Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
 
 class _SyncTransport:

@@ -32,6 +32,7 @@ class FakeEngine:
         self._aborted = False
         self._thawed = asyncio.Event()
         self._thawed.set()
+        self._retracted = False
         self.running: set[asyncio.Task[None]] = set()
         self.progress = 0
 
@@ -79,8 +80,13 @@ class FakeEngine:
         self.calls.append("freeze")
         self._thawed.clear()
 
+    async def retract(self) -> None:
+        self.calls.append("retract")
+        self._retracted = True
+
     async def thaw(self) -> None:
         self.calls.append("thaw")
+        self._retracted = False
         self._thawed.set()
 
     async def abort_running(self) -> None:
@@ -101,7 +107,7 @@ class FakeEngine:
 
     async def flush_cache(self, timeout_s: float = 0.0) -> bool:
         self.calls.append("flush_cache")
-        return not self.running
+        return not self.running or self._retracted
 
     def cpu_s(self) -> tuple[float, ...]:
         return ()

@@ -16,7 +16,7 @@ from weightsync.round.phases import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VER
 UNSEEDED, SERVING = pb.REPLICA_STATE_UNSEEDED, pb.REPLICA_STATE_SERVING
 PAUSED, POISONED = pb.REPLICA_STATE_PAUSED, pb.REPLICA_STATE_POISONED
 IN_PLACE, STAGED = pb.INSTALL_MODE_IN_PLACE, pb.INSTALL_MODE_STAGED
-DRAIN, KEEP_KV = pb.PAUSE_MODE_DRAIN, pb.PAUSE_MODE_KEEP_KV
+DRAIN, KEEP_KV, RECOMPUTE = pb.PAUSE_MODE_DRAIN, pb.PAUSE_MODE_KEEP_KV, pb.PAUSE_MODE_RECOMPUTE
 DRAIN_S = 0.05
 
 
@@ -309,6 +309,35 @@ async def test_frozen_calls_fail_when_the_weights_are_poisoned() -> None:
     with pytest.raises(Poisoned):
         await call
     assert "thaw" not in rig.engine.calls
+
+
+@pytest.mark.parametrize("install", [IN_PLACE, STAGED])
+async def test_recompute_drops_the_cache_of_what_runs_before_the_flip_and_ends_nothing(
+    install: pb.InstallMode.ValueType,
+) -> None:
+    rig = Rig()
+    await rig.seed()
+    rig.engine.hold()
+    call = rig.call()
+    await asyncio.sleep(0)
+    round_ = a_round(pause_mode=RECOMPUTE, install_mode=install)
+    phases = (PREPARE, TRANSFER, VERIFY, COMMIT) if install == STAGED else (PREPARE, PAUSE, TRANSFER, VERIFY, COMMIT)
+    assert await rig.run(*phases, round_=round_) == SERVING
+    first, *_, last = rig.engine.calls
+    assert (first, rig.engine.calls[1], last) == ("freeze", "retract", "thaw")
+    assert {"set_version 2", "flush_cache"} < set(rig.engine.calls)
+    rig.engine.release()
+    assert await call == 4
+    assert "abort_running" not in rig.engine.calls
+
+
+async def test_a_round_that_recomputes_drops_the_cache_of_requests_that_were_frozen_before() -> None:
+    rig = Rig()
+    await rig.seed()
+    await rig.updates.pause(KEEP_KV)
+    assert rig.engine.calls == ["freeze"]
+    await rig.updates.pause(RECOMPUTE)
+    assert rig.engine.calls == ["freeze", "retract"]
 
 
 async def test_draining_waits_for_what_runs() -> None:
