@@ -1,5 +1,9 @@
-"""`rollout_service` on a CPU with SGLang's overlap scheduler, which is its default on GPUs."""
+"""`rollout_service` on a CPU with SGLang's overlap scheduler, which is its default on GPUs.
 
+With PREFILL_CHUNK it computes prompts in chunks of so many tokens, in its environment.
+"""
+
+import os
 import sys
 
 from rollout_service.__main__ import main
@@ -10,7 +14,8 @@ def overlap() -> None:
     from rollout_service.sglang_engine import options
 
     on_cpu = options._cpu_arguments
-    options._cpu_arguments = lambda config: on_cpu(config) | {"disable_overlap_schedule": False}
+    chunk = {"chunked_prefill_size": int(tokens)} if (tokens := os.environ.get("PREFILL_CHUNK")) else {}
+    options._cpu_arguments = lambda config: on_cpu(config) | {"disable_overlap_schedule": False} | chunk
 
 
 if __name__ == "__main__":
