@@ -138,6 +138,8 @@ METRICS = (
            "nothing ran during the last iteration.", "Slots idle", "tandem_rollout_idle_ratio", less=True),
     Metric("run", "masked_tokens", "tokens", "Completion tokens left out as older than schedule.max_token_age.",
            exported="tandem_masked_tokens_total", less=True),
+    Metric("run", "trained_length_ratio", "", "Mean length of the completions that are young enough to be trained / of "
+           "all; schedule.stale: drop leaves out long ones.", exported="tandem_trained_length_ratio"),
     Metric("run", "groups_waiting", "", "Finished groups that waited when the last batch was taken (schedule.kind: "
            "async).", "Groups waiting", "tandem_groups_waiting"),
     Metric("run", "scored_completions", "", "Completions that were scored."),

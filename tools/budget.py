@@ -17,8 +17,8 @@ REPO = Path(__file__).resolve().parent.parent
 # Lines of the product, comments and blank lines included: what was measured when this limit was set, rounded up to the
 # next hundred. The target of issue 28 is 56,500, with all behaviour. Raised by 29: arrays as bytes, in two forms, the
 # ledger, and the stream of samples beside GenerateGroups; by 30: two more schedules, a ledger whose steps take
-# groups of several iterations, `tandem simulate` (650 lines), replicas that evaluate apart or are slow in a round, and a
-# pause that recomputes.
+# groups of several iterations, `tandem simulate` (650 lines), replicas that evaluate apart or are slow in a round, and
+# a pause that recomputes.
 PRODUCT_LINES = 72_100
 # Modules with one importer that are short and no extension point: each is a door to a closet.
 CLOSETS, CLOSET_LINES = 25, 60

@@ -65,6 +65,7 @@ def build_row(record: IterationRecord, heldout: GroupScores | None, timing: Timi
         "context_age_mean": record.mean_ages[1],
         "resumed_tokens": record.generation.resumed_tokens,
         "masked_tokens": record.masked_tokens,
+        "trained_length_ratio": _length_bias(record),
         "groups_waiting": record.generation.waiting,
         **_mismatch_row(record, metrics),
         "generated_tokens": num_tokens,
@@ -150,6 +151,15 @@ def _slots_idle(generation: Generation, seconds: float) -> float | None:
 def _num_trained(record: IterationRecord) -> int:
     present_PG = record.scored.present_PG if record.old_PG is None else record.scored.present_PG & ~record.old_PG
     return int(present_PG[~record.dropped_P].sum())
+
+
+def _length_bias(record: IterationRecord) -> float | None:
+    """Compare the lengths of what is young enough to be trained with those of all; None: nothing is too old."""
+    if record.old_PG is None:
+        return None
+    lengths_PG = np.array([[one.num_sampled for one in group.completions] for group in record.generation.groups])
+    young_S = lengths_PG[~record.old_PG]
+    return float(young_S.mean() / lengths_PG.mean()) if young_S.size else None
 
 
 def _finite(value: float | None) -> float | None:

@@ -7,8 +7,11 @@ from typing import Any
 from tests.monitoring.tools import DASHBOARDS
 
 FILES = ("tandem-weight-sync.json", "tandem-training.json", "tandem-fleet.json")
-# What has no data in a run without a reference policy, or whose completions end before the weights change.
-OF_A_REFERENCE = ("tandem_kl_reference", "tandem_kl_loss", "tandem_kl_reward", "tandem_flip_abs_diff")
+# What has no data in a run without a reference policy, or whose samples are young.
+OF_A_REFERENCE = (
+    *("tandem_kl_reference", "tandem_kl_loss", "tandem_kl_reward"),
+    *("tandem_flip_abs_diff", "tandem_trained_length"),
+)
 # What has no data in a run without a reward that a server gives, without TLS, and without a reference policy.
 OF_OTHER_RUNS = (
     "tandem_reward_call_seconds",

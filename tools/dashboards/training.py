@@ -117,6 +117,7 @@ _SAMPLES = Row(
     title="Samples",
     panels=(
         figure("response_length_mean", "In tokens.", title="Lengths"),
+        figure("trained_length_ratio", "With schedule.max_token_age; below 1, short ones are trained.", title="Bias"),
         figure("truncated_ratio", "That is grpo.max_new_tokens.", title="Truncated"),
         panel(
             "Mismatch",

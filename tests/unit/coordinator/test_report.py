@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from coordinator.data.cursor import CursorState
@@ -20,7 +21,7 @@ from tandem_api.weights.v1 import weights_pb2
 from tandem_clients.flow import TrainResult
 from tandem_files.metrics_file import MetricsFile
 from tandem_files.metrics_table import BY_NAME
-from tests.unit.coordinator.test_sample_sink import FOUR, finished
+from tests.unit.coordinator.test_sample_sink import FOUR, completion, finished, generation
 from tests.unit.coordinator.test_web_page import SPEED, STEP
 
 
@@ -62,6 +63,18 @@ def test_a_row_has_the_speed_of_the_trainer_and_each_part_of_its_step() -> None:
     assert (row["tokens_per_s"], row["train_s"]) == (FOUR.num_tokens / 4.0, 1.5)
     skipped = build_row(record, None, timing)
     assert {skipped[name] for name in (*SPEED, *(f"train_{part}_s" for part in STEP))} == {None}, "null, not absent"
+
+
+def test_a_row_says_how_the_lengths_of_young_completions_differ_from_all() -> None:
+    generated = generation(completion("333"), completion("4"), completion("5"), completion("5"))
+    record = finished(3, generated=generated).record
+    assert record is not None
+    timing = Timing(parts={}, total_s=5.0)
+    assert build_row(record, None, timing)["trained_length_ratio"] is None
+    longest_PG = np.array([[True, False], [False, False]])
+    row = build_row(replace(record, old_PG=longest_PG), None, timing)
+    assert row["trained_length_ratio"] == pytest.approx(2.0 / 2.5)
+    assert build_row(replace(record, old_PG=~np.zeros((2, 2), bool)), None, timing)["trained_length_ratio"] is None
 
 
 def test_a_row_has_the_fields_of_the_table() -> None:
