@@ -193,6 +193,7 @@ async def _serve(app: App, overview: Source, stop: asyncio.Event, scrapes: Scrap
     export_disk_of(environment.run_dir)
     metrics.EXPECTED_REPLICAS.set_function(app.view.expected)
     metrics.RUN_START.set(app.inputs.state.started_s)
+    metrics.SCHEDULE.labels(kind=app.config.schedule.kind).set(1)
     metrics_port = serve_metrics(environment.bind_host, environment.metrics_port, scrapes)
     server = GrpcServer(
         "coordinator", bind=environment.bind, identity=app.identity, health_bind=environment.health_bind

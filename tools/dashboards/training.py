@@ -146,8 +146,18 @@ _SAMPLES = Row(
             unit="short",
         ),
         figure("policy_shift_mean", "With schedule.kind: one_step_off or async.", title="Policy shift"),
-        figure("trainer_idle_ratio", "It waits for samples, or for the weight sync.", title="Trainer idle"),
-        figure("rollout_idle_ratio", "Nothing runs in so many slots of the engines.", title="Slots idle"),
+        figure(
+            "trainer_idle_ratio",
+            "It waits for samples, or for the weight sync.",
+            title="Trainer idle",
+            alert="TandemTrainerIdle",
+        ),
+        figure(
+            "rollout_idle_ratio",
+            "Nothing runs in so many slots of the engines.",
+            title="Slots idle",
+            alert="TandemSlotsIdle",
+        ),
         figure("groups_waiting", "Finished, and not trained yet (schedule.kind: async).", title="Groups waiting"),
         panel(
             "Dropped and failed",
@@ -161,6 +171,7 @@ _SAMPLES = Row(
             increase("tandem_reward_timeouts_total", "scoring time-outs, {{data}}", by="data"),
             increase("tandem_generate_retries_total", "retried calls"),
             unit="short",
+            alert="TandemTokensTooOld",
         ),
         panel(
             "Trained",
