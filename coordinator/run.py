@@ -168,7 +168,7 @@ class Run:
         await self.schedule.ledger.open(self.state, saved=saved, step_id=self._sent)
         self.checkpoints.set_damaged_aside(self.checkpoint)
         # On a resume too: replicas start without weights, and no other process would send them.
-        with in_part(_PARTS["sync"]):
+        with self._part("sync"):
             self.progress.note_sync(await self.schedule.weights.publish(serves or self.state.policy_version))
         self.progress.start()
         if is_ahead and not self._sent:
@@ -224,7 +224,7 @@ class Run:
 
     async def _evaluate_at_the_start(self) -> None:
         """Evaluate the policy before the first iteration: the baseline of all later ones."""
-        with in_part(_PARTS["evaluate"]):
+        with self._part("evaluate"):
             evaluated = await self.evaluations.at_the_start()
         if not evaluated:
             return
@@ -349,6 +349,7 @@ class Run:
 
     async def _finish(self) -> None:
         """Write the run's results: a last checkpoint and the policy as a Hugging Face folder."""
+        self._announce("checkpoint")
         await self.checkpoints.save_last()
         self._announce("export")
         problem = await self.exporter.export_final()
@@ -369,6 +370,8 @@ class Run:
                 if task is None or task.cancelling():
                     raise
                 raise Internal("its work was cancelled from inside, which nothing should do: see the log") from error
+            finally:
+                self.progress.announce("")
 
     def _announce(self, part: str) -> None:
         if part == "train":

@@ -58,7 +58,7 @@ class Progress:
         metrics.observe_figures(figures(self._curves, Heldout.of_state(vars(self.state)), self.limits))
 
     def announce(self, part: str) -> None:
-        """Announce that a part of an iteration begins."""
+        """Announce that a part of an iteration begins; "": that it has ended."""
         self.state.last_progress_s = time.time()
         metrics.progress()
         self.events.append(EventKind.PROGRESS, part)

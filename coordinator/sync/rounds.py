@@ -94,7 +94,8 @@ class Rounds:
         except TandemError as error:
             self._failed_rounds += 1
             message = "; ".join([str(error), *await sync_round.abort()])
-            self._observed.failed_round(work.policy_version, error, sync_round.outcomes)
+            seconds = time.perf_counter() - begun_s
+            self._observed.failed_round(work.policy_version, error, sync_round.outcomes, seconds)
             work.outcomes |= sync_round.outcomes
             work.failed_round = self._failed(sync_round, present, error, begun_s)
             raise type(error)(message) from error

@@ -9,7 +9,7 @@ from enum import Enum
 
 from servicekit.errors import InvalidRequest
 
-# About a thousand iterations; late watchers miss older events (metrics.jsonl has every iteration).
+# About five hundred iterations; late watchers miss older events (metrics.jsonl has every iteration).
 CAPACITY = 10_000
 
 

@@ -5,6 +5,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from coordinator.watch import metrics
 from servicekit.errors import TandemError
@@ -12,6 +13,8 @@ from tandem_clients.flow import ReplicaOutcome, SyncResult
 from tandem_clients.replica import Replica
 
 ROUNDS_KEPT = 24
+# All of 64 replicas that leave and join four times.
+_CHANGES_KEPT = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,20 @@ class ObservedSync:
     epoch: int = 0
     attempts: int = 1
     error: str = ""
+
+    @property
+    def round_s(self) -> float:
+        """Seconds of the rounds that ended it: without those that failed, and the wait for participants."""
+        return self.total_s - self.stages.get("retries", 0.0) - self.stages.get("roll_call", 0.0)
+
+
+class FleetChange(NamedTuple):
+    """A replica, or a new process of one, was seen for the first time, or is not there any more."""
+
+    # Unix time.
+    time_s: float
+    name: str
+    joined: bool
 
 
 @dataclass(kw_only=True)
@@ -61,6 +78,7 @@ class FleetRecorder:
 
     def __init__(self) -> None:
         self.rounds: deque[ObservedSync] = deque(maxlen=ROUNDS_KEPT)
+        self.changes: deque[FleetChange] = deque(maxlen=_CHANGES_KEPT)
         self.replicas: dict[str, ObservedReplica] = {}
         # While the run starts: services that are not announced, and by name, after how many seconds others were.
         self.awaited: list[str] = []
@@ -76,11 +94,15 @@ class FleetRecorder:
                 self._seen.add(replica)
                 row.starts += 1
                 metrics.REPLICA_STARTS.labels(replica=replica.name).inc()
+                if row.starts > 1 or row.policy_version is None:  # else it was there from the start
+                    row.policy_version = None
+                    self.changes.append(FleetChange(time.time(), replica.name, joined=True))
         names, serving_names = {replica.name for replica in announced}, {replica.name for replica in serving}
         lent = {replica.name for replica in self.lent} - names
         for name, row in self.replicas.items():
             if row.there and name not in names | lent:
                 metrics.forget_replica(name)
+                self.changes.append(FleetChange(time.time(), name, joined=False))
             row.there, row.serving, row.evaluates = name in names | lent, name in serving_names, name in lent
         metrics.ANNOUNCED_REPLICAS.set(len(announced))
         metrics.SERVING_REPLICAS.set(len(serving))
@@ -106,14 +128,22 @@ class FleetRecorder:
             )
         )
 
-    def failed_round(self, policy_version: int, error: TandemError, outcomes: Mapping[str, ReplicaOutcome]) -> None:
+    def failed_round(
+        self, policy_version: int, error: TandemError, outcomes: Mapping[str, ReplicaOutcome], total_s: float = 0.0
+    ) -> None:
         """Record a round that was given up."""
         metrics.observe_failed_round(error, outcomes)
         outcome_names = {name: outcome.value for name, outcome in outcomes.items()}
         for name, outcome in outcome_names.items():
             self._row(name).outcome = outcome
         self.rounds.append(
-            ObservedSync(time_s=time.time(), policy_version=policy_version, outcomes=outcome_names, error=str(error))
+            ObservedSync(
+                time_s=time.time(),
+                policy_version=policy_version,
+                total_s=total_s,
+                outcomes=outcome_names,
+                error=str(error),
+            )
         )
 
     def _row(self, name: str) -> ObservedReplica:

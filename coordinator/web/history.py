@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from coordinator.watch.events import Event, EventKind, EventLog
+from coordinator.web.timeline import Timeline
 
 # Rows kept in memory; older ones are in metrics.jsonl.
 _ROWS_KEPT = 20_000
@@ -28,6 +29,7 @@ class History:
         self.names = {name: None for row in rows for name in row}
         # Changes of the state, warnings, evaluations.
         self.messages: deque[Event] = deque(maxlen=_MESSAGES_KEPT)
+        self.timeline = Timeline()
         self.part = ""
         self.part_since_s = time.time()
         self._curves: dict[str, list[tuple[float, float]]] = {}
@@ -39,6 +41,7 @@ class History:
 
     def add(self, event: Event) -> None:
         """Add an event."""
+        self.timeline.add(event)
         if event.kind is EventKind.ITERATION:
             while self.rows and self.rows[-1]["iteration"] >= event.values["iteration"]:
                 self.rows.pop()  # repeated, from a checkpoint

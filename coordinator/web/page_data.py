@@ -21,7 +21,7 @@ _ITERATIONS_SHOWN = 16
 # Attributes of a picture that are sent as they are.
 _SENT = (
     *("now_s", "run", "state", "error", "part", "part_since_s", "iteration", "total_iterations", "policy_version"),
-    *("worked_s", "left_s", "awaited", "arrived", "replicas", "syncs", "messages"),
+    *("worked_s", "left_s", "awaited", "arrived", "replicas", "syncs", "timeline", "messages"),
 )
 
 
@@ -44,6 +44,7 @@ class Picture(Conditions):
     arrived: Mapping[str, float] = field(default_factory=dict)  # others, after how many seconds
     replicas: Sequence[Mapping[str, Any]] = field(default_factory=list)
     syncs: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    timeline: Mapping[str, Any] | None = None  # of timeline.py; None: not known
     messages: Sequence[Mapping[str, Any]] = field(default_factory=list)
     more_alerts: Sequence[Trouble] = ()  # those that do not follow from the conditions
 

@@ -70,6 +70,7 @@ class Source:
             failed_rounds=sum(sync.error != "" for sync in rounds[-_ROUNDS_CHECKED:]),
             replicas=[asdict(row) for _, row in sorted(seen.replicas.items())],
             syncs=[asdict(sync) for sync in rounds],
+            timeline=self.history.timeline.plain(seen, now_s),
             messages=[
                 {"time_s": event.time_s, "kind": event.kind.value, "text": event.message}
                 for event in self.history.messages

@@ -139,7 +139,7 @@ def show_event(event: pb.WatchEventsResponse, view: RunView) -> None:
         view.iteration(dict(event.values))
     elif event.kind == pb.EVENT_KIND_WARNING:
         view.warning(event.message)
-    elif event.kind == pb.EVENT_KIND_PROGRESS:
+    elif event.kind == pb.EVENT_KIND_PROGRESS and event.message:  # else a part has ended
         view.doing(event.message)
     elif event.kind == pb.EVENT_KIND_EVALUATION:
         # After the first one the held-out accuracy is a column of its iteration's line.

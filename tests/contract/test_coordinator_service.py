@@ -87,6 +87,11 @@ async def test_watchers_see_everything_and_can_replay(config: RunConfig, environ
         assert dict(iterations[-1].values) == {name: v for name, v in table[-1].items() if v is not None}
         measured = [event.values["iteration"] for event in events if event.kind == pb.EVENT_KIND_EVALUATION]
         assert measured == [0, 2, 4, 6]
+        parts = [event.message for event in events if event.kind == pb.EVENT_KIND_PROGRESS]
+        assert parts[:5] == ["sync", "sync", "", "evaluate", ""], "what precedes the first sync is called so too"
+        assert parts[5:-2:2] == [part for part in parts[5:-2] if part], "each part of an iteration ends"
+        assert parts[6:-2:2] == [""] * ((len(parts) - 7) // 2)
+        assert parts[-2:] == ["checkpoint", "export"]
     assert run.code.result() == 0
 
 

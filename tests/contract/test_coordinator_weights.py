@@ -10,6 +10,7 @@ from prometheus_client import REGISTRY
 
 from coordinator.sync import excluded_replicas
 from coordinator.sync.weight_sync import MAX_ROUNDS, WeightSync
+from coordinator.watch.fleet_recorder import FleetRecorder
 from servicekit.errors import (
     Aborted,
     DeadlineExceeded,
@@ -96,8 +97,11 @@ async def test_a_trainer_that_is_lost_before_a_replica_has_all_bytes_ends_the_ro
     async with fake_fleet() as fleet:
         fleet.trainer_service.sync.faults.append(Fault(TRANSFER, Unavailable("connection reset")))
         fleet.rollout_services[1].sync.faults.append(Fault(TRANSFER, PeerLost("rollout-1/0: lost trainer/0")))
-        result = await sync_of(fleet, FakeGroup(), 7).publish(7)
+        observed = FleetRecorder()
+        result = await sync_of(fleet, FakeGroup(), 7, observed=observed).publish(7)
     assert result.attempts == 2
+    failed, done = observed.rounds
+    assert 0 < failed.total_s < done.total_s
     assert fleet.rollout_services[0].sync.phases().count(ABORT) == 1
 
 

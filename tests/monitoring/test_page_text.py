@@ -44,6 +44,14 @@ EMPTY = {
         }
     ],
     "syncs": [{"policy_version": 1, "error": NASTY, "stages": {NASTY: 1.0}, "total_s": 0.0}],
+    "timeline": {
+        "begin_s": 1.0,
+        "length_s": 9.0,
+        "parts": [["generate", 0.0, 9.0]],
+        "iterations": [[None, 0.0, None]],
+        "lanes": [{"name": NASTY, "bands": [[0.0, 1, True, None]], "marks": [[0.0, 1.0, "committed", 1]]}],
+        "not_shown": 0,
+    },
     "alerts": [{"name": "", "text": NASTY}],
     "messages": [{"time_s": 1.0, "kind": "warning", "text": NASTY}],
 }
@@ -68,7 +76,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     try:
         with browser() as page:
             page.open(f"http://127.0.0.1:{server.port}/", ready="document.querySelector('#replicas td')")
-            check(page, texts=9)
+            check(page, texts=12)
             page.open(
                 f"http://127.0.0.1:{server.port}/#view=samples&compare=earlier&search=%3Cimg%3E%7C.",
                 ready="document.querySelector('.card pre span')?.textContent.includes('<img')",

@@ -1,8 +1,10 @@
 """What the page shows of a run's folder, in a real browser: on phones, compared, under the pointer, at the start."""
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -162,6 +164,84 @@ def test_a_train_step_is_divided_into_its_parts(page: Browser, url: str) -> None
     assert titles == ["forward_backward: 300 ms", "pack: 60 ms", "other: 40 ms"]
     legend = page.eval("[...document.querySelectorAll('#step-parts span')].map(each => each.textContent)")
     assert legend == ["forward_backward 75 %", "pack 15 %", "other 10 %"]
+
+
+def lane(name: str, *marks: list[Any], bands: Sequence[list[Any]] = ()) -> dict[str, Any]:
+    return {"name": name, "bands": list(bands) or [[-40.0, 7, True, 50.0], [50.0, 8, True, None]], "marks": list(marks)}
+
+
+TIMELINE = {
+    "begin_s": 1_700_000_000.0,
+    "length_s": 100.0,
+    "parts": [["generate", 0.0, 30.0], ["train", 30.0, 48.0], ["sync", 48.0, 50.0], ["generate", 50.0, 100.0]],
+    "iterations": [[7, 0.0, 50.0], [None, 50.0, None]],
+    "lanes": [
+        lane("rollout-0", [48.0, 50.0, "committed", 8]),
+        lane("rollout-1", [48.0, 50.0, "left out", 8], bands=[[-40.0, 7, True, 50.0], [50.0, 7, False, None]]),
+        lane("rollout-2", [10.0, 11.5, "aborted", 8], [20.0, 20.0, "left", 0], bands=[[-1.7e9, 7, True, 20.0]]),
+        *(lane(f"a-very-long-prefix-rollout-{number}") for number in range(3, 16)),
+    ],
+    "not_shown": 48,
+}
+
+
+@pytest.mark.parametrize("width", [360, 1440])
+def test_the_time_line_shows_what_each_side_did(page: Browser, width: int) -> None:
+    iteration = {"iteration": 7, "total_s": 50.0, "parts": {"train": 18.0}}
+    run = {**OVERVIEW, "timeline": TIMELINE, "iterations": [iteration]}
+    server = PageServer("127.0.0.1", 0, {DATA: lambda query: run})
+    try:
+        page.open(f"http://127.0.0.1:{server.port}/", width=width, ready="document.querySelector('#timeline rect')")
+        titles = page.eval("[...document.querySelectorAll('#timeline title')].map(one => one.textContent)")
+        texts = page.eval("[...document.querySelectorAll('#timeline text')].map(one => one.firstChild.textContent)")
+        boxes = page.eval(
+            "[...document.querySelectorAll('#timeline rect')].map(one => [one.getAttribute('class'), "
+            "...['x', 'y', 'width', 'height'].map(name => Number(one.getAttribute(name)))])"
+        )
+        inside = page.eval(
+            "[...document.querySelectorAll('#timeline text')]"
+            ".every(one => one.getBoundingClientRect().right <= innerWidth)"
+        )
+        legend = page.eval("[...document.querySelectorAll('#timeline-legend span')].map(one => one.textContent)")
+        assert page.eval("document.documentElement.scrollWidth - innerWidth") <= 0
+        note = page.eval("document.getElementById('timeline-note').textContent")
+        colours = page.eval("[...document.querySelectorAll('#parts i')].map(one => one.className)")
+        assert page.logged == []
+    finally:
+        server.close()
+    assert legend == ["generate", "train", "sync", "failed round", "left out of a round", "low: the trainer waits"]
+    assert note == "48 more replicas are not shown; those with any trouble come first."
+    assert colours == ["c1"], "a part has the same colour in the bars"
+    assert "7" in texts
+    assert "…ix-rollout-15" in texts
+    assert inside
+    waits, trains, sends, _, first = boxes[:5]
+    assert [box[0] for box in boxes[:4]] == ["c0", "c1", "c3", "c0"]
+    assert trains[4] == sends[4] > 1.5 * waits[4]
+    assert trains[3] / waits[3] == pytest.approx(18 / 30, rel=1e-3)
+    assert waits[1] + waits[3] == pytest.approx(trains[1])
+    assert first[1] == waits[1], "what began before is cut"
+    starts = [re.sub(r"\d+:\d+:\d+( [AP]M)?", "TIME", title) for title in titles]
+    for title in (
+        "train: 18.0 s from TIME on",
+        "rollout-0: version 8 since TIME",
+        "rollout-0 got version 8 at TIME, 2.0 s",
+        "rollout-1: version 7 since TIME, without work",
+        "rollout-1 left out of the round of version 8 at TIME, 2.0 s",
+        "rollout-2: version 7 for long",
+        "rollout-2 round given up, of version 8 at TIME, 1.5 s",
+        "rollout-2 left at TIME",
+    ):
+        assert title in starts, title
+    assert ("none" in texts, "v8" in texts) == (True, True)
+    assert any(re.match("v7 since ", one) for one in texts) == (width > 500)
+
+
+def test_a_folder_says_what_it_does_not_know_of_the_times(page: Browser, url: str) -> None:
+    page.open(url, ready="!document.getElementById('timeline-section').hidden")
+    assert page.eval("document.getElementById('timeline-note').innerText").startswith("Not known from a run's folder")
+    assert page.eval("document.querySelectorAll('#timeline *').length") == 0
+    assert page.logged == []
 
 
 def test_samples_show_their_mask_their_versions_and_what_has_changed(page: Browser, url: str) -> None:

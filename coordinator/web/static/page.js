@@ -6,6 +6,7 @@ import { redraw, showCurves } from "./curves.js";
 import { showFleet, showMessages } from "./fleet.js";
 import { showAlerts, showHead, showStart, showTiles } from "./overview.js";
 import { keepKey, noteIteration, showSamples } from "./samples.js";
+import { redrawTimeline, showTimeline } from "./timeline.js";
 
 const POLL_MS = 2000;
 const WAIT_MS = 8000;
@@ -31,7 +32,12 @@ function showView() {
   at("to-overview").setAttribute("aria-current", String(!samples));
   at("to-samples").setAttribute("aria-current", String(samples));
   if (samples) showSamples(given, change);
-  else redraw();
+  else redrawAll();
+}
+
+function redrawAll() {
+  redraw();
+  redrawTimeline();
 }
 
 function show(run) {
@@ -40,6 +46,7 @@ function show(run) {
   showStart(run);
   showAlerts(run);
   showCurves(run.curves);
+  showTimeline(run);
   showIterations(run);
   showTrainSteps(run);
   showSyncs(run);
@@ -61,6 +68,6 @@ async function poll() {
 }
 
 addEventListener("hashchange", showView);
-addEventListener("resize", redraw);
+addEventListener("resize", redrawAll);
 showView();
 poll();

@@ -60,7 +60,7 @@ class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.V
     EVENT_KIND_ITERATION: _EventKind.ValueType  # 2
     """An iteration has ended; values holds its metrics.jsonl row."""
     EVENT_KIND_PROGRESS: _EventKind.ValueType  # 3
-    """A step of the iteration has begun (message: its name), or something else worth a line."""
+    """A step of the iteration has begun (message: its name) or ended (empty), or something else worth a line."""
     EVENT_KIND_EVALUATION: _EventKind.ValueType  # 4
     """Held-out accuracy was measured."""
     EVENT_KIND_WARNING: _EventKind.ValueType  # 5
@@ -74,7 +74,7 @@ EVENT_KIND_STATE: EventKind.ValueType  # 1
 EVENT_KIND_ITERATION: EventKind.ValueType  # 2
 """An iteration has ended; values holds its metrics.jsonl row."""
 EVENT_KIND_PROGRESS: EventKind.ValueType  # 3
-"""A step of the iteration has begun (message: its name), or something else worth a line."""
+"""A step of the iteration has begun (message: its name) or ended (empty), or something else worth a line."""
 EVENT_KIND_EVALUATION: EventKind.ValueType  # 4
 """Held-out accuracy was measured."""
 EVENT_KIND_WARNING: EventKind.ValueType  # 5
