@@ -217,11 +217,7 @@ class Dispatch:
     def _free(self) -> list[Sampler]:
         """Return the replicas that may get a stream now; one that is leaving finishes what it has and gets no more."""
         busy = {lane.replica for lane in self._running.values()}
-        return [
-            replica
-            for replica in self._fleet.serving()
-            if replica not in busy and self._failures[replica] < MAX_FAILURES
-        ]
+        return [one for one in self._fleet.serving() if one not in busy and self._failures[one] < MAX_FAILURES]
 
     def _any_free(self) -> bool:
         return bool(self._free())

@@ -30,6 +30,7 @@ class ObservedSync:
     bytes_received: int = 0
     epoch: int = 0
     attempts: int = 1
+    lent: tuple[str, ...] = ()  # replicas that evaluated meanwhile
     error: str = ""
 
     @property
@@ -125,6 +126,7 @@ class FleetRecorder:
                 bytes_received=result.bytes_received,
                 epoch=result.epoch,
                 attempts=result.attempts,
+                lent=tuple(replica.name for replica in self.lent),
             )
         )
 

@@ -30,7 +30,7 @@ class TimedPart(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """What happened to a replica: its outcome of a round, `left out` of one, `joined`, or `left`."""
+    """What happened to a replica: its outcome of a round; `left out` of one, or `evaluated`; `joined`, or `left`."""
 
     begin_s: float
     end_s: float
@@ -94,7 +94,7 @@ class ReplicaLane:
     def is_odd(self, begin_s: float) -> bool:
         """Whether it has, or had from `begin_s` on, trouble of its own: a round that is given up is all replicas'."""
         marks = {mark.what for mark in self.marks if mark.end_s > begin_s}
-        return self.now is None or not self.now.works or not marks <= {"committed", "aborted"}
+        return self.now is None or not self.now.works or not marks <= {"committed", "aborted", "evaluated"}
 
     def plain(self, begin_s: float) -> dict[str, Any]:
         """Make the JSON object of what is not over at `begin_s`."""
@@ -116,12 +116,14 @@ class ReplicaLane:
         if outcome is None and (sync.error or not is_new or self.there_s > begin_s):
             return
         self.there_s = min(self.there_s, begin_s)
-        self.marks.append(Mark(begin_s, sync.time_s, outcome or "left out", sync.policy_version))
+        evaluated = outcome is None and self.name in sync.lent
+        left_out = "evaluated" if evaluated else "left out"
+        self.marks.append(Mark(begin_s, sync.time_s, outcome or left_out, sync.policy_version))
         if outcome == "committed":
             self._has(sync.time_s, sync.policy_version)
         elif outcome == "poisoned":
             self._has(sync.time_s)
-        elif outcome is None and now is not None and now.works:
+        elif outcome is None and not evaluated and now is not None and now.works:
             self._has(sync.time_s, now.policy_version, works=False)
 
     def _note_change(self, change: FleetChange) -> None:

@@ -24,6 +24,7 @@ const MARKS = {
   aborted: ["failed-round", "round given up, of version"],
   poisoned: ["failed-round", "holds parts of version"],
   "left out": ["left-out", "left out of the round of version"],
+  evaluated: ["evaluated", "evaluated during the round of version"],
 };
 
 let shown = null;
@@ -59,6 +60,7 @@ function showLegend(line) {
   const entries = PARTS.filter((name) => found.has(name)).map((name) => [name, colour(name)]);
   if (["aborted", "poisoned"].some((what) => marks.has(what))) entries.push(["failed round", "failed-round"]);
   if (marks.has("left out")) entries.push(["left out of a round", "left-out"]);
+  if (marks.has("evaluated")) entries.push(["evaluated meanwhile", "evaluated"]);
   const texts = entries.map(([name, style]) => {
     const entry = make("span", name);
     entry.prepend(make("i", undefined, style));
@@ -144,7 +146,8 @@ function drawMark(plot, lane, y, [begin, end, what, version]) {
   if (what in MARKS) {
     const [style, words] = MARKS[what];
     const lasted = end > begin ? `, ${seconds(end - begin)}` : "";
-    box(plot, begin, end, y + (what === "left out" ? LANE - 5 : 2), what === "left out" ? 3 : LANE - 4, style,
+    const isThin = what === "left out" || what === "evaluated";
+    box(plot, begin, end, y + (isThin ? LANE - 5 : 2), isThin ? 3 : LANE - 4, style,
       `${lane.name} ${words} ${version} at ${clock(plot.line, end)}${lasted}`);
     return;
   }

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -155,6 +156,13 @@ def test_a_round_that_a_replica_did_not_end_well_is_marked(outcome: str | None, 
     assert found["b"]["bands"] == bands
     assert found["b"]["marks"][1] == [3.5, 4.0, outcome or "left out", 2]
     assert [mark[2] for mark in found["a"]["marks"]] == ["committed"] * 3
+
+
+def test_a_replica_that_evaluates_meanwhile_is_not_left_out() -> None:
+    second = replace(synced(6.0, 2, {"a": "committed"}), lent=("b",))
+    found = lanes(seen(["a", "b"], synced(3.0, 1, BOTH), second, synced(10.0, 3, BOTH)))
+    assert found["b"]["bands"] == [[1.0, 1, True, 8.0], [8.0, 3, True, None]]
+    assert [mark[2] for mark in found["b"]["marks"]] == ["committed", "evaluated", "committed"]
 
 
 def test_a_round_that_was_given_up_leaves_no_one_out() -> None:
