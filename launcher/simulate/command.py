@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher.report import print_problems
+from launcher.simulate.plot import plot
 from launcher.simulate.world import Figures, ServiceSpeeds, simulate
 from launcher.view.run_view import make_console
 from servicekit.errors import ConfigError
@@ -79,7 +80,7 @@ def simulate_command(config: Path, overrides: Sequence[str], given: Given, *, as
     for line in remarks:
         console.print(line, style="dim", markup=False)
     console.print("  ".join(f"{name} {value:.4g}" for name, value in plain.items()), style="dim", markup=False)
-    for line in _table(figures):
+    for line in (*_table(figures), *plot(figures, console.width, ascii_only=console.options.ascii_only)):
         console.print(line, markup=False, highlight=False)
     return EXIT_OK
 

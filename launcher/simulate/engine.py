@@ -92,12 +92,12 @@ class SimulatedReplica:
 
     def flip(self, version: int) -> None:
         """Sample with another policy from now on."""
-        self._advance()
+        self.advance()
         self.flips.append((self._steps, version))
 
     def pause(self, paused: bool) -> None:
         """Stop, or continue."""
-        self._advance()
+        self.advance()
         self._is_paused = paused
         self._changed.set()
 
@@ -106,7 +106,7 @@ class SimulatedReplica:
         if self._work is not None:
             await cancel(self._work)
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
         """Do the steps that were possible since the last look."""
         now_s = asyncio.get_running_loop().time()
         if self._running and not self._is_paused:
@@ -116,7 +116,7 @@ class SimulatedReplica:
 
     async def _run(self) -> None:
         while True:
-            self._advance()
+            self.advance()
             while self._running and self._running[0].ends <= self._steps + 1e-6:
                 self._end(heapq.heappop(self._running))
             while self._waiting and len(self._running) < self.slots:

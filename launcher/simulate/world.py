@@ -27,11 +27,15 @@ from coordinator.schedule.sync import SyncSchedule
 from coordinator.sync.weight_sync import WeightSync
 from launcher.simulate.engine import SimulatedReplica
 from launcher.simulate.virtual_loop import Inline, passed, run
+from servicekit.lifecycle.background import BackgroundTask
 from servicekit.stopwatch import Stopwatch
 from tandem_clients.flow import Group, GroupScores, Prompt, Sample, Sampling, SyncResult, TrainBatch, TrainResult
 from tandem_clients.trainer import Trainer
 from tandem_config.schema import RunConfig
 from tandem_files.ledger.reading import LedgerContent
+
+# Parts into which the time line of a schedule's first iterations is divided.
+BEATS = 240
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +69,8 @@ class Figures:
         age_mean, age_max: versions from the policy that sampled a token to the one that trains on it.
         wasted: share of the tokens of taken groups that are not trained.
         length_ratio: mean length of trained completions / of all.
+        beat_s: seconds of a part of the time line, which begins with the run; equal for all schedules.
+        trainer_busy, slots_busy: shares, by part.
     """
 
     schedule: str
@@ -75,6 +81,9 @@ class Figures:
     age_max: int
     wasted: float
     length_ratio: float
+    beat_s: float
+    trainer_busy: tuple[float, ...]
+    slots_busy: tuple[float, ...]
 
 
 class _Cursor:
@@ -117,6 +126,10 @@ class _World:
     version: int = 0
     replicas: list[SimulatedReplica] = field(default_factory=list)
     iterations: list[_Iteration] = field(default_factory=list)
+    trained_s: float = 0.0
+    training_since_s: float | None = None
+    # Seconds that the trainer has worked, and that slots were busy, at the end of each beat.
+    beats: list[tuple[float, float]] = field(default_factory=lambda: [(0.0, 0.0)])
 
     def __post_init__(self) -> None:
         speeds, config = self.speeds, self.config
@@ -149,7 +162,9 @@ class _World:
 
     async def train_step(self, batch: TrainBatch, sent: asyncio.Event) -> TrainResult:
         sent.set()
+        self.training_since_s = asyncio.get_running_loop().time()
         await passed(self.speeds.train_s)
+        self.trained_s, self.training_since_s = self.trained_s + self.speeds.train_s, None
         now = self.iterations[-1]
         for sample in [sample for update in batch.updates for sample in update]:
             self._count(sample, batch.policy_version, now.ages)
@@ -190,6 +205,27 @@ class _World:
     async def close(self) -> None:
         for replica in self.replicas:
             await replica.close()
+
+    @property
+    def beat_s(self) -> float:
+        """Return the seconds of a beat: all of them last about as long as four iterations that take turns."""
+        speeds, grpo = self.speeds, self.config.grpo
+        lengths = np.minimum(speeds.lengths, grpo.max_new_tokens)
+        step_s = (speeds.step_s + speeds.slots * speeds.row_s) / (speeds.slots * len(self.replicas))
+        work_s = grpo.prompts_per_iteration * grpo.group_size * float(lengths.mean()) * step_s
+        slowest_s = int(lengths.max()) * (speeds.step_s + speeds.row_s)
+        return 4 * (work_s + slowest_s + speeds.train_s + speeds.sync_s + speeds.reward_s) / BEATS
+
+    async def beat(self) -> None:
+        """Note who is busy."""
+        for _ in range(BEATS):
+            await passed(self.beat_s)
+            now_s = asyncio.get_running_loop().time()
+            for replica in self.replicas:
+                replica.advance()
+            begun_s = now_s if self.training_since_s is None else self.training_since_s
+            row_s = sum(replica.busy_row_s for replica in self.replicas)
+            self.beats.append((self.trained_s + now_s - begun_s, row_s))
 
 
 def simulate(config: RunConfig, speeds: ServiceSpeeds, iterations: int, name: str) -> Figures:
@@ -235,10 +271,11 @@ async def _all_iterations(world: _World, folder: Path) -> None:
     )
     schedule, version = chosen(config, sync, beside_training=rollouts), 0
     try:
-        for number in range(1, config.run.iterations + 1):
-            version = (await schedule.iterate(number, version, Stopwatch())).policy_version
-            world.iterations[-1].end_s = asyncio.get_running_loop().time()
-            world.iterations[-1].row_s = sum(replica.busy_row_s for replica in world.replicas)
+        async with BackgroundTask(world.beat):
+            for number in range(1, config.run.iterations + 1):
+                version = (await schedule.iterate(number, version, Stopwatch())).policy_version
+                world.iterations[-1].end_s = asyncio.get_running_loop().time()
+                world.iterations[-1].row_s = sum(replica.busy_row_s for replica in world.replicas)
     finally:
         await schedule.close()
         await world.close()
@@ -254,13 +291,18 @@ def _figures(world: _World, counted: range, name: str) -> Figures:
     trained_tokens = max(1, ages.total())
     lengths = [length for one in iterations for length in one.lengths]
     population = np.minimum(speeds.lengths, world.config.grpo.max_new_tokens)
+    slots = speeds.slots * len(world.replicas)
+    trained_s, row_s = np.diff(np.array(world.beats).reshape(-1, 2), axis=0).T / world.beat_s
     return Figures(
         schedule=name,
         iteration_s=took_s / len(counted),
         trainer_idle=1.0 - speeds.train_s * sum(one.steps for one in iterations) / took_s,
-        slots_idle=1.0 - (last.row_s - before.row_s) / (took_s * speeds.slots * len(world.replicas)),
+        slots_idle=1.0 - (last.row_s - before.row_s) / (took_s * slots),
         age_mean=sum(age * tokens for age, tokens in ages.items()) / trained_tokens,
         age_max=max((age for age, tokens in ages.items() if tokens), default=0),
         wasted=1.0 - ages.total() / sum(one.taken_tokens for one in iterations),
         length_ratio=float(np.mean(lengths) / population.mean()) if lengths else math.nan,
+        beat_s=world.beat_s,
+        trainer_busy=tuple(trained_s.tolist()),
+        slots_busy=tuple((row_s / slots).tolist()),
     )

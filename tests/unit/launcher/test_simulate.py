@@ -2,6 +2,7 @@
 
 import json
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from launcher.cli import app
 from launcher.simulate.command import _engine_fit, read_lengths
 from launcher.simulate.engine import SimulatedReplica
+from launcher.simulate.plot import plot
 from launcher.simulate.virtual_loop import run
 from launcher.simulate.world import Figures, ServiceSpeeds, simulate
 from servicekit.errors import ConfigError
@@ -93,6 +95,33 @@ def test_taking_turns_lasts_as_long_as_all_parts_together() -> None:
     assert (found.age_max, found.wasted, found.length_ratio) == (0, 0.0, 1.0)
 
 
+def test_the_time_line_says_who_was_busy_and_when() -> None:
+    found = figures("sync", 8, speeds([100], train_s=1.0, sync_s=0.5))
+    second = round(1 / found.beat_s)
+    for busy, at_work in ((found.trainer_busy, [False, True, False]), (found.slots_busy, [True, False, False])):
+        middles = [busy[part * second + second // 2 - (part == 2) * second // 4] for part in range(3)]
+        assert middles == pytest.approx([float(one) for one in at_work], abs=1e-6)
+    assert 4.0 <= sum(found.trainer_busy) * found.beat_s <= 8.0, "seconds of as many iterations"
+
+
+@pytest.mark.parametrize("width", [10, 80, 99, 500])
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_a_plot_has_a_line_for_each_side_of_each_schedule(width: int, ascii_only: bool) -> None:
+    one, half = [figures(kind, 8, speeds([100, 10])) for kind in ("sync", "async")]
+    half = replace(half, trainer_busy=half.trainer_busy[:30])  # its run was over
+    lines = list(plot([one, half], width, ascii_only=ascii_only))
+    rows = [line for line in lines if line.endswith("|")]
+    assert [row.split()[0] for row in rows] == ["trainer", "slots"] * 2
+    assert len({len(row) for row in rows}) == 1
+    assert 20 < len(rows[0]) <= min(max(width, 40), 120)
+    assert all(line.isascii() for line in lines) == ascii_only
+    full = "#" if ascii_only else "█"
+    assert full in rows[0]
+    assert " " in rows[0].partition("|")[2], "it waits"
+    bars = {line.split()[0]: line.count(full) for line in lines[-2:]}
+    assert bars["sync"] == round(20 * one.trainer_idle) + round(20 * one.slots_idle)
+
+
 def test_one_step_off_lasts_as_long_as_its_slower_side() -> None:
     found = figures("one_step_off", 8, speeds([100], train_s=1.2))
     assert found.iteration_s == pytest.approx(1.2, abs=0.01)
@@ -158,6 +187,8 @@ def test_the_command_prints_a_table_and_what_was_guessed(tmp_path: Path) -> None
     assert shown.exit_code == 0, shown.output
     assert "guessed: train_s" in shown.output
     assert all(name in shown.output for name in ("schedule.kind: sync", "one_step_off", "async, S=2", "slots idle"))
+    assert shown.output.count("\n  trainer |") == shown.output.count("\n  slots   |") == 7
+    assert "\x1b" not in shown.output
     plain = CliRunner().invoke(app, [*given, "--json"])
     found = json.loads(plain.output)
     assert [one["schedule"] for one in found["schedules"]][:2] == ["schedule.kind: sync", "sync"]
