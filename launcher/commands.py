@@ -42,13 +42,17 @@ def check_command(
         gpu_memory_gib: memory of a GPU; None: as nvidia-smi reports it.
         host_memory_gib: memory of the machine that has those GPUs; None: another's, which is not compared.
     """
+    from launcher.check.schedule import schedule_report  # here: a run needs no simulation
+
     console = make_console()
     draft = draft_config(config, overrides)
     memory = memory_report(draft, gpu_memory_gib, host_memory_gib)
     notes: list[str] = []
     problems = [*preflight(draft, redis_url=redis_url(), notes=notes), *memory.problems]
+    foreseen, unsuitable = schedule_report(draft)
+    problems += unsuitable
     print_problems(console, problems)
-    for line in [*notes, *memory.lines]:
+    for line in [*notes, *memory.lines, *foreseen]:
         console.print(Text(line))
     console.print(Text(f"{config}: {headline(problems)}", style="bold"))
     return EXIT_BAD_CONFIG if errors_only(problems) else EXIT_OK

@@ -46,6 +46,10 @@ _REASONS = {
         "must be at least 2: a group of one is its own mean, so every advantage would be 0",
         "16 is the default",
     ),
+    ("schedule.max_staleness", "greater_than_equal"): (
+        "must be at least 1: with 0 no group would be under way beside the step",
+        "set schedule.kind: sync, which trains on samples of the present policy only",
+    ),
 }
 # Values that have another meaning in other trainers.
 _VALUES = {

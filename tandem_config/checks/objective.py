@@ -1,5 +1,6 @@
 """Checks of the loss: objective and correction fit together, and read all settings that are given."""
 
+import math
 from collections.abc import Mapping
 
 from tandem_config.checks.registry import check
@@ -127,6 +128,10 @@ def _pipeline_has_room(config: RunConfig) -> ConfigProblem | None:
     if schedule.window_groups(batch) > schedule.max_staleness * batch:
         why = f"is more than the {schedule.max_staleness * batch} groups that are under way beside a step"
         return problem("schedule.window", schedule.window, why, f"set it to {schedule.max_staleness} at most")
+    if schedule.window > 0 and schedule.window_groups(batch) == 1 < batch:
+        why = f"is less than two of {batch} groups: they are trained in their order, and each slow one delays a step"
+        suggestion = f"set it to 1.0, to {math.ceil(200 / batch) / 100:g} at least, or to 0 for their order"
+        return problem("schedule.window", schedule.window, why, suggestion, severity="warning")
     return None
 
 

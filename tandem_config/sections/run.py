@@ -128,6 +128,11 @@ class ScheduleSection(Section):
         """Return W for batches of so many groups."""
         return max(1, int(self.window * batch))
 
+    @property
+    def batches_ahead(self) -> int:
+        """Return the batches that may be under way beside the one that is trained."""
+        return {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[self.kind]
+
 
 class EvaluationSet(Section):
     """A set of prompts, and how their completions are sampled."""

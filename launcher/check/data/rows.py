@@ -90,7 +90,7 @@ def check_data(
         found.problems += problems
         found.scans[f"data.{part}"] = scans
         longest = max([longest, *(scan.longest for scan in scans)])
-        if part == "train" and usable("grpo.prompts_per_iteration"):
+        if part == "train" and usable("grpo.prompts_per_iteration", "schedule"):
             found.train = [] if any(scan.faults.problems for scan in scans) else scans
             found.problems += _check_enough(config, scans)
     if usable(
@@ -228,11 +228,16 @@ def _check_enough(config: RunConfig, scans: Sequence[Scan]) -> Iterator[ConfigPr
     wanted = config.grpo.prompts_per_iteration
     texts = texts_of(scan for scan in scans if not scan.faults.problems)
     rows = Repeats.of(texts).num_different if len(texts) else sum(scan.num_rows for scan in scans)
+    ahead = wanted * config.schedule.batches_ahead
     if 0 < rows < wanted:
+        why = f"data.train has only {rows} different prompts, so an iteration sees some prompts more than once"
+        yield problem("grpo.prompts_per_iteration", wanted, why, f"{rows} or fewer", severity="warning")
+    elif 0 < rows < wanted + ahead:
         yield problem(
             "grpo.prompts_per_iteration",
             wanted,
-            f"data.train has only {rows} different prompts, so an iteration sees some prompts more than once",
-            f"{rows} or fewer",
+            f"data.train has only {rows} different prompts, and with schedule.kind: {config.schedule.kind} "
+            f"{wanted + ahead} groups are under way: a prompt begins again before its last group is trained",
+            f"{max(1, rows * wanted // (wanted + ahead))} or fewer, or more rows",
             severity="warning",
         )

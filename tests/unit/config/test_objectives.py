@@ -151,6 +151,9 @@ def test_samples_of_an_older_policy_need_a_correction(tmp_path: Path, grpo: str,
         (["schedule.kind=async", "schedule.depth=2", "schedule.window=2", "schedule.max_token_age=1"], None),
         (["schedule.kind=async", "schedule.depth=3"], "schedule.depth"),
         (["schedule.kind=async", "schedule.window=2.1"], "schedule.window"),
+        (["schedule.kind=async", "schedule.window=0.031"], "schedule.window"),
+        (["schedule.kind=async", "schedule.window=0.04"], None),
+        (["schedule.kind=async", "schedule.window=0"], None),
         (["schedule.kind=async", "schedule.max_staleness=0"], "schedule.max_staleness"),
         (["schedule.kind=async", "schedule.max_staleness=17"], "schedule.max_staleness"),
         (["schedule.kind=async", "schedule.stale=wait", "schedule.max_token_age=1"], "schedule.max_token_age"),
@@ -185,6 +188,10 @@ def test_what_async_cannot_do_or_others_do_not_read_is_named(
     )
     draft = draft_config(file, settings)
     assert [problem.key for problem in draft.problems] == ([] if key is None else [key])
+    if "schedule.window=0.031" in settings:
+        assert (draft.problems[0].severity, "to 0.04 at least" in draft.problems[0].suggestion) == ("warning", True)
+    if "schedule.max_staleness=0" in settings:
+        assert "schedule.kind: sync" in draft.problems[0].suggestion
     if draft.config is not None and draft.config.schedule.kind == "async" and "sync.pause" not in str(settings):
         assert (draft.config.sync.install, draft.config.sync.pause) == ("staged", "keep_kv")
         assert draft.config.evaluation.concurrent or "evaluation.concurrent=false" in settings

@@ -158,6 +158,25 @@ def test_an_iteration_of_more_prompts_than_are_different_is_told(tmp_path: Path)
     ]
 
 
+@pytest.mark.parametrize(
+    ("schedule", "rows", "under_way"),
+    [("sync", 4, 0), ("one_step_off", 7, 8), ("one_step_off", 8, 0), ("async", 11, 12), ("async", 12, 0)],
+)
+def test_more_groups_under_way_than_different_prompts_are_named(
+    tmp_path: Path, schedule: str, rows: int, under_way: int
+) -> None:
+    """Iterations have 4 prompts."""
+    write_rows(tmp_path / "train.jsonl", rows)
+    file = write_config(tmp_path, schedule={"kind": schedule}, grpo={"preset": "decoupled"})
+    found = [one for one in preflight(draft_config(file), redis_url=None) if "cores" not in one.message]
+    assert [(one.key, one.severity) for one in found] == [("grpo.prompts_per_iteration", "warning")] * bool(under_way)
+    if under_way:
+        assert (
+            f"only {rows} different prompts, and with schedule.kind: {schedule} {under_way} groups" in found[0].message
+        )
+        assert found[0].suggestion == "3 or fewer, or more rows"
+
+
 def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path: Path) -> None:
     write_data(tmp_path / "other.jsonl", [(1, 2), (8, 8), (1, 3)])
     sets = [{"name": "new", "data": "set.json", "samples": 1}]
