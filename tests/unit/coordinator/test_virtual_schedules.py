@@ -10,7 +10,7 @@ import random
 import shutil
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +20,7 @@ import pytest
 from numpy.typing import NDArray
 
 from coordinator.data.cursor import CursorState, DataCursor, SourcePosition
+from coordinator.data.prompts import load_prompts
 from coordinator.generate.dispatch import Rollouts
 from coordinator.generate.joiners import Patience
 from coordinator.learn.scoring import Scorer
@@ -33,14 +34,17 @@ from coordinator.schedule.pipeline import Pipeline
 from coordinator.schedule.sync import SyncSchedule
 from coordinator.sync.weight_sync import WeightSync
 from launcher.simulate.virtual_loop import Inline, run
+from servicekit.errors import Internal
 from servicekit.lifecycle.tasks import cancel
 from servicekit.stopwatch import Stopwatch
 from tandem_clients.flow import Group, GroupScores, Order, Prompt, Sample, Sampling, TrainBatch, TrainResult
 from tandem_clients.trainer import Trainer
-from tandem_config.schema import GrpoSection
+from tandem_config.schema import DataSection, GrpoSection
 from tandem_files.checkpoints import COMPLETE
 from tandem_files.ledger.reading import read_ledger
+from tandem_files.tokenizer import TextCodec
 from tests.fakes.fake_sampler import FakeSampler
+from tests.kit.folders import write_rows, write_small_model
 
 ITERATIONS, PROMPTS, SIZE, EVERY, KEPT = 9, 4, 3, 3, 2
 # In the last one a replica dies while a step that the trainer has done already is sent again.
@@ -100,6 +104,8 @@ class World:
     num_saved: int = 0  # steps
     newest: int = 0  # of all versions
     finished: dict[str, set[int]] = field(default_factory=dict)  # groups, with the policies that sampled them
+    grpo: GrpoSection = GRPO
+    cursor: Callable[[CursorState], Any] = Cursor
 
     def __post_init__(self) -> None:
         self.replicas = [self.replica(index) for index in range(2)]
@@ -235,12 +241,12 @@ async def process(world: World, kind: str, number: int) -> None:
     elif not world.version == saved >= world.newest:
         world.newest += 1
         world.version = state.policy_version = world.newest
-    cursor = Cursor(state.cursor)
+    cursor = world.cursor(state.cursor)
     await ledger.open(state, saved=saved, step_id=sent)
     await world.publish(world.version)
     world.last = state.model_copy(deep=True)
     parts: dict[str, Any] = {
-        "grpo": GRPO,
+        "grpo": world.grpo,
         "sampling": SAMPLING,
         "cursor": cast(DataCursor, cursor),
         "rollouts": rollouts_of(world, world.seed_late_joiners),
@@ -379,3 +385,39 @@ def test_every_sample_is_trained_once_whatever_is_killed_and_when(
         assert left or account.total("filtered") == len(names()) - len(expected), seed
         returned += account.counts["returned"]
     assert returned, "no step was undone: the kills say nothing"
+
+
+class OneRow(World):
+    """A curriculum of one row, whose completions all get the same reward."""
+
+    async def score(self, groups: Sequence[Group], *, is_batch: bool = True) -> GroupScores:
+        return GroupScores(rewards_PG=np.ones((len(groups), SIZE)), accuracy=1.0)
+
+
+def one_row(folder: Path) -> Callable[[CursorState], DataCursor]:
+    data = DataSection.model_validate({"train": write_rows(folder / "train.jsonl", 1)})
+    codec = TextCodec.from_folders(write_small_model(folder / "model"))
+    return lambda _: DataCursor(load_prompts(data, "train", codec), seed=0, shuffle=True)
+
+
+async def in_time(world: World, kind: str) -> None:
+    async with asyncio.timeout(100_000):
+        await process(world, kind, 0)
+
+
+@pytest.mark.parametrize("kind", ["sync", "one_step_off", "async"])
+def test_a_single_row_is_enough_for_all_groups_under_way(tmp_path: Path, kind: str) -> None:
+    world = World(random.Random(0), tmp_path, cursor=one_row(tmp_path))
+    run(in_time(world, kind))
+    trained = [name for step in world.line for name in step.samples]
+    assert world.last is not None
+    assert world.last.iteration == ITERATIONS
+    assert {name.rpartition(".")[2].partition("#")[0] for name in trained} == {"row1"}
+    assert len(trained) == len({*trained}) == read_ledger(tmp_path, "r").account.total("trained")
+
+
+def test_a_single_row_that_teaches_nothing_is_named(tmp_path: Path) -> None:
+    grpo = GRPO.model_copy(update={"zero_variance": "replace"})
+    world = OneRow(random.Random(0), tmp_path, grpo=grpo, cursor=one_row(tmp_path))
+    with pytest.raises(Internal, match="look at the reward and the task's difficulty"):
+        run(in_time(world, "async"))
