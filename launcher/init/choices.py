@@ -23,6 +23,8 @@ _CHANGED_FIRST = frozenset(
         "trainer.tensor_parallel",
         "trainer.learning_rate",
         "rollout.replicas",
+        "schedule.kind",
+        "sync.install",  # whose default is another one with async
     }
 )
 

@@ -31,7 +31,7 @@ from tandem_files.rows.problems import DataError
 # Names that say nothing of the data; the folder's does.
 _COMMON_NAMES = ("train", "training", "data", "rows", "dataset", "prompts")
 # What the command prints of what it chose.
-_SHOWN = ("data.prompt_key", "data.max_prompt_tokens", "reward", "trainer.tensor_parallel")
+_SHOWN = ("data.prompt_key", "data.max_prompt_tokens", "reward", "trainer.tensor_parallel", "schedule.kind")
 # Longest line of a comment in the file.
 _WIDTH = 110
 _HEADER = """\

@@ -1,4 +1,4 @@
-"""Suggests how trainer and replicas share this machine: parallel sizes that divide the model and fit the memory."""
+"""Suggests how trainer and replicas share this machine: sizes that divide the model and fit the memory; a schedule."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,9 +8,11 @@ from typing import Any
 from launcher.check.memory import GIB, NEAR, fitting_tokens, host_gib, smallest_gpu_gib
 from launcher.check.memory_budget import rollout_memory, trainer_memory
 from launcher.check.model.trainer import check_tensor_size, check_trainer_sizes
+from launcher.check.schedule import BATCH_PER_SLOT
 from launcher.init.choices import Choices
 from servicekit.cuda import find_gpus
 from tandem_config.schema import RunConfig
+from tandem_config.sections.grpo import PRESETS
 from weightsync.model.spec import ModelSpec
 
 _SIZES = (1, 2, 4, 8, 16)
@@ -18,6 +20,10 @@ _SIZES = (1, 2, 4, 8, 16)
 _HOST_SHARE = 0.5
 # A replica should hold as many completions, or all of an iteration.
 _COMPLETIONS = 64
+# Longest completion from which on `async` is suggested: the slowest of a batch takes half a minute of steps of 15 ms.
+_LONG_TOKENS = 2048
+# Fewest slots of a replica that are suggested: with fewer an engine's steps cost the same.
+_FEWEST_SLOTS = 32
 # Bytes of each parameter, in any type: looked at first, because the layout of a large mixture of experts takes seconds.
 _LEAST_BYTES_TRAINER, _LEAST_BYTES_ROLLOUT = 16, 2
 
@@ -88,6 +94,47 @@ def suggest_layout(choices: Choices, spec: ModelSpec, machine: HostMachine) -> N
     if memory is not None:
         _suggest_tokens(choices, spec, NEAR * memory, f"{NEAR:.0%} of a GPU's memory")
         _suggest_cache(choices, spec, memory, longest)
+
+
+def suggest_schedule(choices: Choices, spec: ModelSpec, machine: HostMachine) -> None:
+    """Suggest what waits for what, and what that needs; lengths and layout must be in `choices`."""
+    tokens, kind = choices.config.grpo.max_new_tokens, "sync"
+    needed = ("schedule.", "sync.", *(f"grpo.{name}" for name in ("preset", *PRESETS["decoupled"])))
+    own = next((key for key in sorted(choices.given) if key.startswith(needed)), None)
+    if not machine.has_gpus:
+        why = "trainer and replica share this machine, so they take turns"
+    elif tokens < _LONG_TOKENS:
+        why = f"completions of at most {tokens} tokens let no side wait for long; from {_LONG_TOKENS} on: async"
+    elif own is not None:
+        why = (
+            f"up to {tokens} tokens are a long tail, for which async is there (docs/scheduling.md); but {own} is given"
+        )
+    else:
+        why = (
+            f"replicas have GPUs of their own, and up to {tokens} tokens are a long tail: no side waits for the slowest"
+        )
+        kind, why = "async", f"{why}; samples are up to 3 versions old. sync is exact, and slower"
+    choices.suggest("schedule.kind", kind, why)
+    if choices.config.schedule.kind == "async":
+        _suggest_for_async(choices, spec, machine)
+
+
+def _suggest_for_async(choices: Choices, spec: ModelSpec, machine: HostMachine) -> None:
+    config = choices.config
+    choices.suggest("grpo.preset", "decoupled", "importance weights correct for the older policies of async")
+    per_replica = config.grpo.prompts_per_iteration * config.grpo.group_size // config.rollout.replicas
+    slots = min(config.rollout.max_running_requests, max(_FEWEST_SLOTS, per_replica // BATCH_PER_SLOT))
+    why = f"an iteration has {BATCH_PER_SLOT} x as many for each replica: async keeps both sides busy"
+    choices.suggest("rollout.max_running_requests", slots, why)
+    staged = _with(choices.config, "sync", install="staged")
+    memory = None if machine.gpu_gib is None else machine.gpu_gib * GIB
+    is_full = memory is not None and (
+        rollout_memory(staged, spec).peak(int(config.rollout.mem_fraction_static * memory)) > NEAR * memory
+    )
+    over_nccl = config.rollout.tensor_parallel > 1
+    if over_nccl or is_full:
+        why = "engines of several ranks get weights over NCCL" if over_nccl else "a second copy does not fit"
+        choices.suggest("sync.install", "in_place", f"{why}: generation pauses for a weight sync")
 
 
 def _suggest_cache(choices: Choices, spec: ModelSpec, memory: float, longest: int) -> None:

@@ -9,7 +9,7 @@ from launcher.check.data.columns import SYSTEMS, TOOLS
 from launcher.check.data.template import PlainPrompts
 from launcher.init.choices import Choices
 from launcher.init.columns import answer_column, prompt_column, reward_for, templated_column
-from launcher.init.layout import HostMachine, suggest_layout
+from launcher.init.layout import HostMachine, suggest_layout, suggest_schedule
 from launcher.init.sample import RowSample, first_row, read_sample
 from tandem_clients.flow import DataKey
 from tandem_clients.formatting import PromptText, prompt_format
@@ -52,6 +52,7 @@ def suggest_all(choices: Choices, spec: ModelSpec, codec: TextCodec, machine: Ho
     _suggest_prompt_tokens(choices, spec, list(samples.values()))
     _suggest_new_tokens(choices, spec, codec, train, machine)
     suggest_layout(choices, spec, machine)
+    suggest_schedule(choices, spec, machine)
     choices.suggest("trainer.learning_rate", choices.config.trainer.learning_rate, "usual for RL on a trained model")
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from launcher.init import sample
 from launcher.init.choices import Choices
 from launcher.init.columns import answer_column, prompt_column, reward_for
 from launcher.init.command import InitRequest, init_command
-from launcher.init.layout import HostMachine, suggest_layout
+from launcher.init.layout import HostMachine, suggest_layout, suggest_schedule
 from tandem_config.loading import load_config
 from tandem_config.problems import ConfigErrors
 from tandem_config.schema import RunConfig
@@ -202,6 +203,60 @@ def test_what_the_user_gives_stays_and_decides_the_rest(tmp_path: Path) -> None:
     assert (config.trainer.tensor_parallel, config.trainer.data_parallel, config.rollout.replicas) == (2, 2, 4)
 
 
+LONG = "grpo.max_new_tokens=4096"
+
+
+@pytest.mark.parametrize(
+    ("machine", "given", "kind", "reason"),
+    [
+        (CPU, [LONG], "sync", "share this machine"),
+        (EIGHT, [], "sync", "completions of at most 16 tokens"),
+        (EIGHT, ["grpo.max_new_tokens=2047"], "sync", "from 2048 on: async"),
+        (EIGHT, [LONG], "async", "replicas have GPUs of their own"),
+        (EIGHT, [LONG, "grpo.preset=gspo"], "sync", "but grpo.preset is given"),
+        (EIGHT, [LONG, "sync.pause=drain"], "sync", "but sync.pause is given"),
+        (EIGHT, [LONG, "schedule.kind=sync"], "sync", ""),
+        (CPU, ["schedule.kind=async"], "async", ""),
+    ],
+)
+def test_a_schedule_is_suggested_with_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], machine: HostMachine, given: list[str], kind: str, reason: str
+) -> None:
+    """The whole check passes with it."""
+    model = write_model(tmp_path / "model", max_position_embeddings=16384)
+    request = asked(tmp_path, [SUM] * 80, model=model)
+    config = written(InitRequest(**vars(request) | {"overrides": [*request.overrides, *given]}), machine)
+    assert config.schedule.kind == kind
+    assert config.sync.install == ("staged" if kind == "async" else "in_place")
+    assert (config.grpo.preset == "decoupled") == (kind == "async")
+    output = capsys.readouterr().out
+    (said,) = [line for line in output.splitlines() if line.startswith(f"  schedule.kind: {kind}  (")]
+    assert (reason or "as given") in said
+    assert reason in " ".join((tmp_path / "my.yaml").read_text().replace("#", "").split())
+    assert ("schedule async: idle trainer 0." in output) == (kind == "async")
+    assert "too few to keep both sides busy" not in output
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu_gib", "ranks", "why"),
+    [
+        ("qwen2.5-1.5b", None, 1, ""),
+        ("qwen2.5-7b", 80, 1, "a second copy does not fit"),
+        ("qwen2.5-1.5b", None, 2, "engines of several ranks get weights over NCCL"),
+    ],
+)
+def test_async_gets_what_fits_the_machine(model: str, gpu_gib: float | None, ranks: int, why: str) -> None:
+    given = ["model.path=m", "data.train=t.jsonl", "model.dtype=bfloat16", LONG, f"rollout.tensor_parallel={ranks}"]
+    choices, machine = Choices(load_config(None, given), ["rollout.tensor_parallel"]), replace(EIGHT, gpu_gib=gpu_gib)
+    suggest_layout(choices, preset(model), machine)
+    suggest_schedule(choices, preset(model), machine)
+    found = choices.written(Path("/"))
+    assert (found["schedule"], found["grpo"]["preset"]) == ({"kind": "async"}, "decoupled")
+    assert found.get("sync") == ({"install": "in_place"} if why else None)
+    assert why in choices.reasons.get("sync.install", "")
+    assert 4 * found["rollout"]["max_running_requests"] * found["rollout"]["replicas"] == 1024
+
+
 def test_long_prompts_are_left_out(tmp_path: Path) -> None:
     rows = [SUM] * 19 + [SUM | {"prompt": "1" * 20}]
     config = written(asked(tmp_path, rows))
@@ -243,7 +298,7 @@ def test_a_file_is_replaced_only_by_force(tmp_path: Path, capsys: pytest.Capture
     output = capsys.readouterr().out.splitlines()
     assert output[0] == f"wrote {tmp_path / 'my.yaml'}"
     assert output[-2:] == [f"{tmp_path / 'my.yaml'}: no problems", f"next: tandem run -c {tmp_path / 'my.yaml'}"]
-    assert len(output) == 7
+    assert len(output) == 8
 
 
 @pytest.mark.parametrize(
