@@ -150,7 +150,8 @@ def check(
 ) -> None:
     """Report everything that is wrong with a configuration, its model, its data and this machine; start nothing.
 
-    With GPUs, or --gpu-memory-gib, also report how much memory a trainer rank and a rollout rank need.
+    With GPUs, or --gpu-memory-gib, also report how much memory a trainer rank and a rollout rank need. With
+    schedule.kind one_step_off or async, also say who will idle and how old samples will be, if lengths are usual ones.
 
     Every problem comes with its key, value and a suggestion. Exit code 0: a run can start; 2: it cannot.
 

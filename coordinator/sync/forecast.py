@@ -1,4 +1,4 @@
-"""Predicts how long a weight-sync round of the present fleet takes: for the dashboard, never for a decision.
+"""Predicts how long a weight-sync round of the present fleet takes: for the dashboard and `tandem check`.
 
 It uses the planner and the formula of `tandem plan`. A large plan takes seconds: 2 s and 1 GiB for a 235 B model on
 4,096 ranks. So it is made in a thread of its own, once per change of the fleet, while the round itself runs.

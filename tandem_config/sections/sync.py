@@ -37,8 +37,8 @@ class SyncSection(Section):
     """Largest message, in MiB (2^20 bytes); a rank has two in memory. null: 256 between GPUs, 32 between CPUs, divided
     by the replicas that the weights pass through (at least 4 and 1)."""
     link_gbit: PositiveFloat = setting(400.0, "a round number for one port per GPU", "Gbit/s")
-    """Bandwidth of a rank's link in each direction, for the predicted sync time on the dashboard; not used
-    otherwise."""
+    """Bandwidth of a rank's link in each direction, for the sync time that the dashboard and `tandem check`
+    predict; not used otherwise."""
     formation_timeout_s: RoundSeconds = setting(
         60.0, "it takes seconds; missing ranks are reported after a minute", "s"
     )
