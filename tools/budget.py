@@ -18,7 +18,8 @@ REPO = Path(__file__).resolve().parent.parent
 # next hundred. The target of issue 28 is 56,500, with all behaviour. Raised by 29: arrays as bytes, in two forms, the
 # ledger, and the stream of samples beside GenerateGroups; by 30: two more schedules, a ledger whose steps take
 # groups of several iterations, `tandem simulate` (650 lines), replicas that evaluate apart or are slow in a round, a
-# pause that recomputes, the page's time line (230), the plot of `tandem simulate` (100), what check and init foresee (250).
+# pause that recomputes, the page's time line (230), the plot of `tandem simulate` (100), and what check and init
+# foresee (250).
 PRODUCT_LINES = 72_700
 # Modules with one importer that are short and no extension point: each is a door to a closet.
 CLOSETS, CLOSET_LINES = 25, 60
