@@ -12,8 +12,10 @@ OF_A_REFERENCE = (
     *("tandem_kl_reference", "tandem_kl_loss", "tandem_kl_reward"),
     *("tandem_flip_abs_diff", "tandem_trained_length"),
 )
-# What has no data in a run without a reward that a server gives, without TLS, and without a reference policy.
+# What has no data in a run without a reward that a server gives, without TLS, without a reference policy, and in which
+# no sample is of an older policy.
 OF_OTHER_RUNS = (
+    "tandem_policy_shift",
     "tandem_reward_call_seconds",
     "tandem_reward_circuit_open",
     "tandem_tls_certificate_expiry",
