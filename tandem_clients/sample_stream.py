@@ -16,7 +16,7 @@ from servicekit.errors import DeadlineExceeded, Internal, rpc_errors
 from servicekit.rpc.arrays import packed
 from servicekit.rpc.limits import SAMPLE_CHUNK_BYTES, STREAM_SILENCE_S, chunk_starts
 from tandem_api.rollout.v1 import rollout_pb2 as pb
-from tandem_clients.flow import Completion, Group, Order, Prompt
+from tandem_clients.flow import Completion, Group, Order, Prompt, Sampling
 from tandem_clients.probing import ProbedService
 
 # The service ends a stream that is silent for longer.
@@ -62,14 +62,22 @@ class OpenGroup:
         self.running.update(taken)
         return taken
 
-    def stop(self, indices: Iterable[int], *, keep: bool) -> None:
-        """Let completions that run wait, before the others: after their tokens, or (not `keep`) from their start."""
+    def stop(self, indices: Iterable[int], sampling: Sampling | None) -> None:
+        """Let completions that run wait, before the others: after their tokens, if these may continue.
+
+        One that has its last token has ended: only word of that was lost.
+
+        Args:
+            sampling: how they are sampled; None: from their start.
+        """
         stopped = sorted(indices)
         self.running.difference_update(stopped)
-        self.waiting[:0] = stopped
-        if not keep:
+        if sampling is None or not sampling.can_continue:
             for index in stopped:
                 self.found.pop(index, None)
+        else:
+            stopped = [index for index in stopped if not _has_ended(self.found.get(index), sampling)]
+        self.waiting[:0] = stopped
 
     def is_whole(self) -> bool:
         """Whether every completion has ended."""
@@ -195,12 +203,13 @@ class SampleStream:
             try:
                 aborted = self._add(group, result)
             except MalformedReply:
-                group.stop(group.running, keep=False)  # what came with the error counts for nothing
+                group.stop(group.running, None)  # what came with the error counts for nothing
                 raise
             if aborted:
-                group.stop(aborted, keep=self._order.sampling.can_continue)
-                group.num_aborted += len(aborted)
-                news.aborted.append(group)
+                group.stop(aborted, self._order.sampling)
+                if group.waiting:
+                    group.num_aborted += len(aborted)
+                    news.aborted.append(group)
             news.num_ended += before - len(group.running)
             if not group.running:
                 del self._open[result.group_id]
@@ -252,6 +261,15 @@ class ServingFleet(Protocol):
     def serving(self) -> Sequence[Sampler]:
         """Return them, by name."""
         ...
+
+
+def _has_ended(completion: Completion | None, sampling: Sampling) -> bool:
+    """Whether a completion has its last token; it says then how it has ended."""
+    if completion is None or not completion.num_sampled:
+        return False
+    stops = completion.token_ids[-1] in sampling.stop_token_ids
+    completion.truncated = not stops and len(completion.token_ids) >= sampling.max_new_tokens
+    return stops or completion.truncated
 
 
 def _add_part(found: dict[int, Completion], item: pb.Completion, place: str) -> None:

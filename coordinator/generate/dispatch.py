@@ -287,6 +287,8 @@ class Dispatch:
             raise
         except TandemError as failure:
             error = failure
+        for group in lane.open.values():
+            group.stop(group.running, self._order.sampling)
         for group in [group for group in lane.open.values() if group.is_whole()]:  # came with what has failed
             lane.close(group)
             self._keep(group.group())
@@ -304,8 +306,6 @@ class Dispatch:
                 kept_tokens=begun if self._order.sampling.can_continue else 0,
                 error=str(error),
             )
-        for group in lane.open.values():
-            group.stop(group.running, keep=self._order.sampling.can_continue)
 
     async def _sample(self, lane: Lane) -> None:
         seen_s, looked_s = 0.0, asyncio.get_running_loop().time()

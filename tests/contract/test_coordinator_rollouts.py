@@ -231,6 +231,32 @@ async def test_what_came_with_a_malformed_completion_counts_for_nothing() -> Non
     assert not any(sample.token_ids_u32 for group in again.groups for sample in group.samples)
 
 
+@pytest.mark.parametrize("dies", [True, False])
+@pytest.mark.parametrize("max_new_tokens", [2, 4])
+async def test_a_completion_that_has_its_last_token_has_ended_without_word_of_it(
+    dies: bool, max_new_tokens: int
+) -> None:
+    """A pause may abort it, or its replica die, in between; with 2 tokens it is cut off, with 4 its end was sampled."""
+    order = replace(ORDER, sampling=replace(ORDER.sampling, max_new_tokens=max_new_tokens))
+
+    def without_word(result: rollout_pb2.GroupResult) -> None:
+        for one in result.completions if result.group_id == "g3" else ():
+            one.finish_reason = rollout_pb2.FINISH_REASON_UNSPECIFIED if dies else rollout_pb2.FINISH_REASON_ABORT
+
+    async with fake_fleet(num_replicas=1) as fleet:
+        serving(fleet)
+        (service,) = fleet.rollout_services
+        undisturbed = await rollouts_of(fleet).generate(PROMPTS, order)
+        service.requests.clear()
+        service.damage = without_word
+        if dies:
+            service.faults.append(GenerateFault(20, error=Unavailable("planted")))
+        generation = await rollouts_of(fleet).generate(PROMPTS, order)
+    assert whole(generation) == whole(undisturbed)
+    assert len(service.requests) == 1, "nothing is asked for again"
+    assert {one.truncated for group in generation.groups for one in group.completions} == {max_new_tokens == 2}
+
+
 async def test_a_replica_that_aborts_again_and_again_is_given_up() -> None:
     async with fake_fleet(num_replicas=1) as fleet:
         serving(fleet)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from servicekit.errors import NotReady, PhaseOrder, StaleVersion, TandemError, Unavailable, WrongVersion
+from servicekit.errors import InvalidRequest, NotReady, PhaseOrder, StaleVersion, TandemError, Unavailable, WrongVersion
 from servicekit.rpc.arrays import packed, read_array
 from servicekit.rpc.fence import FenceGuard
 from tandem_api.common.v1 import common_pb2
@@ -204,6 +204,8 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
         """Make the completions that are asked for; with num_tokens, only their next so many tokens."""
         prefixes = {sample.index: len(sample.token_ids_u32) // 4 for sample in group.samples}
         prefixes = prefixes or dict.fromkeys(range(group.num_completions), 0)
+        if max(prefixes.values()) >= sampling.max_new_tokens:
+            raise InvalidRequest(f"group {group.group_id} has all of its tokens already")
         completions = [self._completion(group, k, sampling, first, num_tokens) for k, first in prefixes.items()]
         result = pb.GroupResult(group_id=group.group_id, completions=completions)
         self.damage(result)
