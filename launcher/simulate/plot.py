@@ -1,4 +1,4 @@
-"""Draws what `tandem simulate` found: a time line of step schedule's first iterations, and bars of idle shares."""
+"""Draws what `tandem simulate` found: a time line of each schedule's first iterations, and bars of idle shares."""
 
 from collections.abc import Iterator, Sequence
 

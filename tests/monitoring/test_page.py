@@ -10,7 +10,7 @@ import pytest
 from servicekit.environment import ServiceEnvironment
 from servicekit.redis.records import PAGE_URL
 from servicekit.redis.registry import Registry
-from tandem_config.schema import ASYNC_SYNC, RunConfig
+from tandem_config.schema import ASYNC_DEFAULTS, RunConfig
 from tests.contract.coordinator_runs import rows, with_settings, write_config
 from tests.contract.test_coordinator_process import Start, fleet_arguments
 from tests.kit.waiting import until
@@ -25,7 +25,7 @@ UP_S = 60.0
 TITLES = "[...document.querySelectorAll('#timeline title')].map(one => one.textContent)"
 SCHEDULES: dict[str, dict[str, Any]] = {
     "sync": {},
-    "async": {"schedule": {"kind": "async"}, "grpo": {"correction": "importance"}, "sync": ASYNC_SYNC},
+    "async": {"schedule": {"kind": "async"}, "grpo": {"correction": "importance"}, **ASYNC_DEFAULTS},
 }
 
 

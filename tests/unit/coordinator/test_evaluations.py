@@ -66,7 +66,9 @@ def test_a_held_out_set_without_a_score_has_no_accuracy() -> None:
     """An accuracy of 0 would be the best of a reward below zero, and reach its target."""
     run, events = state(), EventLog()
     nothing: Any = None
-    notes = Evaluations(settings=EvaluationSection(), evaluator=nothing, state=run, events=events, leaving=nothing)
+    notes = Evaluations(
+        settings=EvaluationSection(), evaluator=nothing, state=run, events=events, leaving=nothing, warn=nothing
+    )
     notes.note([evaluated(float("nan"), "heldout")], 1)
     assert (run.initial_accuracy, run.last_accuracy) == (None, None)
     assert baseline_row(3, evaluated(float("nan"), "heldout").scored)["heldout_accuracy"] is None
