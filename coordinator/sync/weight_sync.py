@@ -262,6 +262,7 @@ class WeightSync:
             min_replicas=self._min_replicas,
             first=first,
         )
+        lent = [replica.name for replica in self._observed.lent]
         while True:
             begun_s = time.perf_counter()
             try:
@@ -287,7 +288,7 @@ class WeightSync:
             raise work.given_up() from work.failures[-1]
         result = work.result()
         if work.rounds:
-            self._observed.sync(result)
+            self._observed.sync(result, lent)
         metrics.SERVING_REPLICAS.set(len(work.committed))
         return result
 

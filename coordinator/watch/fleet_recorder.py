@@ -108,8 +108,12 @@ class FleetRecorder:
         metrics.ANNOUNCED_REPLICAS.set(len(announced))
         metrics.SERVING_REPLICAS.set(len(serving))
 
-    def sync(self, result: SyncResult) -> None:
-        """Record a weight sync that succeeded; its failed rounds were recorded when they ended."""
+    def sync(self, result: SyncResult, lent: Sequence[str] = ()) -> None:
+        """Record a weight sync that succeeded; its failed rounds were recorded when they ended.
+
+        Args:
+            lent: replicas that evaluated when it began.
+        """
         metrics.observe_sync(result)
         for name, outcome in result.outcomes.items():
             row = self._row(name)
@@ -126,7 +130,7 @@ class FleetRecorder:
                 bytes_received=result.bytes_received,
                 epoch=result.epoch,
                 attempts=result.attempts,
-                lent=tuple(replica.name for replica in self.lent),
+                lent=tuple(lent),
             )
         )
 

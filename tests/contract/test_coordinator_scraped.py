@@ -83,10 +83,12 @@ def test_durations_carry_the_trace_of_their_iteration_while_traces_are_on(
 ) -> None:
     monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:1")  # an unreachable collector
     _, record = started(config, environment, start, tmp_path)
-    until(lambda: '# {trace_id="' in scrape(record), WAIT_S)
-    with_trace = [line for line in scrape(record).splitlines() if '# {trace_id="' in line]
-    names = {line.partition("{")[0] for line in with_trace}
-    assert names == {"tandem_weight_sync_seconds_bucket", "tandem_iteration_seconds_bucket"}
-    trace_id = with_trace[0].partition('trace_id="')[2].partition('"')[0]
+
+    def with_trace() -> list[str]:
+        return [line for line in scrape(record).splitlines() if '# {trace_id="' in line]
+
+    both = {"tandem_weight_sync_seconds_bucket", "tandem_iteration_seconds_bucket"}
+    until(lambda: {line.partition("{")[0] for line in with_trace()} == both, WAIT_S)
+    trace_id = with_trace()[0].partition('trace_id="')[2].partition('"')[0]
     assert len(trace_id) == 32
     assert int(trace_id, 16) > 0
