@@ -18,6 +18,7 @@ from servicekit.errors import PeerLost, TandemError
 from servicekit.lifecycle.tasks import cancel
 from tandem_api.weights.v1 import weights_pb2
 from tandem_clients.flow import ReplicaOutcome
+from tandem_clients.replica import Replica
 from tandem_clients.trainer import Trainer
 from tandem_config.schema import SyncSection
 from weightsync.plans.limits import bucket_bytes
@@ -58,6 +59,7 @@ class Rounds:
         self._trainer, self._group, self._settings, self._lead = trainer, group, settings, lead
         self._disk_folder, self._forecast, self._observed = disk_folder, forecast, observed
         self._failed_rounds = 0
+        self._group_before: frozenset[Replica] = frozenset()
         self._usual_s: float | None = None  # of a round that succeeded
         self.on_disk = (0, "")
 
@@ -66,6 +68,9 @@ class Rounds:
 
         Raises: TandemError: it failed and was aborted, on all or, from COMMIT on, on some.
         """
+        if (now := frozenset(present.replicas)) != self._group_before:
+            # Who sat out the last round may hold a communicator, of an earlier one, that the others have closed.
+            self._failed_rounds, self._group_before = self._failed_rounds + 1, now
         description = self._describe(work.policy_version, present)
         if self._forecast is not None:
             self._forecast.of(description)

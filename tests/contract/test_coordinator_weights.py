@@ -239,6 +239,28 @@ async def test_a_replica_that_is_slow_in_a_phase_does_not_hold_the_others(
         assert slow.policy_version == 3
 
 
+async def test_no_communicator_outlives_a_round_without_one_of_its_ranks() -> None:
+    """A replica that was in the rounds of 1 and 3 must not use in 3 what the trainer has closed for that of 2."""
+    async with fake_fleet() as fleet:
+        members, group = StaticFleet(fleet.replicas), FakeGroup()
+        sync = sync_of(fleet, group, members=members)
+        of_first = fleet.rollout_services[0].sync.counts
+        for version, replicas in enumerate(([0, 1], [0, 1], [0], [1], [0], [0])):
+            members.admit([])
+            members.look = _announce([fleet.replicas[index] for index in replicas])  # type: ignore[method-assign]
+            fleet.trainer_service.policy_version = version
+            await sync.publish(version)
+        counts = list(of_first.values())
+    assert counts == [1, 1, 2, 4, 4]
+
+
+def _announce(replicas: Sequence[Replica]) -> Any:
+    async def look() -> tuple[Replica, ...]:
+        return tuple(replicas)
+
+    return look
+
+
 async def test_without_a_budget_a_slow_replica_is_waited_for() -> None:
     async with fake_fleet() as fleet:
         slow = fleet.rollout_services[1]

@@ -42,6 +42,8 @@ class FakeSync:
     seen: list[tuple[str, Phase]] = field(default_factory=list)
     committed: int | None = None
     aborted_after: Phase | None = None
+    # By round, what names its communicator.
+    counts: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._guard = PhaseGuard[OpenRound, list[pb.PhaseReport]](
@@ -50,6 +52,7 @@ class FakeSync:
 
     def run_phase(self, phase: Phase, sync_round: pb.Round) -> list[pb.PhaseReport]:
         self.seen.append((sync_round.round_id, phase))
+        self.counts[sync_round.round_id] = sync_round.failed_rounds
         fault = self.faults.popleft() if self.faults and self.faults[0].phase == phase else None
         if fault is not None and not fault.lost_reply:
             raise fault.error

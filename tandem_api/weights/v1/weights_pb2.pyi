@@ -299,7 +299,9 @@ class Round(_message.Message):
     reaches it under this path. Elsewhere: INVALID_ARGUMENT.
     """
     failed_rounds: _builtins.int
-    """Rounds that this coordinator has given up so far: no communicator outlives a round that failed anywhere."""
+    """Rounds that this coordinator has given up so far, and changes of the participants: no communicator outlives a round
+    that failed anywhere, or in which one of its ranks took no part.
+    """
     allow_staged_nccl: _builtins.bool
     """STAGED over NCCL into engines of several ranks, beside whose collectives it may hang, is not refused."""
     @_builtins.property
