@@ -252,14 +252,14 @@ class Dispatch:
         """Called while no replica works. Raises: Unavailable: none has worked for too long."""
         if not self._pending or self._any_free():
             return
+        if not self._patience.rejoin_s:  # none is waited for
+            raise self._exhausted()
         now_s = asyncio.get_running_loop().time()
         if self._stalled_since_s is None:
             self._stalled_since_s = now_s
             metrics.DISPATCH_STALLS.inc()
-            stalled = (
-                f"no replica is left: waiting for one to join (rollout.rejoin_timeout_s, {self._patience.rejoin_s:g} s)"
-            )
-            self._warn(f"{stalled}; {self._describe_missing()}")
+            wait = f"waiting for one to join (rollout.rejoin_timeout_s, {self._patience.rejoin_s:g} s)"
+            self._warn(f"no replica is left: {wait}; {self._describe_missing()}")
         if self._patience.is_queued():
             self._stalled_since_s = now_s
         self._one_is_lost = self._one_is_lost or await self._is_one_lost()
