@@ -16,8 +16,9 @@ from tests.kit.folders import write_data
 
 FEW, MANY = 3, 23
 GROUPS, GROUP_SIZE = 64, 16
-# Seen: 65.3 calls for a completion. One more call for each of its tokens would pass the limit.
-LIMIT = 68
+# Seen: 66.8 calls for a completion, a whole of which is of the weight sync and the page. One more call for each of its
+# tokens would pass the limit.
+LIMIT = 69
 
 
 async def calls_of(config: RunConfig, environment: ServiceEnvironment, iterations: int) -> int:
@@ -46,7 +47,7 @@ async def test_an_iteration_of_64_groups_of_16_costs_little(config: RunConfig, e
         data={"train": write_data(environment.run_dir / "train.jsonl", problems), "heldout": None},
     )
     found: list[float] = []
-    # On a busy machine completions come in more messages (66.7 seen): the smaller of two counts is what the code needs.
+    # On a busy machine completions come in more messages (68.2 seen): the smaller of two counts is what the code needs.
     while len(found) < 2 and (not found or found[0] >= LIMIT):
         own = environment.model_copy(update={"run_dir": environment.run_dir / f"try{len(found)}"})
         own.run_dir.mkdir()
