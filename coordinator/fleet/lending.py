@@ -15,11 +15,12 @@ class LendingFleet:
 
     Args:
         keep: so many serving replicas are not lent.
-        lent: those that are; changed here, and read by whoever shows the fleet.
+        lent: emptied: those that are, changed here, and read by whoever shows the fleet.
     """
 
     def __init__(self, fleet: Fleet, *, keep: int, lent: set[Replica]) -> None:
         self._fleet, self._keep, self._lent = fleet, keep, lent
+        lent.clear()  # an attempt that was cancelled may have left some, which no one would give back
 
     async def look(self) -> tuple[Replica, ...]:
         """Read the announced replicas. Raises: Unavailable: the registry does not answer."""

@@ -176,6 +176,7 @@ async def test_observed_counts_processes_and_forgets_the_gone() -> None:
     assert [observed.replicas[name].starts for name in ("w-0", "w-1")] == [2, 1]
     assert REGISTRY.get_sample_value("tandem_replica_starts_total", {"replica": "w-0"}) == 2
     observed.sync(replace(sync_result(), outcomes={"w-0": ReplicaOutcome.COMMITTED}, replica_s={"w-0": 0.4}))
+    observed.lent.add(second)  # by an attempt of the run that has ended
     lending = LendingFleet(FixedFleet([second, returned]), keep=1, lent=observed.lent)
     assert lending.lend(2) == (returned,), "one is kept"
     observed.fleet(await lending.look(), lending.serving())
