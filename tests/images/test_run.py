@@ -106,6 +106,14 @@ def set_iterations(job: Path, iterations: int) -> None:
     (job / "arithmetic.yaml").write_text(text, encoding="utf-8")
 
 
+def never_waiting(config: Path) -> None:
+    """Changes the schedule of a copy of the example, and what that needs, to what its user writes for `async`."""
+    text = config.read_text(encoding="utf-8")
+    assert text.count("\ngrpo:\n") == 1
+    text = text.replace("\ngrpo:\n", "\nschedule:\n  kind: async\n\ngrpo:\n  preset: decoupled\n")
+    config.write_text(text, encoding="utf-8")
+
+
 @pytest.mark.runs("docker compose")
 def test_the_example_runs_to_its_end(
     docker: Engine, redis_image: str, composes: list[list[str]], tmp_path: Path
@@ -207,11 +215,20 @@ def test_log_lines_say_which_run_and_which_service(endless: Project, name: str) 
 
 
 def test_a_stopped_run_ends_well_and_goes_on(endless: Project) -> None:
-    """Every process ends on SIGTERM by itself: a code of 137 would be Docker's kill after the grace period."""
+    """Every process ends on SIGTERM by itself: a code of 137 would be Docker's kill after the grace period.
+
+    The resume changes the schedule.
+    """
     endless.compose("stop")
     codes = {name: endless.state(name)["ExitCode"] for name in ("coordinator", *ENGINES)}
     assert codes == dict.fromkeys(codes, 0)
     done = endless.rows()[-1]["iteration"]
-    set_iterations(endless.job, done + 3)
+    set_iterations(endless.job, done + 6)
+    never_waiting(endless.job / "arithmetic.yaml")
     assert endless.exit_code("up", "--no-build", "--exit-code-from", "coordinator", "coordinator") == 0
-    assert [row["iteration"] for row in endless.rows()] == list(range(1, done + 4))
+    rows = endless.rows()
+    assert [row["iteration"] for row in rows] == list(range(1, done + 7))
+    # Turns before, none after: samples are older than the policy that they train.
+    assert {row["token_age_mean"] for row in rows[1:done]} == {0.0}
+    assert max(row["token_age_mean"] for row in rows[done:]) > 0
+    assert max(row["staleness_max"] for row in rows[done:]) <= 3

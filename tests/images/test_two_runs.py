@@ -24,6 +24,7 @@ from tests.fakes.fake_kubelet import FakeKubelet
 from tests.house.repository import REPO
 from tests.images.engine import Engine
 from tests.images.project import LOOK_S
+from tests.images.test_run import never_waiting
 from tests.kit.certificates import Authority, write_files
 from tests.kit.waiting import until
 from tests.manifests.kustomize import Manifest, build, containers, kinds, pod_templates
@@ -31,8 +32,9 @@ from tests.manifests.kustomize import Manifest, build, containers, kinds, pod_te
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(1800)]
 READY_S, RUN_S = 900.0, 900.0
 NAMESPACE = "team"
-# Run -> iterations: one is over long before the other, also on a fast machine (5 took 4 s).
+# Run -> iterations: one is over long before the other, also on a fast machine (5 took 4 s). The longer one never waits.
 RUNS = {"red": 2, "blue": 40}
+ASYNC = "blue"
 PODS = ["redis-0", "trainer-0", "rollout-0", "rollout-1", "coordinator"]
 
 
@@ -49,6 +51,8 @@ def written(folder: Path, run: str) -> tuple[Manifest, ...]:
     assert text.count("iterations: 40") == 1
     config = folder / f"{run}.yaml"
     config.write_text(text.replace("iterations: 40", f"iterations: {RUNS[run]}"), encoding="utf-8")
+    if run == ASYNC:
+        never_waiting(config)
     answers = ["-n", NAMESPACE, "--overlay", "dev-cpu", "--offline", "--out", str(folder / run)]
     done = CliRunner().invoke(app, ["deploy", "new", run, "-c", str(config), *answers])
     assert done.exit_code == 0, done.output
@@ -126,6 +130,7 @@ def test_two_runs_in_a_namespace_end_by_themselves(team: Team) -> None:
         # From the beginning, though the claim has a run of the same name with the same settings but one.
         rows = MetricsFile(results / "metrics.jsonl").rows()
         assert [row["iteration"] for row in rows] == list(range(1, iterations + 1))
+        assert (max(row["token_age_mean"] for row in rows) > 0) == (run == ASYNC)
         told = kubelet.logs(f"{run}-coordinator", whole=True)
         (other,) = set(RUNS) - {run}
         assert f"{run}-rollout-0" in told
