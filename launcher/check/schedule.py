@@ -30,6 +30,8 @@ _BUSY_S = 20.0
 # above which a side is worth a warning.
 BATCH_PER_SLOT = 4
 _IDLE = 0.2
+# Longest completion with which a long tail is expected: the slowest of a batch takes half a minute of steps of 15 ms.
+LONG_TOKENS = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +118,12 @@ def _lines(config: RunConfig, found: ScheduleForecast) -> Iterator[str]:
         f"{median}, 99th percentile {p99} and at most {longest}; a train step as long as the engines' full work. "
         "`tandem simulate --run` takes both from a run"
     )
+    is_short = config.grpo.max_new_tokens < LONG_TOKENS
+    if config.schedule.kind == "async" and config.schedule.max_staleness > 1 and is_short:
+        yield (
+            "    Short completions often have even lengths: then schedule.max_staleness: 1 with window: 0 keeps both "
+            "sides nearly as busy, and a step learns more from its younger samples (docs/scheduling.md)"
+        )
     if config.schedule.kind == "async" and found.sync is not None:
         sync, size = config.sync, f"{found.sync.received_bytes / 1e9:.3g} GB"
         pause = "for all of it" if sync.install == "in_place" else "for a step only"
@@ -151,7 +159,7 @@ def _problems(config: RunConfig, found: ScheduleForecast) -> Iterator[ConfigProb
         )
     elif schedule.max_staleness < 2 or schedule.window < 1:
         key, value = ("max_staleness", 2) if schedule.max_staleness < 2 else ("window", 1.0)
-        why = f"is small: steps wait for slow completions; {expected}"
+        why = f"is small for lengths with a tail as assumed here: steps wait for slow completions; {expected}"
         yield problem(f"schedule.{key}", getattr(schedule, key), why, f"set it to {value}", severity="warning")
 
 

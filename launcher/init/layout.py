@@ -8,7 +8,7 @@ from typing import Any
 from launcher.check.memory import GIB, NEAR, fitting_tokens, host_gib, smallest_gpu_gib
 from launcher.check.memory_budget import rollout_memory, trainer_memory
 from launcher.check.model.trainer import check_tensor_size, check_trainer_sizes
-from launcher.check.schedule import BATCH_PER_SLOT
+from launcher.check.schedule import BATCH_PER_SLOT, LONG_TOKENS
 from launcher.init.choices import Choices
 from servicekit.cuda import find_gpus
 from tandem_config.schema import RunConfig
@@ -20,8 +20,6 @@ _SIZES = (1, 2, 4, 8, 16)
 _HOST_SHARE = 0.5
 # A replica should hold as many completions, or all of an iteration.
 _COMPLETIONS = 64
-# Longest completion from which on `async` is suggested: the slowest of a batch takes half a minute of steps of 15 ms.
-_LONG_TOKENS = 2048
 # Fewest slots of a replica that are suggested: with fewer an engine's steps cost the same.
 _FEWEST_SLOTS = 32
 # Bytes of each parameter, in any type: looked at first, because the layout of a large mixture of experts takes seconds.
@@ -103,8 +101,8 @@ def suggest_schedule(choices: Choices, spec: ModelSpec, machine: HostMachine) ->
     own = next((key for key in sorted(choices.given) if key.startswith(needed)), None)
     if not machine.has_gpus:
         why = "trainer and replica share this machine, so they take turns"
-    elif tokens < _LONG_TOKENS:
-        why = f"completions of at most {tokens} tokens let no side wait for long; from {_LONG_TOKENS} on: async"
+    elif tokens < LONG_TOKENS:
+        why = f"completions of at most {tokens} tokens let no side wait for long; from {LONG_TOKENS} on: async"
     elif own is not None:
         why = (
             f"up to {tokens} tokens are a long tail, for which async is there (docs/scheduling.md); but {own} is given"

@@ -1,7 +1,9 @@
 """`tandem simulate`: what a schedule would do, from a configuration and how fast its services are."""
 
+import heapq
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -178,7 +180,7 @@ def measured_in(run_dir: Path) -> tuple[dict[str, Any], list[str]]:
     measured["lengths"] = np.concatenate(list(by_iteration.values()))
     if ran.schedule.kind != "sync":
         return measured, [f"{run_dir} is not of schedule.kind sync: its engines' speeds are not known"]
-    fit = _engine_fit(steps, by_iteration, ran.rollout.replicas)
+    fit = _engine_fit(steps, by_iteration, ran.rollout.replicas, ran.rollout.max_running_requests)
     return measured | fit, []
 
 
@@ -196,25 +198,46 @@ def _lengths_of(run_dir: Path) -> dict[int, NDArray[np.int64]]:
 
 
 def _engine_fit(
-    rows: Sequence[Mapping[str, Any]], lengths: Mapping[int, NDArray[np.int64]], replicas: int
+    rows: Sequence[Mapping[str, Any]], lengths: Mapping[int, NDArray[np.int64]], replicas: int, slots: int
 ) -> dict[str, float]:
-    """Fit seconds of generation = step_s * steps + row_s * tokens of a replica, over iterations; both at least 0."""
-    points = [
-        (float(lengths[row["iteration"]].max()), lengths[row["iteration"]].sum() / replicas, row["generate_s"])
-        for row in rows
-        if row["iteration"] in lengths
-    ]
-    if not points:
+    """Fit a and b, seconds of an engine's step a + b * rows of a replica, over iterations; both are at least 0.
+
+    Known are the seconds of a generation, a * steps + b * tokens, and those in which slots were busy,
+    a * tokens + b * (sum of rows^2 over steps). The second is what tells a from b where lengths vary little.
+    """
+    generated, busy = [], []
+    for row in rows:
+        if (found := lengths.get(row["iteration"])) is None:
+            continue
+        steps, squares = _queued(found, slots * replicas)
+        generated.append((steps, found.sum() / replicas, row["generate_s"]))
+        if row.get("rollout_idle_ratio") and row.get("trainer_compute_s"):
+            whole_s = row["trainer_compute_s"] / (1.0 - row["trainer_idle_ratio"])
+            slots_s = (1.0 - row["rollout_idle_ratio"]) * slots * replicas * whole_s
+            busy.append((found.sum(), squares / replicas, slots_s))
+    if not generated:
         return {}
-    steps, tokens, seconds = (np.array(column, np.float64) for column in zip(*points, strict=True))
-    both = np.linalg.lstsq(np.stack([steps, tokens], axis=1), seconds, rcond=None)[0]
-    alone = [
-        np.array([float(seconds @ steps / (steps @ steps)), 0.0]),
-        np.array([0.0, seconds @ tokens / (tokens @ tokens)]),
-    ]
+    tables = [np.array(table, np.float64) for table in (generated, busy) if table]
+    table = np.concatenate([table / table[:, 2].mean() for table in tables])
+    known, seconds = table[:, :2], table[:, 2]
+    both = np.linalg.lstsq(known, seconds, rcond=None)[0]
+    alone = [np.eye(2)[which] * (seconds @ known[:, which]) / (known[:, which] @ known[:, which]) for which in (0, 1)]
     fits = [fit for fit in (both, *alone) if (fit >= 0).all()]
-    step_s, row_s = min(fits, key=lambda fit: float(((fit[0] * steps + fit[1] * tokens - seconds) ** 2).sum()))
+    step_s, row_s = min(fits, key=lambda fit: float(((known @ fit - seconds) ** 2).sum()))
     return {"step_s": float(step_s), "row_s": float(row_s)}
+
+
+def _queued(lengths: NDArray[np.int64], slots: int) -> tuple[int, int]:
+    """Return the steps until all have run, in so many slots, and the sum of (rows of a step)^2."""
+    ends = [0] * slots
+    changes: Counter[int] = Counter()
+    for length in lengths.tolist():
+        begin = heapq.heapreplace(ends, ends[0] + length)
+        changes.update({begin: 1})
+        changes.subtract({begin + length: 1})
+    times = np.array(sorted(changes))
+    rows = np.cumsum([changes[time] for time in times[:-1]])
+    return int(times[-1]), int((rows**2) @ np.diff(times))
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:

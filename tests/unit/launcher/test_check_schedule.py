@@ -142,6 +142,14 @@ def test_a_batch_that_is_too_small_gets_sizes_that_are_not(
     assert problem.suggestion == suggestion
 
 
+def test_short_completions_get_the_smaller_pipeline_named() -> None:
+    said = "max_staleness: 1 with window: 0"
+    assert said in report(0.0, "async", 128, 8, 4, 64)[0]
+    assert said not in report(0.0, "async", 128, 8, 4, 64, **{"schedule.max_staleness": 1, "schedule.window": 0})[0]
+    assert said not in report(0.0, "async", 128, 8, 4, 64, **{"grpo.max_new_tokens": 4096})[0]
+    assert said not in report(0.0, "one_step_off", 128, 8, 4, 64)[0]
+
+
 def test_the_pause_of_a_weight_sync_is_said() -> None:
     staged, _ = report(0.0, "async", 128, 8, 4, 64)
     assert "generation pauses for a step only (sync.install: staged)" in staged

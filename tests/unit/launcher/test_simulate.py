@@ -2,6 +2,7 @@
 
 import json
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -163,14 +164,42 @@ def test_an_empty_file_of_lengths_is_named(tmp_path: Path) -> None:
         read_lengths(str(tmp_path / "lengths"))
 
 
-def test_an_engines_speed_is_found_from_generations_of_different_lengths() -> None:
+def decoded(lengths: Sequence[int], slots: int, step_s: float, row_s: float) -> tuple[float, float]:
+    """Seconds until all have run, one after another in free slots, and those in which slots were busy: step by step."""
+    waiting, running, took_s, busy_s = list(lengths), [], 0.0, 0.0
+    while waiting or running:
+        while waiting and len(running) < slots:
+            running.append(waiting.pop(0))
+        took_s += step_s + row_s * len(running)
+        busy_s += (step_s + row_s * len(running)) * len(running)
+        running = [left - 1 for left in running if left > 1]
+    return took_s, busy_s
+
+
+@pytest.mark.parametrize("slots", [16, 100])
+def test_an_engines_speed_is_found_from_generations(slots: int) -> None:
+    """Also where completions wait for slots, and all generations last about as long: their longest one is the limit."""
+    chance = np.random.default_rng(0)
+    lengths = {number: np.append(chance.integers(1, 40, 63), 400) for number in range(1, 9)}
+    rows = []
+    for number, found in lengths.items():
+        took_s, busy_s = decoded(found.tolist(), slots, 0.02, 0.0003)
+        took_s *= chance.uniform(0.98, 1.02)
+        idle = {"trainer_compute_s": 1.0, "trainer_idle_ratio": took_s / (took_s + 1.0)}
+        idle["rollout_idle_ratio"] = 1.0 - busy_s / (slots * (took_s + 1.0))
+        rows.append({"iteration": number, "generate_s": took_s, **idle})
+    fit = _engine_fit(rows, lengths, replicas=1, slots=slots)
+    assert fit == {"step_s": pytest.approx(0.02, rel=0.05), "row_s": pytest.approx(0.0003, rel=0.15)}
+
+
+def test_an_engines_speed_is_found_without_a_count_of_busy_slots() -> None:
     chance = np.random.default_rng(0)
     lengths = {number: chance.integers(1, 200, 64) for number in range(1, 9)}
     rows = [
         {"iteration": number, "generate_s": 0.02 * found.max() + 0.0003 * found.sum() / 2}
         for number, found in lengths.items()
     ]
-    fit = _engine_fit(rows, lengths, replicas=2)
+    fit = _engine_fit(rows, lengths, replicas=2, slots=64)
     assert fit == {"step_s": pytest.approx(0.02), "row_s": pytest.approx(0.0003)}
 
 
