@@ -129,6 +129,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
         run_dir=app.environment.run_dir,
         # Replicas that join cannot be seeded while the trainer, which sends the weights, is at work.
         schedule=chosen(config, schedule, beside_training=_rollouts(app, services, seed=None)),
+        trainer=services.trainer,
         evaluations=_evaluations(
             app, services, scorer, rollouts, fleet if config.schedule.kind == "async" else None, progress
         ),

@@ -37,6 +37,7 @@ from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
 from servicekit.tracing import span
 from tandem_clients.flow import DataKey, IterationRecord
+from tandem_clients.trainer import Trainer
 from tandem_config.comparing.resuming import UNRECORDED, RunComparison
 from tandem_config.schema import RunSection
 from tandem_files.checkpoints import UndamagedCheckpoint
@@ -82,6 +83,7 @@ class Run:
     logprob_diff_stop: float | None
     run_dir: Path
     schedule: SyncSchedule
+    trainer: Trainer
     evaluations: Evaluations
     rows: MetricsFile
     checkpoints: RunCheckpoints
@@ -191,7 +193,7 @@ class Run:
         last, checkpoint, ledger = self.last, self.state.iteration, self.schedule.ledger
         if last is None:
             return False
-        trainer = await self.schedule.trainer.status()
+        trainer = await self.trainer.status()
         if not self.schedule.grpo.kl_in_reward:  # a trainer beyond the step measures another divergence
             self._sent = await last.sent_step(trainer, ledger)
         if not self._sent and not last.is_of(trainer):
@@ -242,7 +244,7 @@ class Run:
 
         Raises: WrongVersion: a new run finds a trainer that has trained already.
         """
-        trainer, ours = self.schedule.trainer, self.state.policy_version
+        trainer, ours = self.trainer, self.state.policy_version
         if self.resumed:
             version = await take_over(trainer, self.schedule.weights, ours, self.checkpoints.trainer_folder())
             if version != ours:

@@ -27,7 +27,7 @@ from tandem_clients.flow import (
     TrainBatch,
     policy_tokens,
 )
-from tandem_clients.trainer import Trainer
+from tandem_clients.trainer import Learner
 from tandem_config.schema import GrpoSection
 
 
@@ -45,7 +45,7 @@ def check_staleness(generation: Generation, policy_version: int, max_staleness: 
         raise WrongVersion(f"{len(stale)} samples are older than version {policy_version}; the first is {stale[0]}")
 
 
-async def measure_mismatch(trainer: Trainer, groups: Sequence[Group]) -> dict[str, float]:
+async def measure_mismatch(trainer: Learner, groups: Sequence[Group]) -> dict[str, float]:
     """Measure |log pi_trainer - log pi_engine| on tokens of the trainer's present policy; in nats."""
     shape = (len(groups), len(groups[0].completions))
     samples = select_samples(groups, np.zeros(shape), np.zeros(shape[0], np.bool_), truncated="keep")
@@ -61,7 +61,7 @@ async def measure_mismatch(trainer: Trainer, groups: Sequence[Group]) -> dict[st
 
 
 async def measure_divergence(
-    grpo: GrpoSection, trainer: Trainer, generation: Generation, scored: GroupScores
+    grpo: GrpoSection, trainer: Learner, generation: Generation, scored: GroupScores
 ) -> Divergence | None:
     """Step 5 with KL in the reward: measure how far completions are from the reference policy; None: there is none."""
     present_PG = scored.present_PG

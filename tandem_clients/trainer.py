@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Protocol
 
 import grpc
 import numpy as np
@@ -32,6 +33,16 @@ STATUS_TIMEOUT_S = 10.0
 _ID_BYTES, _SAMPLED_BYTES, _OVERHEAD_BYTES = 4, 4 + 1, 96
 
 log = get_logger(__name__)
+
+
+class Learner(Protocol):
+    """What an iteration needs of the trainer."""
+
+    async def train_step(self, batch: TrainBatch, sent: asyncio.Event) -> TrainResult:
+        """Run one GRPO step; `sent` is set when the batch is with the trainer."""
+
+    async def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> NDArray[np.float32]:
+        """Compute the log-probs of all completion tokens, sample after sample: [T]."""
 
 
 class Trainer:

@@ -38,7 +38,7 @@ from tandem_clients.flow import (
     TrainBatch,
     TrainResult,
 )
-from tandem_clients.trainer import Trainer
+from tandem_clients.trainer import Learner
 from tandem_config.schema import GrpoSection
 
 NOTHING: BackgroundTask[Any] = BackgroundTask()
@@ -88,7 +88,7 @@ class SyncSchedule:
     cursor: DataCursor
     rollouts: Rollouts
     scorer: Scorer
-    trainer: Trainer
+    trainer: Learner
     weights: WeightSync
     ledger: Ledger
     incarnation: str

@@ -202,8 +202,8 @@ def _engine_fit(
 ) -> dict[str, float]:
     """Fit a and b, seconds of an engine's step a + b * rows of a replica, over iterations; both are at least 0.
 
-    Known are the seconds of a generation, a * steps + b * tokens, and those in which slots were busy,
-    a * tokens + b * (sum of rows^2 over steps). The second is what tells a from b where lengths vary little.
+    A generation takes a * steps + b * tokens. Its slots are busy for a * tokens + b * (sum of rows^2 over steps).
+    The second is what tells a from b where lengths vary little.
     """
     generated, busy = [], []
     for row in rows:

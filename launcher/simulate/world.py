@@ -30,7 +30,6 @@ from launcher.simulate.virtual_loop import Inline, passed, run
 from servicekit.lifecycle.background import BackgroundTask
 from servicekit.stopwatch import Stopwatch
 from tandem_clients.flow import Group, GroupScores, Prompt, Sample, Sampling, SyncResult, TrainBatch, TrainResult
-from tandem_clients.trainer import Trainer
 from tandem_config.schema import RunConfig
 from tandem_files.ledger.reading import LedgerContent
 
@@ -181,7 +180,7 @@ class _World:
             ages[version - sampled_by] = ages.get(version - sampled_by, 0) + tokens
             begin = end
 
-    async def logprobs(self, samples: Sequence[Sample]) -> NDArray[np.float32]:
+    async def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> NDArray[np.float32]:
         return np.zeros(sum(len(sample.completion.token_ids) for sample in samples), np.float32)
 
     async def publish(self, version: int) -> SyncResult | None:
@@ -263,7 +262,7 @@ async def _all_iterations(world: _World, folder: Path) -> None:
         cursor=cast(DataCursor, cursor),
         rollouts=rollouts,
         scorer=cast(Scorer, world),
-        trainer=cast(Trainer, world),
+        trainer=world,
         weights=cast(WeightSync, world),
         ledger=ledger,
         incarnation="",

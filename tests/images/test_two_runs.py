@@ -130,7 +130,7 @@ def test_two_runs_in_a_namespace_end_by_themselves(team: Team) -> None:
         # From the beginning, though the claim has a run of the same name with the same settings but one.
         rows = MetricsFile(results / "metrics.jsonl").rows()
         assert [row["iteration"] for row in rows] == list(range(1, iterations + 1))
-        assert (max(row["token_age_mean"] for row in rows) > 0) == (run == ASYNC)
+        assert any(row["token_age_mean"] for row in rows) == (run == ASYNC)
         told = kubelet.logs(f"{run}-coordinator", whole=True)
         (other,) = set(RUNS) - {run}
         assert f"{run}-rollout-0" in told

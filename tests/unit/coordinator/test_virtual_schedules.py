@@ -38,7 +38,6 @@ from servicekit.errors import Internal
 from servicekit.lifecycle.tasks import cancel
 from servicekit.stopwatch import Stopwatch
 from tandem_clients.flow import Group, GroupScores, Order, Prompt, Sample, Sampling, TrainBatch, TrainResult
-from tandem_clients.trainer import Trainer
 from tandem_config.schema import DataSection, GrpoSection
 from tandem_files.checkpoints import COMPLETE
 from tandem_files.ledger.reading import read_ledger
@@ -144,7 +143,7 @@ class World:
     def sampled_by(logprobs: Sequence[float]) -> set[int]:
         return {round(-logprob) for logprob in logprobs}
 
-    async def logprobs(self, samples: Sequence[Sample]) -> NDArray[np.float32]:
+    async def logprobs(self, samples: Sequence[Sample], *, reference: bool = False) -> NDArray[np.float32]:
         return np.full(sum(len(sample.completion.token_ids) for sample in samples), -self.policy, np.float32)
 
     def age_of(self, policies: Iterable[int]) -> float:
@@ -251,7 +250,7 @@ async def process(world: World, kind: str, number: int) -> None:
         "cursor": cast(DataCursor, cursor),
         "rollouts": rollouts_of(world, world.seed_late_joiners),
         "scorer": cast(Scorer, world),
-        "trainer": cast(Trainer, world),
+        "trainer": world,
         "weights": cast(WeightSync, world),
         "ledger": ledger,
         "incarnation": str(number),

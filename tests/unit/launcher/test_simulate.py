@@ -166,7 +166,8 @@ def test_an_empty_file_of_lengths_is_named(tmp_path: Path) -> None:
 
 def decoded(lengths: Sequence[int], slots: int, step_s: float, row_s: float) -> tuple[float, float]:
     """Seconds until all have run, one after another in free slots, and those in which slots were busy: step by step."""
-    waiting, running, took_s, busy_s = list(lengths), [], 0.0, 0.0
+    waiting, took_s, busy_s = list(lengths), 0.0, 0.0
+    running: list[int] = []
     while waiting or running:
         while waiting and len(running) < slots:
             running.append(waiting.pop(0))
