@@ -13,7 +13,7 @@ from tests.integration.trainer.reference import TIMEOUT_S, launch
 from tests.integration.trainer.slow_worker import MOMENTS
 from tests.kit.models import save_model
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(TIMEOUT_S)]
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.timeout(TIMEOUT_S)]
 # Where the second rank has nothing to write; and where it has what rank 0 exports, and memory of its own.
 OF_SLICES = ("taking tensors", "bringing memory back")
 CASES = {

@@ -14,7 +14,7 @@ from tests.integration.launcher.deploy.conftest import write_run
 from tests.integration.launcher.deploy.test_live import pods_of
 from tests.manifests.kustomize import kubectl
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
 COMMAND_S = 60.0
 
 

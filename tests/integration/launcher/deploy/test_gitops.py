@@ -19,7 +19,7 @@ from tests.fakes.cluster.fake_cluster import FakeCluster
 from tests.integration.launcher.deploy.conftest import ANSWERS, Deploy, write_run
 from tests.manifests.kustomize import kubectl
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 JOB, TRAINER, ROLLOUT = "math-coordinator", "math-trainer", "math-rollout"
 PRUNE = ("--prune", "--selector=tandem.run/id=math", "--prune-allowlist=core/v1/ConfigMap")

@@ -13,7 +13,7 @@ from tests.integration.launcher.deploy.test_live import pods_of
 from tests.integration.launcher.deploy.test_results import digests, volume
 
 __all__ = ["volume"]
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
 IMAGE = "registry.example.com/lab/tandem/coordinator:0.1.0"
 DELETE = ("delete", "math", "--yes", "--files")
 

@@ -12,7 +12,7 @@ from tests.integration.launcher.deploy.conftest import ANSWERS, Deploy, write_ru
 from tests.integration.launcher.deploy.test_live import apply
 from tests.manifests.kustomize import build
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from tests.integration.launcher.deploy.test_live import apply_file
 from tests.integration.launcher.deploy.test_results import digests, volume
 
 __all__ = ["volume"]
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
 ROOT = "/var/lib/tandem/run"
 TO = ("--to", "s3://lab/runs/math", "--secret", "s3")
 
