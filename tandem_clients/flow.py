@@ -105,11 +105,36 @@ class Completion:
     # [T] 0: the policy has not sampled the token (a tool's answer, another's turn), so that it is read and not trained
     # on; None: it has sampled all of them.
     loss_mask: "array[int] | None" = None
+    # What was said, where an environment has answered; None: there is none.
+    transcript: "Transcript | None" = None
 
     @property
     def num_sampled(self) -> int:
         """The number of tokens that the policy has sampled."""
         return len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
+
+
+@dataclass(kw_only=True, slots=True)
+class Transcript:
+    """An episode of several turns, as its messages.
+
+    Attributes:
+        messages: after the prompt: the policy's, and the environment's.
+        rewards: what the environment gave for each of the policy's turns; None: nothing.
+        end: why it has ended: "done", or max_turns, max_tokens, timeout (it is truncated then), or failed.
+        error: what failed; "": nothing.
+    """
+
+    messages: list[Mapping[str, Any]] = field(default_factory=list)
+    rewards: list[float | None] = field(default_factory=list)
+    end: str = ""
+    error: str = ""
+
+    @property
+    def reward(self) -> float | None:
+        """The sum of what the turns got; None: none got any."""
+        given = [reward for reward in self.rewards if reward is not None]
+        return sum(given) if given else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

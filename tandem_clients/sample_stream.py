@@ -42,6 +42,8 @@ class OpenGroup:
         found: what has come of each completion, by its index.
         waiting: completions that nothing samples and that have not ended.
         running: completions that a stream samples now.
+        acting: completions whose turn has ended, before an environment has answered.
+        takes_turns: whether an environment answers.
         num_aborted: how many of them came back unfinished, again and again.
     """
 
@@ -51,6 +53,8 @@ class OpenGroup:
     found: dict[int, Completion] = field(default_factory=dict)
     waiting: list[int] = field(default_factory=list)
     running: set[int] = field(default_factory=set)
+    acting: set[int] = field(default_factory=set)
+    takes_turns: bool = False
     num_aborted: int = 0
 
     def __post_init__(self) -> None:
@@ -76,12 +80,39 @@ class OpenGroup:
             for index in stopped:
                 self.found.pop(index, None)
         else:
-            stopped = [index for index in stopped if not _has_ended(self.found.get(index), sampling)]
+            ended = [index for index in stopped if _has_ended(self.found.get(index), sampling)]
+            stopped = [index for index in stopped if index not in ended]
+            self.end_turn(ended)
         self.waiting[:0] = stopped
+
+    def end_turn(self, indices: Iterable[int]) -> None:
+        """Note completions that have their last token, or that of a turn."""
+        if self.takes_turns:
+            self.acting.update(indices)
+
+    def answer(self, index: int, context_ids: "array[int]") -> None:
+        """Let a completion continue after ids that the policy has not sampled; none: it has ended."""
+        self.acting.discard(index)
+        if context_ids:
+            begun, num = self.found[index], len(context_ids)
+            context = Completion(
+                token_ids=context_ids,
+                logprobs=array("f", bytes(4 * num)),
+                truncated=False,
+                oldest_version=begun.oldest_version,
+                version_spans=((num, begun.version_spans[-1][1]),),
+                loss_mask=array("B", bytes(num)),
+            )
+            _extend(begun, context)
+            self.waiting.append(index)
 
     def is_whole(self) -> bool:
         """Whether every completion has ended."""
-        return not (self.running or self.waiting)
+        return not (self.running or self.waiting or self.acting)
+
+    def sample_id(self, index: int) -> str:
+        """Return the name of a completion's sample."""
+        return f"{self.group_id}#{index}"
 
     def num_begun(self) -> int:
         """Count the tokens of completions that have not ended."""
@@ -105,6 +136,7 @@ class News:
         num_ended: completions that run no more.
         engine_s: seconds of the engine's work for this stream so far.
         load: None: not reported this time.
+        ended: groups of which turns have ended, before an environment has answered.
     """
 
     whole: list[OpenGroup]
@@ -112,6 +144,7 @@ class News:
     num_ended: int
     engine_s: float
     load: pb.ReplicaLoad | None
+    ended: list[OpenGroup] = field(default_factory=list)
 
 
 class SampleStream:
@@ -130,6 +163,7 @@ class SampleStream:
         self._highest = None if newer else order.policy_version
         self._open: dict[str, OpenGroup] = {}
         self._written_s = self.read_s = 0.0
+        self._has_asked = False
         self._writes = asyncio.Lock()
 
     async def begin(self) -> None:
@@ -148,6 +182,7 @@ class SampleStream:
 
     def _message(self, group: OpenGroup, indices: Sequence[int]) -> pb.PromptGroup:
         self._open[group.group_id] = group
+        self._has_asked = True
         message = pb.PromptGroup(
             group_id=group.group_id,
             prompt_ids_u32=packed("prompt_ids_u32", group.prompt.token_ids),
@@ -159,6 +194,11 @@ class SampleStream:
                 has = group.found.get(index)
                 message.samples.add(index=index, token_ids_u32=b"" if has is None else has.token_ids.tobytes())
         return message
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether everything that was asked for has come: environments may take their time to answer it."""
+        return self._has_asked and not self._open
 
     async def _write(self, request: pb.GenerateRequest) -> None:
         self._written_s = asyncio.get_running_loop().time()
@@ -176,7 +216,7 @@ class SampleStream:
         due_s = clock() + self._timeout_s
         while True:
             try:
-                async with asyncio.timeout_at(due_s):
+                async with asyncio.timeout_at(None if self._is_idle else due_s):
                     with rpc_errors(self._name):
                         response = await self._call.read()
             except TimeoutError:
@@ -186,7 +226,7 @@ class SampleStream:
             if not isinstance(response, pb.GenerateResponse):  # the end
                 return
             self.read_s = clock()
-            if response.groups:
+            if response.groups or self._is_idle:
                 due_s = self.read_s + self._timeout_s
             yield self._read(response)
             if self.read_s - self._written_s > RENEW_S:
@@ -211,10 +251,12 @@ class SampleStream:
                     group.num_aborted += len(aborted)
                     news.aborted.append(group)
             news.num_ended += before - len(group.running)
+            if group.acting:
+                news.ended.append(group)
             if not group.running:
                 del self._open[result.group_id]
-                if not group.waiting:
-                    news.whole.append(group)
+            if group.is_whole():
+                news.whole.append(group)
         return news
 
     def _add(self, group: OpenGroup, result: pb.GroupResult) -> list[int]:
@@ -242,6 +284,7 @@ class SampleStream:
             elif reason == pb.FINISH_REASON_ABORT:
                 aborted.append(index)
         group.running.difference_update(ended)
+        group.end_turn(ended)
         return aborted
 
 
@@ -265,7 +308,7 @@ class ServingFleet(Protocol):
 
 def _has_ended(completion: Completion | None, sampling: Sampling) -> bool:
     """Whether a completion has its last token; it says then how it has ended."""
-    if completion is None or not completion.num_sampled:
+    if completion is None or not completion.num_sampled or (completion.loss_mask and not completion.loss_mask[-1]):
         return False
     stops = completion.token_ids[-1] in sampling.stop_token_ids
     completion.truncated = not stops and len(completion.token_ids) >= sampling.max_new_tokens

@@ -16,14 +16,15 @@ no replica is left, none is lost     all are present but fail, so none will join
 
 import asyncio
 import math
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from weakref import WeakKeyDictionary
 
 from coordinator.generate.joiners import Joiners, Patience, Seed
-from coordinator.generate.lane import Lane
+from coordinator.generate.lane import Lane, Tally
+from coordinator.generate.turns import Answering, Turns
 from coordinator.watch import metrics
 from servicekit.errors import DeadlineExceeded, InvalidRequest, TandemError, TooLarge, Unavailable
 from servicekit.lifecycle.background import BackgroundTask
@@ -36,8 +37,6 @@ from tandem_clients.sample_stream import OpenGroup, Sampler, SampleStream, Servi
 
 # One failed stream may be an accident.
 MAX_FAILURES = 2
-# As often pauses may abort a completion; a replica that does so for another reason must not be asked for ever.
-MAX_RETURNS = 10
 
 NOTHING: Mapping[str, Group] = {}
 
@@ -56,6 +55,7 @@ class Rollouts:
         patience: how long to wait for a replica that does not answer, and for one to join when none is left.
         seed: brings a version to replicas that join (WeightSync.seed_late_joiners); None: replicas cannot join.
         warn: gets a message for the operator when no replica is left, and when one joins.
+        answering: makes the environments of a dispatch, which answer its completions; None: these have one turn.
     """
 
     fleet: ServingFleet
@@ -65,6 +65,7 @@ class Rollouts:
     patience: Patience = field(default_factory=Patience)
     seed: Seed | None = None
     warn: Callable[[str], None] = log.warning
+    answering: Callable[[], Answering] | None = None
     # What the KV cache of each replica takes, so that the next dispatch need not wait to hear it.
     rooms: WeakKeyDictionary[Sampler, float] = field(default_factory=WeakKeyDictionary, repr=False)
 
@@ -111,7 +112,8 @@ class Dispatch:
         self._fleet, self._patience, self._warn = rollouts.fleet, rollouts.patience, rollouts.warn
         self._rooms = rollouts.rooms
         self._timeout_s, self._slots = rollouts.timeout_s, rollouts.slots
-        self._running_s, self._resumed_tokens = 0.0, 0
+        self._tally = Tally()
+        self._turns = Turns(rollouts.answering and rollouts.answering(), self._answered, self._wake)
         self._most_groups = rollouts.max_groups_per_call
         self._most = min(self._most_groups * order.num_completions, MAX_COMPLETIONS_PER_CALL)
         self._order, self._lasts = order, lasts
@@ -123,34 +125,28 @@ class Dispatch:
         self._running: dict[asyncio.Task[None], Lane] = {}
         self.groups: dict[str, Group] = {}
         self._finished = finished
-        self._engine_s: defaultdict[str, float] = defaultdict(float)
         self._failures: Counter[Sampler] = Counter()
-        self._num_failures = 0
         self._errors: dict[Sampler, TandemError] = {}
-        self._shown_errors: dict[Sampler, TandemError] = {}
         self._stalled_since_s: float | None = None  # no replica works, and no group has come since
         self._one_is_lost = False
 
     def add(self, prompts: Iterable[tuple[str, Prompt]]) -> None:
         """Let groups begin, by id: after those that wait already."""
-        size = self._order.num_completions
-        groups = [OpenGroup(group_id=name, prompt=prompt, num_completions=size) for name, prompt in prompts]
+        begun = partial(OpenGroup, num_completions=self._order.num_completions, takes_turns=self._turns.are_taken)
+        groups = [begun(group_id=name, prompt=prompt) for name, prompt in prompts]
         self._pending.extend(groups)
         self._num_open += len(groups)
         self._num_added += len(groups)
-        self._added.set()
-        for lane in self._running.values():
-            lane.wakes.set()
+        self._wake()
 
     async def run(self) -> None:
         """Hand groups out until every one is finished. Raises: as `Rollouts.generate`."""
         try:
-            while self._pending or self._running:
+            while self._num_open and (self._pending or self._running or self._turns):
                 await self._work()
             await self._joiners.end()
         finally:
-            await self._joiners.drop()
-            await cancel(*self._running)
+            await self._end()
 
     async def last(self) -> None:
         """Hand groups out that are added, until this is cancelled. Raises: as `Rollouts.generate`."""
@@ -161,8 +157,12 @@ class Dispatch:
                     await self._added.wait()
                 await self._work()
         finally:
-            await self._joiners.drop()
-            await cancel(*self._running)
+            await self._end()
+
+    async def _end(self) -> None:
+        await self._joiners.drop()
+        await cancel(*self._running)
+        await self._turns.close()
 
     def renew(self, policy_version: int) -> None:
         """Sample from this version, or newer ones, from now on; replicas that have failed are tried again."""
@@ -171,20 +171,8 @@ class Dispatch:
 
     def generation(self, groups: Sequence[Group]) -> Generation:
         """Return groups with the figures of the work since the last call."""
-        engine_s, self._engine_s = max(self._engine_s.values(), default=0.0), defaultdict(float)
-        errors, self._shown_errors = tuple(map(str, self._shown_errors.values())), {}
-        failures, self._num_failures = self._num_failures, 0
-        running_s, self._running_s = self._running_s, 0.0
-        resumed_tokens, self._resumed_tokens = self._resumed_tokens, 0
-        return Generation(
-            groups=tuple(groups),
-            engine_s=engine_s,
-            retried_calls=failures,
-            call_errors=errors,
-            running_s=running_s,
-            slots=self._slots * len(self._fleet.serving()),
-            resumed_tokens=resumed_tokens,
-        )
+        tally, self._tally = self._tally, Tally()
+        return tally.generation(groups, self._slots * len(self._fleet.serving()))
 
     def under_way(self) -> str:
         """Say what each replica has to do."""
@@ -228,16 +216,17 @@ class Dispatch:
         tasks: set[asyncio.Task[None]] = {*self._running}
         if joining is not None:
             tasks.add(joining)
-        if not tasks:
+        if not tasks and not self._turns:
             raise self._exhausted()
         timeout_s = self._patience.look_s if self._running else min(self._patience.look_s, self._patience.rejoin_s)
-        async with BackgroundTask(self._added.wait if self._lasts else None) as adding:
+        async with BackgroundTask(self._added.wait if self._lasts or self._turns.are_taken else None) as adding:
             await asyncio.wait({*tasks, *adding.tasks()}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        self._turns.check()
         for task in [task for task in self._running if task.done()]:
             lane = self._running.pop(task)
             self._num_running -= lane.running
             self._num_reserved -= lane.reserved
-            self._pending.extendleft(reversed(lane.open.values()))
+            self._pending.extendleft(group for group in reversed(lane.open.values()) if group.waiting)
             task.result()
         if joining is not None and joining.done():
             self._check(joining)
@@ -263,10 +252,8 @@ class Dispatch:
         if self._patience.is_queued():
             self._stalled_since_s = now_s
         self._one_is_lost = self._one_is_lost or await self._is_one_lost()
-        patience_s = self._patience.rejoin_s
-        if not self._one_is_lost:
-            patience_s = min(patience_s, self._patience.probe_s)
-        if now_s - self._stalled_since_s >= patience_s:
+        most_s = (self._patience.rejoin_s,) if self._one_is_lost else (self._patience.rejoin_s, self._patience.probe_s)
+        if now_s - self._stalled_since_s >= min(most_s):
             raise self._exhausted()
 
     async def _is_one_lost(self) -> bool:
@@ -275,8 +262,7 @@ class Dispatch:
         if not self._replicas or any(replica not in serving for replica in self._replicas):
             return True
         calls = (replica.status(timeout_s=self._patience.probe_s) for replica in serving)
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        return any(isinstance(answer, BaseException) for answer in answers)
+        return any(isinstance(one, BaseException) for one in await asyncio.gather(*calls, return_exceptions=True))
 
     async def _run_lane(self, lane: Lane) -> None:
         """Let one replica sample until nothing is left for it. What it leaves unfinished can continue elsewhere."""
@@ -289,6 +275,7 @@ class Dispatch:
             error = failure
         for group in lane.open.values():
             group.stop(group.running, self._order.sampling)
+            self._turns.begin(group)
         for group in [group for group in lane.open.values() if group.is_whole()]:  # came with what has failed
             lane.close(group)
             self._keep(group.group())
@@ -296,8 +283,8 @@ class Dispatch:
             error = Unavailable(f"{replica.name}: left {len(lane.open)} groups unfinished")
         if error is not None:
             self._failures[replica] += 1
-            self._num_failures += 1
-            self._errors[replica] = self._shown_errors[replica] = error
+            self._tally.failures += 1
+            self._errors[replica] = self._tally.errors[replica.name] = error
             begun = sum(group.num_begun() for group in lane.open.values())
             log.warning(
                 "generate call failed",
@@ -312,16 +299,18 @@ class Dispatch:
         sampling = lane.replica.sampling(self._order, timeout_s=self._timeout_s, newer=self._lasts)
         async with sampling as stream, BackgroundTask(partial(self._feed, lane, stream)) as feeding:
             async for news in stream.news():
-                self._engine_s[lane.replica.name] += news.engine_s - seen_s
+                self._tally.engine_s[lane.replica.name] += news.engine_s - seen_s
                 seen_s = news.engine_s
                 running = lane.running if lane.running < self._slots else self._slots
-                self._running_s += (stream.read_s - looked_s) * running
+                self._tally.running_s += (stream.read_s - looked_s) * running
                 looked_s = stream.read_s
                 for group in news.whole:
                     lane.close(group)
                     self._keep(group.group())
                 for group in news.aborted:
-                    self._return(lane, group)
+                    lane.take_back(group)
+                for group in news.ended:
+                    self._turns.begin(group)
                 if news.load is not None:
                     feeding.check()
                     lane.note(news.load)
@@ -342,13 +331,22 @@ class Dispatch:
             await lane.wakes.wait()
             lane.wakes.clear()
 
-    def _return(self, lane: Lane, group: OpenGroup) -> None:
-        """Ask again for what was aborted. Raises: Unavailable: that has been too often."""
-        if group not in lane.cut:
-            lane.cut.append(group)
-        if group.num_aborted >= MAX_RETURNS * group.num_completions:
-            group.num_aborted = 0
-            raise Unavailable(f"{lane.replica.name}: group {group.group_id} was aborted {MAX_RETURNS} times")
+    def _answered(self, group: OpenGroup) -> None:
+        """Let a group continue where it is, or else anywhere; or keep it."""
+        self._stalled_since_s = None
+        lane = next((lane for lane in self._running.values() if group.group_id in lane.open), None)
+        if group.is_whole():
+            if lane is not None:
+                lane.close(group)
+            self._keep(group.group())
+        elif group.waiting and group not in (waiting := self._pending if lane is None else lane.cut):
+            waiting.appendleft(group)
+
+    def _wake(self) -> None:
+        """Let everything that waits for completions look again."""
+        self._added.set()
+        for lane in self._running.values():
+            lane.wakes.set()
 
     def _keep(self, group: Group) -> None:
         self._num_open -= 1
@@ -372,7 +370,7 @@ class Dispatch:
             group = source.popleft()
             taken = lane.take(group, room)
             if group.found:
-                self._resumed_tokens += sum(len(group.found[i].token_ids) for i in taken if i in group.found)
+                self._tally.resumed_tokens += sum(len(group.found[i].token_ids) for i in taken if i in group.found)
             self._num_running += len(taken)
             parts.append((group, taken))
         self._num_reserved -= lane.reserved

@@ -2,11 +2,48 @@
 
 import asyncio
 import math
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from servicekit.errors import TandemError, Unavailable
 from tandem_api.rollout.v1 import rollout_pb2 as pb
+from tandem_clients.flow import Generation, Group
 from tandem_clients.sample_stream import OpenGroup, Sampler
+
+# As often pauses may abort a completion; a replica that does so for another reason must not be asked for ever.
+MAX_RETURNS = 10
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """The figures of a dispatch's work, until they are taken.
+
+    Attributes:
+        engine_s: seconds of work of each replica's engine.
+        running_s: seconds that completions ran, all together.
+        resumed_tokens: after which completions continued elsewhere, or after a pause.
+        failures: streams that have failed.
+        errors: the last one of each replica.
+    """
+
+    engine_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    running_s: float = 0.0
+    resumed_tokens: int = 0
+    failures: int = 0
+    errors: dict[str, TandemError] = field(default_factory=dict)
+
+    def generation(self, groups: Sequence[Group], slots: int) -> Generation:
+        """Return groups with these figures."""
+        return Generation(
+            groups=tuple(groups),
+            engine_s=max(self.engine_s.values(), default=0.0),
+            retried_calls=self.failures,
+            call_errors=tuple(map(str, self.errors.values())),
+            running_s=self.running_s,
+            slots=slots,
+            resumed_tokens=self.resumed_tokens,
+        )
 
 
 @dataclass(eq=False, kw_only=True)
@@ -64,6 +101,14 @@ class Lane:
         if group.waiting:
             self.cut.append(group)
         return taken
+
+    def take_back(self, group: OpenGroup) -> None:
+        """Let what was aborted wait again. Raises: Unavailable: that has been too often."""
+        if group not in self.cut:
+            self.cut.append(group)
+        if group.num_aborted >= MAX_RETURNS * group.num_completions:
+            group.num_aborted = 0
+            raise Unavailable(f"{self.replica.name}: group {group.group_id} was aborted {MAX_RETURNS} times")
 
     def close(self, group: OpenGroup) -> None:
         """Note that a group is whole."""

@@ -18,6 +18,8 @@ from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_clients.flow import Order
 from tandem_clients.sample_stream import SampleStream
 
+STOP = 50_000
+
 
 def length_of(group: str, index: int, most: int) -> int:
     """Of a completion: of a long tail, cut at `most`."""
@@ -25,8 +27,10 @@ def length_of(group: str, index: int, most: int) -> int:
     return max(1, min(most, int(drawn)))
 
 
-def token_of(group: str, index: int, place: int) -> int:
-    """A token of a completion."""
+def token_of(group: str, index: int, place: int, turn: int = 0) -> int:
+    """A token of a completion; STOP at the end of a turn."""
+    if turn and place % turn == turn - 1:
+        return STOP
     return zlib.crc32(f"{group}/{index}/{place}".encode()) % 50_000
 
 
@@ -37,6 +41,7 @@ class FakeSampler:
     Attributes:
         sampled: tokens, also those that nobody got.
         running: completions now, and the most there were.
+        turn_tokens: each token at such a distance ends a turn; 0: none does.
     """
 
     name: str
@@ -46,6 +51,7 @@ class FakeSampler:
     policy_version: int = 0
     logprob: float = -0.5
     is_dead: bool = False
+    turn_tokens: int = 0
     sampled: int = 0
     running: int = 0
     most: int = 0
@@ -118,6 +124,9 @@ class _Call:
         sampler.running += 1
         sampler.most = max(sampler.most, sampler.running)
         try:
+            if turn := sampler.turn_tokens:
+                length = min(length, at - at % turn + turn)
+            ends = pb.FINISH_REASON_STOP if turn and length % turn == 0 else pb.FINISH_REASON_LENGTH
             while at < length:
                 number = min(sampler.random.randint(1, 20), length - at)
                 try:
@@ -125,7 +134,7 @@ class _Call:
                         await aborts.wait()
                 except TimeoutError:
                     sampler.sampled += number
-                    self._say(group, index, at, number, _END if at + number == length else _UNDER_WAY)
+                    self._say(group, index, at, number, ends if at + number == length else _UNDER_WAY)
                     at += number
                 else:
                     self._say(group, index, at, 0, pb.FINISH_REASON_ABORT)
@@ -134,7 +143,8 @@ class _Call:
             sampler.running -= 1
 
     def _say(self, group: str, index: int, first: int, number: int, reason: pb.FinishReason.ValueType) -> None:
-        ids = [token_of(group, index, place) for place in range(first, first + number)]
+        turn = self.sampler.turn_tokens
+        ids = [token_of(group, index, place, turn) for place in range(first, first + number)]
         span = common_pb2.VersionSpan(start=0, end=number, policy_version=self.sampler.policy_version)
         completion = pb.Completion(
             index=index,
@@ -153,4 +163,4 @@ class _Call:
         await cancel(*self.tasks)
 
 
-_END, _UNDER_WAY = pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_UNSPECIFIED
+_UNDER_WAY = pb.FINISH_REASON_UNSPECIFIED

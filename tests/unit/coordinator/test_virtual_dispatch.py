@@ -11,10 +11,11 @@ import pytest
 from coordinator.generate.dispatch import Rollouts
 from coordinator.generate.joiners import Patience
 from launcher.simulate.virtual_loop import Deadlock, run
-from servicekit.errors import Unavailable
+from servicekit.errors import Internal, Unavailable
 from servicekit.lifecycle.tasks import cancel
 from tandem_clients.flow import Generation, Group, Order, Prompt, Sampling
-from tests.fakes.fake_sampler import FakeSampler, length_of, token_of
+from tandem_clients.sample_stream import OpenGroup
+from tests.fakes.fake_sampler import STOP, FakeSampler, length_of, token_of
 
 GROUPS, SIZE, MOST = 12, 4, 120
 PROMPTS = {f"g{i}": Prompt(row=i, token_ids=array("I", range(1 + i)), answer="") for i in range(GROUPS)}
@@ -24,14 +25,16 @@ TOKENS = sum(length_of(name, index, MOST) for name in PROMPTS for index in range
 class Fleet:
     """Replicas of which some die, and whose next processes join when they are seeded."""
 
-    def __init__(self, rng: random.Random, num: int, kv_tokens: int) -> None:
-        self.random, self.kv_tokens = rng, kv_tokens
+    def __init__(self, rng: random.Random, num: int, kv_tokens: int, turn_tokens: int = 0) -> None:
+        self.random, self.kv_tokens, self.turn_tokens = rng, kv_tokens, turn_tokens
         self.members = [self.make(index) for index in range(num)]
         self.gone: list[FakeSampler] = []
 
     def make(self, index: int) -> FakeSampler:
         speed = self.random.choice([3.0, 10.0, 30.0])
-        return FakeSampler(f"rollout-{index}", self.random, tokens_per_s=speed, kv_tokens=self.kv_tokens)
+        made = FakeSampler(f"rollout-{index}", self.random, tokens_per_s=speed, kv_tokens=self.kv_tokens)
+        made.turn_tokens = self.turn_tokens
+        return made
 
     def serving(self) -> Sequence[FakeSampler]:
         return tuple(self.members)
@@ -56,12 +59,12 @@ class Fleet:
 
 
 def order_of(**sampling: object) -> Order:
-    settings = Sampling(temperature=1.0, max_new_tokens=MOST, stop_token_ids=(), **sampling)  # type: ignore[arg-type]
+    settings = Sampling(**{"temperature": 1.0, "max_new_tokens": MOST, "stop_token_ids": (), **sampling})  # type: ignore[arg-type]
     return Order(policy_version=0, num_completions=SIZE, sampling=settings)
 
 
 async def generate(
-    fleet: Fleet, order: Order, kinds: Sequence[str], *, most_groups: int = 1024
+    fleet: Fleet, order: Order, kinds: Sequence[str], *, most_groups: int = 1024, answers: "Answers | None" = None
 ) -> tuple[Generation, Counter[str]]:
     finished: Counter[str] = Counter()
 
@@ -70,7 +73,13 @@ async def generate(
 
     patience = Patience(probe_s=5.0, rejoin_s=60.0)
     rollouts = Rollouts(
-        fleet=fleet, max_groups_per_call=most_groups, timeout_s=60.0, patience=patience, seed=fleet.seed, warn=print
+        fleet=fleet,
+        max_groups_per_call=most_groups,
+        timeout_s=60.0,
+        patience=patience,
+        seed=fleet.seed,
+        warn=print,
+        answering=None if answers is None else lambda: answers,
     )
     trouble = asyncio.create_task(fleet.trouble(kinds)) if kinds else None
     try:
@@ -101,6 +110,84 @@ def test_every_completion_comes_whole_and_once(kinds: Sequence[str], kv_tokens: 
         # What was under way when a replica died or aborted, less than a part of each, is sampled again; no more.
         lost = fleet.sampled - TOKENS
         assert lost == 0 or "die" in kinds, lost
+
+
+TURN, CONTEXT = 16, 5
+
+
+class Answers:
+    """Environments that take their time; each answer is of some tokens, until a completion has as many as it may.
+
+    Attributes:
+        given: how often each turn was answered: group, index, tokens until then.
+        fails: of which turn the answer fails.
+    """
+
+    def __init__(self, rng: random.Random, longest_s: float, fails: tuple[str, int, int] | None = None) -> None:
+        self.random, self.longest_s, self.fails = rng, longest_s, fails
+        self.given: Counter[tuple[str, int, int]] = Counter()
+        self.closed = False
+
+    async def answer(self, group: OpenGroup, index: int) -> "array[int]":
+        completion = group.found[index]
+        held = completion.token_ids.tolist()
+        assert held[-1] == STOP or completion.truncated
+        self.given[group.group_id, index, len(held)] += 1
+        await asyncio.sleep(self.random.uniform(0.0, self.longest_s))
+        if (group.group_id, index, len(held)) == self.fails:
+            raise Internal("environment is broken")
+        assert group.found[index].token_ids.tolist() == held, "nothing is sampled meanwhile"
+        ends = completion.truncated or len(held) + CONTEXT >= length_of(group.group_id, index, MOST)
+        return array("I", [] if ends else [60_000 + len(held)] * CONTEXT)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def in_turns(group_id: str, index: int) -> tuple[list[int], list[int]]:
+    """Ids and mask of a completion with the answers of `Answers`."""
+    length = length_of(group_id, index, MOST)
+    ids, mask = [], []
+    while len(ids) < length:
+        if ids and len(ids) % TURN == 0:
+            if len(ids) + CONTEXT >= length:
+                break
+            ids, mask = ids + [60_000 + len(ids)] * CONTEXT, mask + [0] * CONTEXT
+        ids.append(token_of(group_id, index, len(ids), TURN))
+        mask.append(1)
+    return ids, mask
+
+
+@pytest.mark.parametrize("kinds", [(), ("abort",), ("die",), ("die", "abort", "abort")])
+@pytest.mark.parametrize(("kv_tokens", "longest_s"), [(0, 0.1), (300, 20.0), (5000, 200.0)])
+def test_completions_of_several_turns_continue_after_each_answer(
+    kinds: Sequence[str], kv_tokens: int, longest_s: float
+) -> None:
+    for seed in range(6):
+        rng = random.Random(f"{seed}/{kinds}/{kv_tokens}/turns")
+        fleet = Fleet(rng, num=rng.randint(1, 4), kv_tokens=kv_tokens, turn_tokens=TURN)
+        answers = Answers(rng, longest_s)
+        order = order_of(stop_token_ids=(STOP,))
+        generation, finished = run(generate(fleet, order, kinds, most_groups=rng.choice([1, 3, 1024]), answers=answers))
+        assert finished == dict.fromkeys(PROMPTS, 1)
+        for group in generation.groups:
+            for index, completion in enumerate(group.completions):
+                ids, mask = in_turns(group.group_id, index)
+                assert completion.token_ids.tolist() == ids
+                assert [*(completion.loss_mask or [1] * len(ids))] == mask
+                assert completion.version_spans == ((len(ids), 0),)
+                assert completion.num_sampled == sum(mask)
+        assert set(answers.given.values()) == {1}, "a turn was answered twice"
+        assert answers.closed
+
+
+def test_an_answer_that_fails_ends_the_dispatch_with_its_error() -> None:
+    name = next(name for name in PROMPTS if length_of(name, 0, MOST) > 2 * TURN)
+    fleet = Fleet(random.Random(0), num=2, kv_tokens=0, turn_tokens=TURN)
+    answers = Answers(random.Random(0), 1.0, fails=(name, 0, TURN))
+    with pytest.raises(Internal, match="environment is broken"):
+        run(generate(fleet, order_of(stop_token_ids=(STOP,)), (), answers=answers))
+    assert answers.closed
 
 
 def test_what_cannot_continue_begins_anew_and_comes_whole() -> None:
