@@ -92,6 +92,11 @@ class TextCodec:
         ids = self._left_out(stop_ids, skip_special_tokens)
         return [text for id_ in sorted(ids) if (text := self._tokenizer.id_to_token(id_)) is not None]
 
+    def marks(self) -> dict[int, str]:
+        """Return the texts of special tokens and of those that end a completion, by id."""
+        ends = {id_: self._tokenizer.id_to_token(id_) for id_ in self.stop_token_ids}
+        return self._special | {id_: text for id_, text in ends.items() if text}
+
     def as_written(self, text: str, *, stop_ids: Collection[int] = (), skip_special_tokens: bool = False) -> str:
         """Return a text as `decode` gives it if a policy writes it."""
         (ids,) = self.encode_rendered([text])

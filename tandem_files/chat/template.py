@@ -53,16 +53,22 @@ class ChatTemplate:
         """Whether the template looks at tools."""
         return "tools" in self._names
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
-        """Render messages, followed by the beginning of the assistant's answer.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Render messages, followed by the beginning of the assistant's answer if asked for.
 
         Raises: TemplateFailure: the template refuses them, or fails.
         """
         if self._fillings:
             messages = [{**self._fillings, **message} for message in messages]
         try:
-            return self._template.render(messages=messages, tools=tools, documents=None, add_generation_prompt=True,
-                                         **self._values)  # fmt: skip
+            return self._template.render(messages=messages, tools=tools, documents=None,
+                                         add_generation_prompt=add_generation_prompt, **self._values)  # fmt: skip
         except Exception as error:
             raise TemplateFailure(str(error) or type(error).__name__) from error
 
