@@ -23,7 +23,7 @@ endef
 WORKERS := -n 3 --dist loadfile
 
 .PHONY: help venv demo test test-fast test-all check check-format check-lint check-types check-imports check-protos
-.PHONY: format proto freeze-protos lock clean check-cuda gpu-check bench-sync bench-train bench-demo images
+.PHONY: format proto freeze-protos lock clean check-cuda gpu-check bench-sync bench-train bench-demo check-turns images
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -89,12 +89,16 @@ bench-sync: venv ## measure weight sync against SGLang's own updates (half an ho
 	@$(PY) -W ignore -m tools.bench_sync
 
 bench-train: venv ## measure a train step against transformers, TRL and the matmul floor (45 minutes, both cores)
-	@tools/bench_train/make_venv.sh
+	@tools/make_side_venv.sh bench-train
 	@$(PY) -W ignore -m tools.bench_train $(ARGS)
 
 bench-demo: venv ## measure whole iterations of the demo against TRL's (15 minutes, both cores)
-	@tools/bench_train/make_venv.sh
+	@tools/make_side_venv.sh bench-train
 	@$(PY) -W ignore -m tools.bench_train.demo $(ARGS)
+
+check-turns: venv ## compare turns with another renderer, on 1,000 conversations of each template (10 minutes)
+	@tools/make_side_venv.sh oracle
+	$(call pytest,check-turns,tests/contract/test_turns_oracle.py)
 
 images: ## build the container images with Docker: VARIANT=gpu, REGISTRY=..., PUSH=1 (docs/docker.md)
 	@deploy/images/build.sh

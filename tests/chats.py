@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -47,7 +48,8 @@ TOOLS: list[dict[str, Any]] = [
     for name, arguments in {"add": {"a": "integer", "b": "integer"}, "weather": {"city": "string"}}.items()
 ]
 
-# In the manner of Qwen3: thinking of turns before the last question is dropped, results of tools are one user's turn.
+# In the manner of Qwen3: thinking of turns before the last question is dropped, results of tools are one user's turn;
+# `block` is what a prompt begins the turn with.
 QWEN = """{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n' }}
 {%- for tool in tools %}{{- tool | tojson }}{%- endfor %}
 {{- '\\nCall as <tool_call>\\n{"name": .., "arguments": ..}\\n</tool_call><|im_end|>\\n' }}{%- endif %}
@@ -75,7 +77,7 @@ QWEN = """{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n' }}
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' + ('<think>\\n' if opens is defined else '') }}
+{{- '<|im_start|>assistant\\n' + (block or '') }}
 {%- endif %}"""
 # In the manner of Llama 3: one call a turn, contents are trimmed, the first question must be there.
 LLAMA = """{{- bos_token }}
@@ -177,8 +179,13 @@ def renderer_of(
     """Make a renderer in the manner of a known template; `text`: another template's."""
     stops = tuple(id_ for id_ in map(tokenizer.token_to_id, STOPS[manner]) if id_ is not None)
     special = {"bos_token": "<s>" if manner == "mistral" else "<|begin_of_text|>", "eos_token": STOPS[manner][0]}
-    template = ChatTemplate(TEMPLATES[manner] if text is None else text, special, arguments)
+    template = _compiled(TEMPLATES[manner] if text is None else text, tuple(special.items()), tuple(arguments.items()))
     return TemplateRenderer(template, TextCodec(tokenizer, stops), tools)
+
+
+@cache
+def _compiled(text: str, special: tuple[tuple[str, str], ...], arguments: tuple[tuple[str, Any], ...]) -> ChatTemplate:
+    return ChatTemplate(text, dict(special), dict(arguments))
 
 
 def odd_ids(tokenizer: Tokenizer, text: str, draw: random.Random) -> list[int]:

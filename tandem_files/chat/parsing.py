@@ -297,12 +297,11 @@ def _harmony(text: str, found: _Found, tools: Tools) -> None:
 
 def _string_arguments(name: str, tools: Tools) -> set[str]:
     """Return the arguments of a tool that its schema says are strings: `5` is then a text, no number."""
-    for tool in tools:
-        function = tool.get("function", tool)
-        if function.get("name") == name:
-            properties = (function.get("parameters") or {}).get("properties") or {}
-            return {key for key, schema in properties.items() if schema.get("type") == "string"}
-    return set()
+    functions = (function for tool in tools if isinstance(function := tool.get("function", tool), Mapping))
+    schema = next((function.get("parameters") for function in functions if function.get("name") == name), None)
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    kinds = properties if isinstance(properties, Mapping) else {}
+    return {key for key, kind in kinds.items() if isinstance(kind, Mapping) and kind.get("type") == "string"}
 
 
 def _json_or_text(value: str) -> Any:

@@ -6,7 +6,7 @@ what follows the sentinel is taken.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile, zip_longest
 from typing import NamedTuple, Protocol
@@ -20,6 +20,7 @@ from tandem_files.tokenizer import TextCodec
 _SENTINEL, _THOUGHT = "tandemsentinel7f3a9c", "tandemthought7f3a9c"
 # The dummy conversation begins with a user's message, which some templates need before the assistant's.
 _QUESTION: Message = {"role": "user", "content": "u"}
+_ID = "call00000"
 # Keys of messages in which templates look for thinking: the first that a template names.
 _THOUGHT_KEYS = ("reasoning_content", "thinking")
 
@@ -76,9 +77,9 @@ class TemplateRenderer:
         self.opened = prompt.rfind("<think>") > prompt.rfind("</think>")
         self.thinks = self.opened or (self.thought_key is not None and not prompt.rstrip().endswith("</think>"))
         self._unthought = self._end_of_thinking()
-        # A call of the first tool.
-        name = tools[0].get("function", tools[0]).get("name", "f") if tools else "f"
-        self.example = ToolCall(name=name, arguments={"a": "Berlin"}, raw="", id="call00000")
+        function = tools[0].get("function", tools[0]) if tools else {}
+        name = function.get("name") if isinstance(function, Mapping) else None
+        self.example = ToolCall(name=name if isinstance(name, str) else "f", arguments={"a": "Berlin"}, raw="", id=_ID)
         self._texts = codec.marks()
         self._stops = {text for id_, text in self._texts.items() if id_ in codec.stop_token_ids}
         marks = sorted(map(re.escape, self._texts.values()), key=len, reverse=True)
@@ -86,10 +87,8 @@ class TemplateRenderer:
         # Tools in the dummy conversation: the first alone, if what follows a turn is the same with it.
         self._dummy_tools = tools
         self._answer, self._call, self.no_calls = self._ending([]), None, ""
-        self._stops |= {self._answer.mark}
         try:
             self._call = self._ending([self.example])
-            self._stops |= {self._call.mark}
         except TemplateFailure as error:
             self.no_calls = str(error)
         kinds = [[]] if self._call is None else [[], [self.example]]
@@ -127,11 +126,7 @@ class TemplateRenderer:
         return self.codec.encode_rendered([text])[0]
 
     def as_sampled(self, turn: AssistantTurn, around: str = "") -> list[int] | None:
-        """Return the ids of a turn as the template writes it last; None: that does not continue its own prompt.
-
-        Args:
-            around: whitespace to put around the content.
-        """
+        """Return the ids of a turn, `around` around its content, as the last; None: it does not continue the prompt."""
         prompt = self.template.render([_QUESTION], self.tools)
         message = turn.message(self.thought_key)
         text = self.template.render([_QUESTION, message], self.tools, add_generation_prompt=False)
@@ -165,7 +160,9 @@ class TemplateRenderer:
         same = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, pieces)]
         marks = range(1, len(same), 2)
         place = next((place for place in marks if same[place] in self._stops), marks[0] if marks else len(same))
-        return _Ending("".join(same[:place]), same[place] if place < len(same) else "")
+        mark = same[place] if place < len(same) else ""
+        self._stops |= {mark}
+        return _Ending("".join(same[:place]), mark)
 
     def _follow_ups(self, calls: Sequence[ToolCall]) -> list[str]:
         """Return what is behind a turn before each kind of message that the template takes there, and before none."""
@@ -216,10 +213,10 @@ class FollowUp:
 # Kinds of turns and what follows: whether it calls a tool, whether it thinks, and whitespace around its answer.
 _KINDS = {
     "tool results after a call": (True, False, ""),
-    "a user's message after an answer": (False, False, ""),
-    "a user's message after an answer between spaces": (False, False, " "),
+    "a question after an answer": (False, False, ""),
+    "a question after an answer between spaces": (False, False, " "),
     "tool results after thinking and a call": (True, True, ""),
-    "a user's message after thinking and an answer": (False, True, ""),
+    "a question after thinking and an answer": (False, True, ""),
 }
 
 

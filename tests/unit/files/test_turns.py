@@ -14,6 +14,7 @@ from tandem_files.chat.parsing import AssistantTurn
 from tandem_files.chat.renderer import FollowUp, TemplateRenderer, probe
 from tandem_files.chat.template import ChatTemplate, TemplateFailure
 from tandem_files.rows.reading import Row
+from tandem_files.tokenizer import TextCodec
 from tests.chats import STOPS, TEMPLATES, TOOLS, odd_ids, renderer_of, train_tokenizer
 
 CORPUS = [*TEMPLATES.values(), "What is the answer? It is five. Add the numbers: 12, 345.\n\nThen call the tool again."]
@@ -164,8 +165,17 @@ def test_a_turn_is_read_from_its_ids(tokenizer: Tokenizer) -> None:
     assert renderer.parse([]) == AssistantTurn(content="", truncated=True)
 
 
+def test_marks_that_the_model_does_not_stop_at_end_a_turn_too(tokenizer: Tokenizer) -> None:
+    """A base model's folder knows the end of a text only."""
+    codec = TextCodec(tokenizer, renderer_of(tokenizer, "harmony").codec.stop_token_ids[:1])
+    renderer = TemplateRenderer(ChatTemplate(TEMPLATES["harmony"], {}, {}), codec, TOOLS)
+    sampled = ids(renderer, f"{HARMONY_ADD}<|call|>")
+    assert not renderer.parse(sampled).truncated
+    assert bridged(renderer, sampled, RESULTS) == f"{HARMONY_RESULTS}<|start|>assistant"
+
+
 def test_a_prompt_may_open_the_thinking_block(tokenizer: Tokenizer) -> None:
-    renderer = renderer_of(tokenizer, "qwen", opens=True)
+    renderer = renderer_of(tokenizer, "qwen", block="<think>\n")
     turn = renderer.parse(ids(renderer, "Easy.\n</think>\n\nIt is 5.<|im_end|>"))
     assert (turn.reasoning, turn.content) == ("Easy.", "It is 5.")
     cut = bridged(renderer, ids(renderer, "Eas"), [QUESTION])
@@ -230,9 +240,9 @@ def test_arguments_that_are_text_are_objects_for_the_template(tokenizer: Tokeniz
     assert text_of(renderer, whole).endswith(f"{GLM_ADD}<|observation|>{GLM_RESULTS}")
 
 
-APPEND_ONLY = ["tool results after a call", "a user's message after an answer"]
-SPACES = "a user's message after an answer between spaces"
-THOUGHT = ["tool results after thinking and a call", "a user's message after thinking and an answer"]
+APPEND_ONLY = ["tool results after a call", "a question after an answer"]
+SPACES = "a question after an answer between spaces"
+THOUGHT = ["tool results after thinking and a call", "a question after thinking and an answer"]
 
 
 @pytest.mark.parametrize(
@@ -259,12 +269,34 @@ def test_a_probe_names_what_is_not_append_only(tokenizer: Tokenizer, manner: str
     assert [follow for follow in found if not follow.append_only] == differs
 
 
+ODD_TOOLS = [
+    {"type": "function", "function": "add"},
+    {"name": None},
+    {},
+    {"name": "add", "parameters": []},
+    {"name": "add", "parameters": {"properties": {"a": "string", "b": {"type": "string"}}}},
+]
+
+
+@pytest.mark.parametrize("tool", ODD_TOOLS, ids=str)
+def test_tools_may_say_little(tokenizer: Tokenizer, tool: dict[str, Any]) -> None:
+    """Rows may have schemas of any form; what they do not say is not needed."""
+    renderer = renderer_of(tokenizer, "glm", tools=[tool])
+    assert probe(renderer)[0].append_only
+    turn = renderer.parse(ids(renderer, GLM_ADD.replace("<arg_key>a", "<arg_key>b")))
+    is_text = tool == ODD_TOOLS[-1]
+    assert turn.tool_calls[0].arguments == {"b": "2" if is_text else 2}
+
+
 def test_a_probe_names_tools_that_move_and_prompts_that_are_not_continued(tokenizer: Tokenizer) -> None:
     moved = [follow for follow in probe(renderer_of(tokenizer, "mistral")) if not follow.append_only]
     assert [(follow.kind, follow.refused) for follow in moved] == [(APPEND_ONLY[1], ""), (SPACES, "")]
-    opened = probe(renderer_of(tokenizer, "qwen", opens=True))
+    opened = probe(renderer_of(tokenizer, "qwen", block="<think>\n"))
     assert [follow.kind for follow in opened] == THOUGHT
     assert opened[0].append_only
+    closed = probe(renderer_of(tokenizer, "qwen", block="<think>\n\n</think>\n\n"))
+    assert [follow.kind for follow in closed] == [*APPEND_ONLY, SPACES]
+    assert {(follow.held, follow.append_only) for follow in closed} == {("<think>", False)}
 
 
 def test_a_probe_says_why_a_template_is_refused(tokenizer: Tokenizer) -> None:

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Creates .cache/bench-train-venv: TRL, on the torch and transformers of .venv, so that all ways compute with the same.
+# Creates .cache/NAME-venv: what requirements/NAME.txt pins, beside the torch and transformers of .venv: make_side_venv.sh NAME.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
-VENV=.cache/bench-train-venv
-REQUIREMENTS=requirements/bench-train.txt
+cd "$(dirname "$0")/.."
+VENV=.cache/$1-venv
+REQUIREMENTS=requirements/$1.txt
 if cmp -s "$REQUIREMENTS" "$VENV/installed.txt"; then
     exit 0
 fi
@@ -13,6 +13,6 @@ rm -rf "$VENV"
 packages=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 own=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 echo "$packages" >"$own/project.pth"
-echo "bench-train: installing $(grep -v '^#' "$REQUIREMENTS" | tr '\n' ' ')into $VENV"
+echo "$1: installing $(grep -v '^#' "$REQUIREMENTS" | tr '\n' ' ')into $VENV"
 "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps -r "$REQUIREMENTS"
 cp "$REQUIREMENTS" "$VENV/installed.txt"
