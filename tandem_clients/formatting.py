@@ -49,7 +49,7 @@ class PromptFormat:
         self._is_tokenizers = section.chat_template in ("auto", "none")
         self._as_message = section.prompt_as == "user_message"
         self._system_prompt = section.system_prompt
-        self._codec = codec
+        self.codec = codec
         self._without = without
         self._special_tokens = special_tokens
         self._arguments = section.chat_template_kwargs
@@ -80,8 +80,8 @@ class PromptFormat:
 
     def encode(self, texts: Sequence[PromptText]) -> list[list[int]]:
         """Tokenize texts; those that a template has not written get the tokenizer's special tokens, once."""
-        rendered = iter(self._codec.encode_rendered([text.text for text in texts if text.rendered]))
-        plain = iter(self._codec.encode([text.text for text in texts if not text.rendered]))
+        rendered = iter(self.codec.encode_rendered([text.text for text in texts if text.rendered]))
+        plain = iter(self.codec.encode([text.text for text in texts if not text.rendered]))
         return [next(rendered if text.rendered else plain) for text in texts]
 
     def identity(self) -> dict[str, str]:
@@ -100,7 +100,7 @@ class PromptFormat:
 
     def tokenizer_digest(self) -> str:
         """Return the digest of the tokenizer."""
-        return self._codec.digest()
+        return self.codec.digest()
 
     @property
     def uses_clock(self) -> bool:
@@ -117,13 +117,18 @@ class PromptFormat:
             raise BadRow("has a system prompt (data.system_key), and its messages begin with another: leave one out")
         return messages
 
-    def _render(self, messages: list[Message], row: Row) -> str:
+    def template(self, row: Row) -> ChatTemplate:
+        """Return the template that a row's messages are rendered with. Raises: BadRow: there is none."""
         name = _WITH_TOOLS if row.tools is not None and _WITH_TOOLS in self.templates else DEFAULT
         template = self.templates.get(name)
         if template is None:
             raise BadRow(f"holds messages, which need a chat template: {self._without}")
         if row.tools is not None and not template.takes_tools:
             raise BadRow("has tools, and the chat template does not write them: set data.tools_key: null")
+        return template
+
+    def _render(self, messages: list[Message], row: Row) -> str:
+        template = self.template(row)
         try:
             return template.render(messages, row.tools)
         except TemplateFailure as error:

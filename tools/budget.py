@@ -26,8 +26,8 @@ CLOSETS, CLOSET_LINES = 25, 60
 # Lines of the two paths, so that each can be read in an afternoon. Raised by 29: what becomes of a prompt is noted,
 # completions continue elsewhere, and what is submitted during a pause waits; by 30: a schedule has parts, a
 # dispatch may last as long as the run, an engine drops the KV cache of what it keeps; a round has stragglers. By 29:
-# what a step needs of the trainer is a protocol, so that what stands in for it is checked.
-PROMPT_LINES, WEIGHT_LINES = 7_190, 5_720
+# what a step needs of the trainer is a protocol, so that what stands in for it is checked. By 31: which template.
+PROMPT_LINES, WEIGHT_LINES = 7_200, 5_720
 SUBJECT_CHARACTERS = 72
 
 # Folders that are not the product.

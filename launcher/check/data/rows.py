@@ -12,7 +12,7 @@ from coordinator.data.sources import RowSource, find_sources
 from launcher.check.data.answers import AnswerSample, check_answers
 from launcher.check.data.columns import TemplateColumns
 from launcher.check.data.lengths import check_lengths, check_limits, check_set
-from launcher.check.data.template import PlainPrompts, check_arguments
+from launcher.check.data.template import PlainPrompts, check_arguments, turn_lines
 from tandem_clients.flow import DataKey
 from tandem_clients.formatting import PromptFormat, PromptText, prompt_format
 from tandem_config.problems import ConfigProblem, problem
@@ -40,6 +40,7 @@ class CheckedData:
         formats: which rendered and tokenized them.
         scans: the passes over all sources, by the key that names them.
         first: the first row that can be used, of data.train if it has one, and its prompt.
+        with_tools: the first row whose messages are rendered with tools.
         codec: the tokenizer, if it can be used.
         indices: where the rows lie, for the coordinator.
         ends: the ends of the first prompts.
@@ -53,6 +54,7 @@ class CheckedData:
     scans: dict[str, list[Scan]] = field(default_factory=dict)
     codec: TextCodec | None = None
     first: tuple[Row, PromptText] | None = None
+    with_tools: Row | None = None
     indices: list[RowIndex] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -63,6 +65,8 @@ class CheckedData:
         self.ends += [text.text[-_END_CHARS:] for _, text in batch[: _ENDS - len(self.ends)]]
         if self.first is None and batch:
             self.first = batch[0]
+        if self.with_tools is None:
+            self.with_tools = next((row for row, text in batch if text.rendered and row.tools), None)
 
 
 def check_data(
@@ -100,6 +104,7 @@ def check_data(
             found.problems += _check_set(config, sampled, found, spec, read_answers=read_answers)
     if found.formats is not None:
         found.problems += check_arguments(config, found.formats)
+        found.notes += turn_lines(found.formats, found.with_tools)
     if usable(
         "grpo.max_new_tokens",
         "trainer.max_tokens_per_micro_batch",

@@ -1,4 +1,4 @@
-"""Warns of a chat template that is not applied, and of what it does not write."""
+"""Warns of a chat template that is not applied, and of what it does not write; says how it writes turns."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from tandem_clients.formatting import PromptFormat, PromptText
 from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
+from tandem_files.chat.renderer import TemplateRenderer, probe
+from tandem_files.chat.template import TemplateFailure
 from tandem_files.rows.reading import Row
 
 # Markers of turns: <|im_start|>, <|start_header_id|>, <start_of_turn>, [INST], <｜User｜>.
@@ -75,3 +77,22 @@ def check_arguments(config: RunConfig, formats: PromptFormat) -> Iterator[Config
             "fix it, e.g. data.chat_template_kwargs: {date_string: 26 Jul 2024}",
             severity="warning",
         )
+
+
+def turn_lines(formats: PromptFormat, row: Row | None) -> list[str]:
+    """Say before which messages a template writes what a conversation holds. row: with tools; None: there is none."""
+    if row is None:
+        return []
+    try:
+        renderer = TemplateRenderer(formats.template(row), formats.codec, row.tools)
+    except TemplateFailure as error:
+        return [f"turns: none with this chat template: {error}"]
+    found = probe(renderer)
+    same = ", ".join(follow.kind for follow in found if follow.append_only)
+    changed = [
+        f"{follow.kind} ({follow.refused or f'{follow.held!r} becomes {follow.rendered!r}'})"
+        for follow in found
+        if not follow.append_only
+    ]
+    kept = f"turns: the chat template keeps a turn's ids before {same or 'nothing'} (tool calls: {renderer.parser})"
+    return [kept, *([f"    it does not before {'; '.join(changed)}: docs/turns.md"] if changed else [])]

@@ -9,10 +9,14 @@ import pytest
 from coordinator.data import scan
 from launcher.check.data import answers
 from launcher.check.data.answers import AnswerSample
+from launcher.check.data.template import turn_lines
 from launcher.check.preflight import preflight
+from tandem_clients.formatting import PromptFormat
 from tandem_config.loading import draft_config
 from tandem_config.problems import ConfigProblem
+from tandem_config.schema import DataSection
 from tandem_files.rows.reading import Row
+from tests.chats import QWEN, TOOLS, renderer_of, train_tokenizer
 from tests.kit.folders import write_config, write_data, write_rows
 
 USER = {"role": "user", "content": "1+2="}
@@ -70,6 +74,36 @@ def test_arguments_that_the_template_never_looks_at_are_a_warning(tmp_path: Path
     assert check(tmp_path, chat_template=template, chat_template_kwargs={"think": 1}) == []
     problem = only(tmp_path, chat_template=template, chat_template_kwargs={"thinc": 1})
     assert (problem.key, problem.value, problem.severity) == ("data.chat_template_kwargs", "thinc: 1", "warning")
+
+
+def test_rows_with_tools_say_how_the_template_writes_turns(tmp_path: Path) -> None:
+    """And other rows do not: a conversation of one turn has none before it."""
+    rows = [{"prompt": [USER | {"content": f"{n}+0="}], "answer": n, "tools": TOOLS} for n in range(8)]
+    (tmp_path / "tools.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    data = {"train": "tools.jsonl", "chat_template": QWEN, "max_prompt_tokens": 1000, "tools_key": "tools"}
+    for tools_key, num_lines in (("tools", 2), (None, 0)):
+        notes: list[str] = []
+        draft = draft_config(write_config(tmp_path, data=data | {"tools_key": tools_key}))
+        preflight(draft, redis_url=None, notes=notes)
+        turns = [line for line in notes if "turn" in line]
+        assert len(turns) == num_lines, notes
+    assert "docs/turns.md" not in "".join(notes)
+
+
+def test_turns_are_described_by_what_precedes_a_message() -> None:
+    renderer = renderer_of(train_tokenizer([QWEN]), "qwen")
+    section = DataSection.model_validate({"train": "rows.jsonl"})
+    row = Row(prompt=[USER], answer="", file=Path("rows.jsonl"), number=1, tools=TOOLS, columns={})
+    found = turn_lines(PromptFormat(section, renderer.codec, {"default": QWEN}, {}, ""), row)
+    assert found == [
+        "turns: the chat template keeps a turn's ids before tool results after a call, a question after an answer, "
+        "a question after an answer between spaces, tool results after thinking and a call (tool calls: hermes)",
+        "    it does not before a question after thinking and an answer ('<think>' becomes 'I'): docs/turns.md",
+    ]
+    one_answer = "{% if messages | length > 1 %}{{ raise_exception('one turn') }}{% endif %}{{ tools }}"
+    found = turn_lines(PromptFormat(section, renderer.codec, {"default": one_answer}, {}, ""), row)
+    assert found == ["turns: none with this chat template: one turn"]
+    assert turn_lines(PromptFormat(section, renderer.codec, {"default": QWEN}, {}, ""), None) == []
 
 
 def test_a_template_that_writes_the_date_is_a_warning(tmp_path: Path) -> None:
