@@ -127,7 +127,7 @@ _OTHER_NAMES: dict[str, str] = {
 def sections() -> dict[str, type[Section]]:
     """Return the model of every section, by name, in the order of the schema; of a list, what all entries have."""
     return {
-        name: LISTED[name][0] if name in LISTED else typing.cast(type[Section], field.annotation)
+        name: LISTED[name][0] if name in LISTED else next(_models(field.annotation))
         for name, field in RunConfig.model_fields.items()
     }
 
@@ -206,11 +206,15 @@ def entry_fields(key: str) -> dict[str, str]:
     """Return the keys of the mappings that a dotted key's list holds, with their descriptions; {}: it holds none."""
     section, field = split(key)
     info = _fields(section).get(field)
-    entries = [] if info is None else [part for part in _parts(info.annotation) if isinstance(part, type)]
-    for part in entries:
-        if issubclass(part, Section):
-            return {name: entry.description or "" for name, entry in part.model_fields.items()}
+    for part in _models(None if info is None else info.annotation):
+        return {name: entry.description or "" for name, entry in part.model_fields.items()}
     return {}
+
+
+def _models(annotation: typing.Any) -> typing.Iterator[type[Section]]:
+    """Yield the models within a type."""
+    parts = (part for part in _parts(annotation) if isinstance(part, type))
+    yield from (part for part in parts if issubclass(part, Section))
 
 
 def _parts(annotation: typing.Any) -> typing.Iterator[typing.Any]:

@@ -110,7 +110,7 @@ def dump_resolved(config: RunConfig) -> str:
     """Dump the configuration as YAML, with every key and absolute paths; loading it gives an equal configuration."""
     data = config.model_dump(mode="python")
     for section, content in data.items():
-        for entry in content if section in LISTED else [content]:
+        for entry in content if section in LISTED else [content or {}]:
             for name, value in entry.items():
                 entry[name] = paths.written(f"{section}.{name}", value)
     for name in LISTED:

@@ -67,6 +67,10 @@ def _reference(value: Any, base: Path) -> Any:
     return f"{_text(place, base)}:{function}" if place.endswith(".py") else value
 
 
+def _references(value: Any, base: Path) -> Any:
+    return [_reference(entry, base) for entry in value] if isinstance(value, list) else value
+
+
 def _sources(value: Any, base: Path) -> Any:
     if isinstance(value, list):
         return [_sources(entry, base) for entry in value]
@@ -99,4 +103,5 @@ _WITHIN: dict[str, Callable[[Any, Path], Any]] = {
     "data.heldout": _sources,
     "evaluation.sets": _sets,
     "data.chat_template": _template,
+    "environment.tools": _references,
 }

@@ -5,12 +5,13 @@ that the coordinator can load a configuration without torch: see `loading.py`.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from tandem_config.sections.base import Section
 from tandem_config.sections.data import DataSection
+from tandem_config.sections.environment import EnvironmentSection
 from tandem_config.sections.fleet import FleetSection
 from tandem_config.sections.grpo import GrpoSection
 from tandem_config.sections.profile import ProfileSection
@@ -23,9 +24,9 @@ from tandem_config.sections.run import (
     EvaluationSet,
     ModelSection,
     RunSection,
+    SamplesSection,
     ScheduleSection,
 )
-from tandem_config.sections.samples import SamplesSection
 from tandem_config.sections.sync import SyncSection
 from tandem_config.sections.trackers import TRACKER_KINDS, Trackers, TrackerSection
 from tandem_config.sections.trainer import OffloadSection, TrainerSection
@@ -38,6 +39,7 @@ __all__ = [
     "ModelSection",
     "DataSection",
     "RewardSection",
+    "EnvironmentSection",
     "GrpoSection",
     "ScheduleSection",
     "OffloadSection",
@@ -67,6 +69,7 @@ class RunConfig(Section):
     model: ModelSection
     data: DataSection
     reward: Rewards = Field(default_factory=lambda: (ExactMatchReward(),))
+    environment: Annotated[EnvironmentSection | None, BeforeValidator(lambda given: given or None)] = None
     grpo: GrpoSection = Field(default_factory=GrpoSection)
     schedule: ScheduleSection = Field(default_factory=ScheduleSection)
     trainer: TrainerSection = Field(default_factory=TrainerSection)

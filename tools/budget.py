@@ -21,6 +21,8 @@ REPO = Path(__file__).resolve().parent.parent
 # pause that recomputes, the page's time line (230), the plot of `tandem simulate` (100), and what check and init
 # foresee (250); by 31: turns whose ids are those that were sampled, and parsers of tool calls (600).
 PRODUCT_LINES = 73_300
+# foresee (250); by 31: environments and tools in worker processes (1,040).
+PRODUCT_LINES = 73_800
 # Modules with one importer that are short and no extension point: each is a door to a closet.
 CLOSETS, CLOSET_LINES = 25, 60
 # Lines of the two paths, so that each can be read in an afternoon. Raised by 29: what becomes of a prompt is noted,

@@ -26,7 +26,7 @@ from tandem_config.sections.run import EvaluationSet
 REPO = Path(__file__).parents[1]
 INDEX = REPO / "docs" / "configuration.md"
 FOLDER = REPO / "docs" / "configuration"
-ENVIRONMENT = FOLDER / "environment.md"
+VARIABLES = FOLDER / "variables.md"
 _NAMED_PAGE = re.compile(r"(?<![\w./])docs/([\w-]+\.md)")
 _PART = re.compile(r"(?P<begin><!-- (?P<name>\w+): generated -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -42,7 +42,7 @@ def rendered(page: str) -> str:
 
 def pages() -> dict[Path, str]:
     """Generate every page of the reference: index, environment, and a page for each section."""
-    written = {path: rendered(path.read_text(encoding="utf-8")) for path in (INDEX, ENVIRONMENT)}
+    written = {path: rendered(path.read_text(encoding="utf-8")) for path in (INDEX, VARIABLES)}
     return written | {FOLDER / f"{name}.md": _section_page(name, model) for name, model in sections().items()}
 
 

@@ -12,7 +12,7 @@ from itertools import islice
 
 from coordinator.data.scan import Scan
 from coordinator.record.state import BestPolicy, DataOrder, RunState, SourceOrder
-from coordinator.rewards.source import source_file
+from coordinator.workers.own_code import source_file
 from tandem_clients.flow import Prompt
 from tandem_clients.formatting import PromptFormat
 from tandem_config.comparing.resuming import MAY_CHANGE, difference

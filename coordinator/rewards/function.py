@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from coordinator.rewards.base import Reward, ScoredText, Scores, TakenColumns, parts_of
-from coordinator.rewards.source import read_source
+from coordinator.workers.own_code import read_source
 from coordinator.workers.pool import RewardWorkers
 from coordinator.workers.signature import ITERATION, unfilled
 from coordinator.workers.task import Answer, Task

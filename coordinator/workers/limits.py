@@ -1,4 +1,4 @@
-"""Runs in a reward worker. Limits the CPU time and the memory of reward code that does not check them itself."""
+"""Runs in a worker. Limits the time and the memory of users' code that does not check them itself."""
 
 import math
 import resource
@@ -68,10 +68,10 @@ class WallTimer:
         signal.signal(signal.SIGPROF, self._ring)
         threading.Thread(target=self._look, args=(threading.get_ident(),), name="deadline", daemon=True).start()
 
-    def run(self, call: Callable[[], Any]) -> Any:
-        """Return what the call returns."""
+    def run(self, call: Callable[[], Any], within_s: float | None = None) -> Any:
+        """Return what the call returns. within_s: its seconds; None: those of the constructor."""
         try:
-            self._deadline = time.monotonic() + self._timeout_s
+            self._deadline = time.monotonic() + (self._timeout_s if within_s is None else within_s)
             return call()
         finally:
             self._deadline = math.inf

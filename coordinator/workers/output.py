@@ -1,9 +1,9 @@
-"""Brings what the code in a reward worker prints into the log, line by line and not without end."""
+"""Brings what the code in a worker prints into the log, line by line and not without end."""
 
 import asyncio
-import contextlib
 import time
 
+from servicekit.lifecycle.tasks import cancel
 from servicekit.logs import get_logger
 
 # Lines of one worker in any such time; further ones are counted.
@@ -21,19 +21,19 @@ class Output:
     """Follows a worker's stderr, to which its stdout goes as well.
 
     Args:
-        reward, pid: what the lines are logged with.
+        kind, name, pid: what the lines are logged with: `reward output`, and reward=name.
     """
 
-    def __init__(self, reward: str, pid: int, stream: asyncio.StreamReader) -> None:
-        self._of = {"reward": reward, "pid": pid}
+    def __init__(self, kind: str, name: str, pid: int, stream: asyncio.StreamReader) -> None:
+        self._kind, self._of = kind, {kind: name, "pid": pid}
         self._stream = stream
         self._left, self._until_s, self._left_out = MAX_LINES, 0.0, 0
-        self._following = asyncio.create_task(self._follow(), name=f"output of {reward}")
+        self._following = asyncio.create_task(self._follow(), name=f"output of {name}")
 
     async def end(self) -> None:
         """Log what is left, and stop."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._following, _END_TIMEOUT_S)
+        await asyncio.wait([self._following], timeout=_END_TIMEOUT_S)
+        await cancel(self._following)
 
     async def _follow(self) -> None:
         rest = b""
@@ -62,9 +62,9 @@ class Output:
         text = line.decode("utf-8", errors="replace").rstrip()
         if text:
             cut = text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}... ({len(text)} characters)"
-            log.info("reward output", **self._of, text=cut)
+            log.info(f"{self._kind} output", **self._of, text=cut)
 
     def _log_left_out(self) -> None:
         if self._left_out:
-            log.warning("reward output left out", **self._of, lines=self._left_out, per_s=_WINDOW_S)
+            log.warning(f"{self._kind} output left out", **self._of, lines=self._left_out, per_s=_WINDOW_S)
             self._left_out = 0

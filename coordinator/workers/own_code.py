@@ -1,4 +1,7 @@
-"""Runs in a reward worker: loads a user's function, calls it, and checks what it returns."""
+"""Loads a user's function in a reward worker, calls it, and checks what it returns.
+
+The coordinator finds the source without importing it: its text is kept for the whole run.
+"""
 
 import contextlib
 import difflib
@@ -10,7 +13,7 @@ import numbers
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -37,17 +40,15 @@ def load(
     Returns: work whose jobs are a sample, a dict by name, or (batch, group) a list of them; `form` says which names.
     Raises: Unfit: it cannot be used; says why.
     """
-    file = Path(place) if place.endswith(".py") else None
-    module = _import_file(file, source) if file is not None else _import_module(place, source)
-    code = _find(module, function, place)
+    module, folder = import_code(place, source)
+    code = find_code(module, function, place)
     if not callable(code) or inspect.isclass(code):
-        raise Unfit(f"{function} in {place} is {_kind(code)}, not a function")
+        raise Unfit(f"{function} in {place} is {kind_of(code)}, not a function")
     try:
         signature = read_signature(code, per=per, args=args)
     except Unfit as error:
         raise Unfit(f"{function} in {place} {error}") from None
     is_async = inspect.iscoroutinefunction(code) or inspect.iscoroutinefunction(getattr(code, "__call__", None))  # noqa: B004
-    folder = str((file or Path(getattr(module, "__file__", None) or place)).parent)
     return Work(
         call=_asynchronous(code, signature) if is_async else _synchronous(code, signature),
         is_async=is_async,
@@ -122,7 +123,7 @@ def number(value: Any) -> float:
         value = value.item()
     if not isinstance(value, bool | numbers.Real):
         hint = ": declare it `async def`" if inspect.isawaitable(value) else ""
-        raise BadScore(f"it returned {_kind(value)}, not a number{hint}")
+        raise BadScore(f"it returned {kind_of(value)}, not a number{hint}")
     score = float(value)
     if not math.isfinite(score):
         raise BadScore(f"it returned {score}, which is not finite")
@@ -135,7 +136,7 @@ def scores_of(values: Any, count: int) -> list[Score]:
         values = values.tolist()
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         hint = ": declare it `async def`" if inspect.isawaitable(values) else ""
-        raise BadScore(f"it returned {_kind(values)}, not a list of {count} numbers{hint}")
+        raise BadScore(f"it returned {kind_of(values)}, not a list of {count} numbers{hint}")
     if len(values) != count:
         raise BadScore(f"it returned {len(values)} scores for {count} completions")
     return [score_of(value) for value in values]
@@ -173,6 +174,18 @@ def _asynchronous(code: Callable[..., Any], signature: Signature) -> Callable[[A
         return _with_parts(scores_of(await code(**signature.arguments_of_all(samples, logged)), len(samples)), logged)
 
     return one if signature.per == "sample" else several
+
+
+def import_code(place: str, source: Mapping[str, str] | None) -> tuple[ModuleType, str]:
+    """Import a user's code. Returns: the module, and the folder of the user's files. Raises: Unfit.
+
+    Args:
+        place, source: as for `load`.
+    """
+    if place.endswith(".py"):
+        return _import_file(Path(place), source), str(Path(place).parent)
+    module = _import_module(place, source)
+    return module, str(Path(getattr(module, "__file__", None) or place).parent)
 
 
 class _Kept(SourceFileLoader):
@@ -225,20 +238,55 @@ def _importing(what: str, folder: str) -> Iterator[None]:
         raise Unfit(f"importing {what} failed: {type(error).__name__}: {error}{place}") from error
 
 
-def _find(module: ModuleType, function: str, place: str) -> Any:
+def find_code(
+    module: ModuleType, name: str, place: str, *, alike: Callable[[object], bool] = inspect.isfunction
+) -> Any:
+    """Return what a module has under a name. Raises: Unfit: it has no such name; suggests those that are `alike`."""
     try:
-        return getattr(module, function)
+        return getattr(module, name)
     except AttributeError:
-        functions = [code for code in vars(module).values() if inspect.isfunction(code)]
-        own = [code.__name__ for code in functions if code.__module__ == module.__name__]
-        close = difflib.get_close_matches(function, own, 1)
-        hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(own) or 'no functions'}"
-        raise Unfit(f"{place} has no {function}; {hint}") from None
+        codes = [code for code in vars(module).values() if alike(code)]
+        own = [code.__name__ for code in codes if code.__module__ == module.__name__]
+        close = difflib.get_close_matches(name, own, 1)
+        things = "classes" if alike is inspect.isclass else "functions"
+        hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(own) or f'no {things}'}"
+        raise Unfit(f"{place} has no {name}; {hint}") from None
 
 
 def _listed(value: Mapping[Any, Any]) -> str:
     return ", ".join(f"{name!r:.40}" for name in list(value)[:5]) or "it is empty"
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """Name a value's type, with its article, for messages."""
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+def source_file(place: str) -> Path | None:
+    """Find the file of own code where a worker process imports it from.
+
+    Args:
+        place: a .py file, or the name of a module.
+    Returns: the file, which may be missing if it was given by name; None: no module with a source was found.
+    """
+    if place.endswith(".py"):
+        return Path(place)
+    top, *rest = place.split(".")
+    # The path of a worker begins with its working directory. The other way is that of editable installations.
+    spec = PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) or importlib.util.find_spec(top)
+    if spec is None:
+        return None
+    if not rest:
+        return Path(spec.origin) if spec.origin is not None and spec.origin.endswith(".py") else None
+    stems = [Path(folder, *rest) for folder in spec.submodule_search_locations or ()]
+    files = [file for stem in stems for file in (stem / "__init__.py", stem.with_suffix(".py"))]
+    return next((file for file in files if file.is_file()), None)
+
+
+def read_source(place: str) -> Mapping[str, str] | None:
+    """Read own code. Returns: its `file` and `text`; None: it cannot be read, which the import will explain."""
+    file = source_file(place)
+    try:
+        return None if file is None else {"file": str(file), "text": importlib.util.decode_source(file.read_bytes())}
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return None

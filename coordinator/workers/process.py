@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import mmap
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from coordinator.workers.output import Output
-from coordinator.workers.task import Answer, Task
+from coordinator.workers.task import DOING_BYTES, Answer, Task
 
 _END_TIMEOUT_S = 5.0
 # Longest line of an answer: the scores of a batch.
@@ -31,13 +32,20 @@ class WorkerProcess:
     """A worker that is ready.
 
     Args:
+        doing: shared with it: 1 + the place of the job whose code runs, else 0.
         output: None: what it prints is discarded.
     """
 
-    def __init__(self, task: Task, process: Process, output: Output | None) -> None:
+    def __init__(self, task: Task, process: Process, doing: mmap.mmap, output: Output | None) -> None:
         self._task = task
         self._process = process
+        self._doing = doing
         self._output = output
+        # Once it has ended: the place of the job whose code ran then; -1: none, or not known.
+        self.died_in = -1
+        with contextlib.suppress(ProcessLookupError):  # it has ended before it could start any other
+            ending = os.pidfd_open(process.pid)
+            asyncio.get_running_loop().add_reader(ending, self._end_group, ending)
         # Work.form of its code.
         self.form: Mapping[str, Any] = {}
 
@@ -45,18 +53,22 @@ class WorkerProcess:
     async def start(cls, task: Task) -> "WorkerProcess":
         """Start a worker and wait until it is ready. Raises: WorkerLost: it does not get there."""
         environ = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        memory = os.memfd_create("doing")
+        os.truncate(memory, DOING_BYTES)
+        doing = mmap.mmap(memory, DOING_BYTES)
         spawning = asyncio.create_task(asyncio.create_subprocess_exec(
-            sys.executable, "-m", "coordinator.workers.worker", str(os.getpid()),
+            sys.executable, "-m", "coordinator.workers.worker", str(os.getpid()), str(memory), pass_fds=[memory],
             stdin=PIPE, stdout=PIPE, stderr=PIPE if task.output else DEVNULL, env=environ, limit=_MAX_LINE_BYTES,
         ))  # fmt: skip
+        spawning.add_done_callback(lambda _: os.close(memory))
         try:
             process = await asyncio.shield(spawning)
         except asyncio.CancelledError:  # uvloop would leave the process running
-            await cls(task, await spawning, None).end()
+            await cls(task, await spawning, doing, None).end()
             raise
-        worker = cls(
-            task, process, None if process.stderr is None else Output(task.output, process.pid, process.stderr)
-        )
+        printed = process.stderr
+        output = None if printed is None else Output(task.kind, task.output, process.pid, printed)
+        worker = cls(task, process, doing, output)
         try:
             worker._write(json.dumps(dataclasses.asdict(task)) + "\n")
             answer = await worker._line(task.start_timeout_s)
@@ -82,6 +94,12 @@ class WorkerProcess:
     def returncode(self) -> int | None:
         """The exit status; None while it runs."""
         return self._process.returncode
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is known to have ended."""
+        assert self._process.stdout is not None
+        return self._process.returncode is not None or self._process.stdout.at_eof()
 
     def send(self, jobs: Iterable[tuple[int, Any]]) -> None:
         """Send jobs with their places. Not waited for: a frozen worker must not block us."""
@@ -121,11 +139,23 @@ class WorkerProcess:
         raise WorkerLost(Answer(error=f"its worker process {_ended(self.returncode)}"), "died")
 
     async def _wait_ended(self) -> None:
+        if self._doing.closed:
+            return  # it has ended before
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_END_TIMEOUT_S):
-                await self._process.wait()
+                await self._process.wait()  # and until no other process holds its pipes
+        if not self._doing.closed:
+            self.died_in = int.from_bytes(self._doing[:], sys.byteorder) - 1
+            self._doing.close()
         if self._output is not None:
             await self._output.end()
+
+    def _end_group(self, ending: int) -> None:
+        """Kill the processes that its code has started, which are in its group, when it has ended."""
+        asyncio.get_running_loop().remove_reader(ending)
+        os.close(ending)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def _ended(status: int | None) -> str:

@@ -1,10 +1,12 @@
-"""What reward workers do: a task as the coordinator describes it, the work that a worker makes of it, an answer."""
+"""What workers do: a task as the coordinator describes it, the work that a worker makes of it, an answer."""
 
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+# Memory in which a worker says what it does: 1 + the place of a job.
+DOING_BYTES = 8
 # For importing sympy on a busy host.
 _START_TIMEOUT_S = 60.0
 # Clock time for a job's CPU time: on a busy host a worker gets only a part of a core.
@@ -24,7 +26,8 @@ class Task:
         memory_mib: data that a worker may allocate; sympy maps less than half a GiB.
         window: jobs sent to a worker ahead of their answers: it need not wait for the next one.
         concurrency: jobs that a worker does at a time, if the work is a coroutine.
-        output: reward whose name is logged with what a worker prints; "": that is discarded.
+        output: name that is logged with what a worker prints; "": that is discarded.
+        kind: what has that name.
     """
 
     name: str
@@ -36,6 +39,7 @@ class Task:
     window: int = 64
     concurrency: int = 1
     output: str = ""
+    kind: str = "reward"
 
     @property
     def silence_s(self) -> float:

@@ -1,10 +1,11 @@
-"""A worker process for code that may run for ever or end its process: a user's pattern, sympy, a user's own function.
+"""A worker process for code that may run for ever or end its process: a user's pattern, sympy, a user's own code.
 
-    python -m coordinator.workers.worker PARENT_PID
+    python -m coordinator.workers.worker PARENT_PID MEMORY
 
+MEMORY is a file descriptor: while code of a coroutine runs, its place is there, so that whoever ends us is known.
 Lines of JSON. First in: what to do (`Task`); first out: `{"ready": true, "form": ...}` or `{"error": ...}`. Then in:
 `[place, job]`; out: `[place, answer]`, an answer being `{"value": ...}`, `{"late": true}` or `{"error": "..."}`, with
-the `seconds` that it took.
+the `seconds` that it took. `[place, null]` cancels a coroutine.
 
 They are taken from stdin and stdout before any other code runs: what that prints goes to stderr, and it reads nothing.
 """
@@ -13,17 +14,20 @@ import asyncio
 import faulthandler
 import json
 import logging
+import mmap
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TextIO
 
 from coordinator.workers import tasks
 from coordinator.workers.limits import CpuTimer, Late, Timer, WallTimer, limit_memory
 from coordinator.workers.signature import Unfit
-from coordinator.workers.task import Work
+from coordinator.workers.task import DOING_BYTES, Work
 from servicekit.lifecycle.children import die_with_parent
 
 # Longest line of a job: all texts of a batch.
@@ -45,7 +49,10 @@ class _Channel:
 def main() -> None:
     """Serve until the coordinator closes the connection."""
     die_with_parent(int(sys.argv[1]))
+    os.setpgid(0, 0)  # what it starts is in its group, and ends with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the coordinator
+    doing = mmap.mmap(int(sys.argv[2]), DOING_BYTES)
+    os.close(int(sys.argv[2]))
     channel = _take_streams()
     spec = json.loads(channel.jobs.readline() or "null")
     if spec is None:
@@ -60,7 +67,7 @@ def main() -> None:
         return
     channel.write({"ready": True, "form": dict(work.form)})
     if work.is_async:
-        asyncio.run(_serve_async(channel, work, spec["timeout_s"], spec["concurrency"]))
+        asyncio.run(_serve_async(channel, work, doing, spec["timeout_s"], spec["concurrency"]))
     else:
         _serve(channel, work, (WallTimer if spec["wall_clock"] else CpuTimer)(spec["timeout_s"]))
 
@@ -97,19 +104,46 @@ def _answer(work: Work, timer: Timer, job: Any) -> dict[str, Any]:
         return {"error": work.describe(error)}
 
 
-async def _serve_async(channel: _Channel, work: Work, timeout_s: float, concurrency: int) -> None:
+@dataclass(frozen=True)
+class _Marked:
+    """An awaitable: a job's coroutine, with its place in `doing` while its code runs."""
+
+    coroutine: Coroutine[Any, Any, Any]
+    place: int
+    doing: mmap.mmap
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        mine, nothing = ((1 + self.place).to_bytes(DOING_BYTES, sys.byteorder), bytes(DOING_BYTES))
+        resume: Callable[[], Any] = partial(self.coroutine.send, None)
+        while True:
+            self.doing[:] = mine
+            try:
+                waits_for = resume()
+            except StopIteration as end:
+                return end.value
+            finally:
+                self.doing[:] = nothing
+            try:
+                resume = partial(self.coroutine.send, (yield waits_for))
+            except BaseException as error:  # noqa: BLE001 - handed on
+                resume = partial(self.coroutine.throw, error)
+
+
+async def _serve_async(channel: _Channel, work: Work, doing: mmap.mmap, timeout_s: float, concurrency: int) -> None:
     """Do up to `concurrency` jobs at a time, in the order in which they came."""
     reader = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), channel.jobs)
     free = asyncio.Semaphore(concurrency)
-    running: set[asyncio.Task[None]] = set()
+    running: dict[int, asyncio.Task[None]] = {}
 
     async def do(place: int, job: Any) -> None:
         try:
             started_s = time.monotonic()
-            channel.write([place, await _answer_async(work, timeout_s, job) | _since(started_s)])
+            call = _Marked(work.call(job), place, doing)
+            channel.write([place, await _answer_async(work, timeout_s, call) | _since(started_s)])
         finally:
+            del running[place]
             free.release()
 
     while True:
@@ -117,17 +151,22 @@ async def _serve_async(channel: _Channel, work: Work, timeout_s: float, concurre
         line = await reader.readline()
         if not line:
             return
-        task = asyncio.create_task(do(*json.loads(line)))
-        running.add(task)
-        task.add_done_callback(running.discard)
+        place, job = json.loads(line)
+        if job is not None:
+            running[place] = asyncio.create_task(do(place, job))
+            continue
+        free.release()
+        await asyncio.sleep(0)  # one that has not begun would end without an answer
+        if place in running:
+            running[place].cancel()
 
 
-async def _answer_async(work: Work, timeout_s: float, job: Any) -> dict[str, Any]:
+async def _answer_async(work: Work, timeout_s: float, call: _Marked) -> dict[str, Any]:
     try:
         async with asyncio.timeout(timeout_s) as limit:
-            return {"value": await work.call(job)}
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - the boundary of one job
-        late = isinstance(error, TimeoutError) and limit.expired()
+            return {"value": await call}
+    except (Exception, SystemExit, asyncio.CancelledError, Late) as error:  # noqa: BLE001 - the boundary of one job
+        late = isinstance(error, Late) or (isinstance(error, TimeoutError) and limit.expired())
         return {"late": True} if late else {"error": work.describe(error)}
 
 

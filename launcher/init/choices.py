@@ -67,7 +67,7 @@ class Choices:
             if section in LISTED and section in self.reasons:
                 entries = [_plain(entry.model_dump(exclude_unset=True), folder) for entry in content]
                 found[section] = entries[0] if len(entries) == 1 else entries
-            elif section not in LISTED:
+            elif section not in LISTED and content is not None:
                 values = content.model_dump()
                 keys = {name: f"{section}.{name}" for name in values if self._is_written(f"{section}.{name}")}
                 if keys:

@@ -65,3 +65,8 @@ def _overlong_has_a_beginning(config: RunConfig) -> ConfigProblem | None:
                 f"a part of it, e.g. {max(1, longest // 5)}",
             )
     return None
+
+
+@check("environment")
+def _is_not_trained_with_yet(config: RunConfig) -> ConfigProblem | None:
+    return problem("environment", "", "is not yet trained with", "leave it out") if config.environment else None

@@ -70,7 +70,7 @@ def _place(key: str) -> int:
 def _values(dumped: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield every dotted key with its value as JSON."""
     for section, content in dumped.items():
-        entries = enumerate(content) if section in LISTED else [("", content)]
+        entries = enumerate(content) if section in LISTED else [("", content or {})]
         for place, entry in entries:
             for name, value in entry.items():
                 yield (f"{section}[{place}].{name}" if section in LISTED else f"{section}.{name}"), value
@@ -95,6 +95,8 @@ def _portable(key: str, value: Any) -> Any:
         return [entry | {"data": _sources(entry["data"])} for entry in value]
     if key == "data.chat_template":
         return Path(value).name if is_jinja_file(value) else value
+    if key == "environment.tools":
+        return [_portable("reward.function", reference) for reference in value]
     if keys.takes(key, CodeReference):
         place, function = split_reference(value)
         return f"{PurePath(place).name}:{function}" if place.endswith(".py") else value

@@ -51,6 +51,7 @@ OF_THE_COORDINATOR = (
     | _keys("data", "heldout")
     | _keys("evaluation", "sets right_from best concurrent replicas")
     | _keys("samples", "enabled every max_mib token_ids")
+    | _keys("environment", "turn_timeout_s episode_timeout_s start_timeout_s on_error workers memory_mib")
     | _keys("trackers", "kind uri experiment project entity group tags mode dir completions")
 )
 # How far, how fast and how carefully it learns: amounts that are tuned during a run.
@@ -109,6 +110,7 @@ MUST_STAY = (
     | _keys("reward", "kind name weight accuracy require_stop function args per completions pattern find_answer")
     | _keys("reward", "full_tokens zero_tokens cache_tokens model prompt system scores full_score temperature")
     | _keys("reward", "max_answer_tokens body")
+    | _keys("environment", "function args tools max_turns")
     | _keys("grpo", "objective aggregation baseline advantage_std zero_variance truncated updates_divide old_logprobs")
     | _keys("grpo", "stop stop_token_ids kl_estimator kl_in reference_path")
     # Read at the beginning of a run only: another one would have no effect.

@@ -167,13 +167,18 @@ class FunctionReward(FailureSection):
     @field_validator("function")
     @classmethod
     def _is_a_reference(cls, reference: CodeReference) -> CodeReference:
-        match = _REFERENCE.fullmatch(reference)
-        example = "e.g. my_rewards.py:score, or package.module:score"
-        if match is None:
-            raise wrong("needs the form FILE.py:FUNCTION", example)
-        if not match["place"].endswith(".py") and not _MODULE.fullmatch(match["place"]):
-            raise wrong(f"{match['place']!r} is neither a .py file nor a module", example)
-        return reference
+        return checked_reference(reference, "my_rewards.py:score")
+
+
+def checked_reference(reference: CodeReference, example: str) -> CodeReference:
+    """Return a reference that has the form, for a validator; raises the error of one that has not."""
+    match = _REFERENCE.fullmatch(reference)
+    hint = f"e.g. {example}, or package.module:{example.partition(':')[2]}"
+    if match is None:
+        raise wrong("needs the form FILE.py:FUNCTION", hint)
+    if not match["place"].endswith(".py") and not _MODULE.fullmatch(match["place"]):
+        raise wrong(f"{match['place']!r} is neither a .py file nor a module", hint)
+    return reference
 
 
 def split_reference(reference: str) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from tandem_config.keys import all_keys, description, note, sections
 from tandem_config.schema import GrpoSection, RolloutSection, SyncSection, TrainerSection
 from tests.house.repository import PACKAGES, parse, python_files
 from tools import configuration_reference as reference
-from tools.configuration_reference import ENVIRONMENT, INDEX, default_text, main, pages, type_text
+from tools.configuration_reference import INDEX, VARIABLES, default_text, main, pages, type_text
 
 # Set by a service for its own ranks; nobody else has a reason to.
 INTERNAL = {"TANDEM_SERVICE_PID", "TANDEM_RECEIVER_"}
@@ -37,7 +37,7 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "docs" / "configuration"
     monkeypatch.setattr(reference, "REPO", tmp_path)
     monkeypatch.setattr(reference, "INDEX", tmp_path / "docs" / "configuration.md")
-    monkeypatch.setattr(reference, "ENVIRONMENT", folder / "environment.md")
+    monkeypatch.setattr(reference, "VARIABLES", folder / "variables.md")
     monkeypatch.setattr(reference, "FOLDER", folder)
     return folder
 
@@ -93,13 +93,13 @@ def test_every_variable_that_the_code_names_is_on_the_page() -> None:
         and re.fullmatch(r"TANDEM_[A-Z_]+", node.value)
     }
     assert "TANDEM_TLS_CERT" in named
-    page = ENVIRONMENT.read_text(encoding="utf-8")
+    page = VARIABLES.read_text(encoding="utf-8")
     assert sorted(name for name in named - INTERNAL if f"`{name}`" not in page) == []
 
 
 def test_every_variable_on_the_page_is_named_by_the_code() -> None:
     code = "".join(path.read_text(encoding="utf-8") for package in PACKAGES for path in python_files(package))
-    shown = set(re.findall(r"`(TANDEM_[A-Z_]+)`", ENVIRONMENT.read_text(encoding="utf-8")))
+    shown = set(re.findall(r"`(TANDEM_[A-Z_]+)`", VARIABLES.read_text(encoding="utf-8")))
     assert shown
     assert sorted(name for name in shown if name not in code) == []
 

@@ -1,0 +1,1 @@
+"""Users' environments and tools, in worker processes: the coordinator's side."""

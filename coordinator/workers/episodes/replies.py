@@ -1,0 +1,90 @@
+"""What an environment gets and returns: a turn of the policy in, messages, a reward and an end out, all checked."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from coordinator.workers.own_code import BadScore, kind_of, number
+
+Message = dict[str, Any]
+
+ROLES = ("tool", "user", "system")
+_KEYS = ("role", "content", "name", "tool_call_id")
+_STEP = ("messages", "reward", "done")
+
+
+class BadReply(ValueError):
+    """An environment returned what it must not; the message says what, and what is needed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AssistantTurn:
+    """What the policy has answered: the argument of `step`.
+
+    Attributes:
+        text: as it was sampled, without the tokens that end it.
+        message: role, content and tool_calls as OpenAI has them, with `arguments` as objects.
+        reasoning: what the chat template sets apart as thinking.
+        truncated: cut off by the length limit.
+        index: number of the turn, from 0.
+    """
+
+    text: str
+    message: Message
+    tool_calls: Sequence[Mapping[str, Any]] = ()
+    reasoning: str = ""
+    truncated: bool = False
+    index: int = 0
+
+
+def messages_of(value: Any, method: str) -> list[Message]:
+    """Take what a method returned as messages to append. Raises: BadReply."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
+        example = "[{'role': 'user', 'content': '...'}]"
+        raise BadReply(f"{method} returned {kind_of(value)}, not a list of messages such as {example}")
+    return [_message(message, f"{method} returned a message ({place})") for place, message in enumerate(value)]
+
+
+def step_of(value: Any) -> tuple[list[Message], float | None, bool]:
+    """Take what `step` returned: (messages, reward, done), or a dict with these keys. Raises: BadReply."""
+    if isinstance(value, Mapping):
+        unknown = [str(name) for name in value if name not in _STEP]
+        if unknown or "done" not in value:
+            why = f"with {unknown[0]!r}" if unknown else "without 'done'"
+            raise BadReply(f"step returned a dict {why}; its keys are messages, reward and done")
+        value = (value.get("messages", []), value.get("reward"), value["done"])
+    if not isinstance(value, tuple | list) or len(value) != len(_STEP):
+        size = f" of {len(value)}" if isinstance(value, tuple | list) else ""
+        raise BadReply(f"step returned {kind_of(value)}{size}, not (messages, reward, done)")
+    given, reward, done = value
+    if not isinstance(done, bool):
+        raise BadReply(f"step returned {kind_of(done)} as done, which must be True or False")
+    messages = messages_of(given, "step")
+    if bool(messages) is done:
+        why = "messages after done, which no turn would answer" if done else "neither messages nor done"
+        raise BadReply(f"step returned {why}: the next turn answers messages, and an episode that is done has none")
+    try:
+        return messages, None if reward is None else number(reward), done
+    except BadScore as error:
+        raise BadReply(str(error).replace("it returned", "step returned as its reward")) from error
+
+
+def _message(value: Any, where: str) -> Message:
+    if not isinstance(value, Mapping):
+        raise BadReply(f"{where} that is {kind_of(value)}, not a dict with role and content")
+    message = dict(value)
+    parts = message["content"] if isinstance(message.get("content"), list) else []
+    kinds = [str(part.get("type", "")) for part in parts if isinstance(part, Mapping)]
+    if any("image" in str(name) for name in (*message, *kinds)):
+        raise BadReply(f"{where} with an image; only texts are supported")
+    for name in ("role", "content"):
+        if name not in message:
+            raise BadReply(f"{where} without {name!r}")
+    if message["role"] not in ROLES:
+        raise BadReply(f"{where} of the role {message['role']!r:.40}; those of an environment are {', '.join(ROLES)}")
+    for name, part in message.items():
+        if name not in _KEYS:
+            raise BadReply(f"{where} with {name!r:.40}; its keys are {', '.join(_KEYS)}")
+        if not isinstance(part, str):
+            raise BadReply(f"{where} whose {name} is {kind_of(part)}, not a text")
+    return message

@@ -1,0 +1,66 @@
+"""What answers the policy between its turns: a user's environment, or tools that it may call (docs/environments.md).
+
+environment: {function: my_env.py:Env, args: {depth: 3}}
+
+environment: {tools: [my_tools.py:search, my_tools.py:add]}
+"""
+
+from typing import Literal
+
+from pydantic import JsonValue, field_validator, model_validator
+
+from tandem_config.sections.base import ListOf, PositiveInt, Section, setting
+from tandem_config.sections.reward import CodeReference, Workers, checked_reference
+from tandem_config.sections.rewards.base import Timeout, wrong
+
+
+class EnvironmentSection(Section):
+    """Turns of an episode: your environment, or tools that the policy may call; null: one turn
+    (docs/environments.md)."""
+
+    function: CodeReference | None = setting(None, "tools need no class")
+    """FILE.py:CLASS, the file relative to this one, or package.module:CLASS: your environment. Either this or tools."""
+    args: dict[str, JsonValue] = setting(factory=dict, why="most environments need none")
+    """Values for parameters of the class's constructor, by name."""
+    tools: ListOf[CodeReference] = setting((), "an environment answers by itself")
+    """Functions that the policy may call, each FILE.py:FUNCTION or package.module:FUNCTION."""
+    max_turns: PositiveInt = setting(8, "an episode that does not end by itself costs no more", "turns")
+    """Most turns of the policy in an episode."""
+    turn_timeout_s: Timeout = setting(60.0, "a search, a program that is run", "s")
+    """Seconds for a call of the environment, or for all calls of tools in a turn."""
+    episode_timeout_s: Timeout = setting(600.0, "ten turns that take all of their time", "s")
+    """Seconds for an episode, from its reset to its end."""
+    on_error: Literal["zero", "drop", "stop"] = setting(
+        "drop", "what breaks an environment is more often itself than the policy"
+    )
+    """What an episode gets whose environment failed. zero: the reward 0; drop: no reward at all, so that it is left out
+    of its group's statistics and of training; stop: the run ends. Counted in any case."""
+    start_timeout_s: Timeout = setting(120.0, "large libraries on a busy machine", "s")
+    """Seconds for importing the files, once in each of the workers."""
+    workers: Workers = setting(2, "a hang or a crash stops one of them only", "processes")
+    """Processes of the coordinator that hold the episodes; code that is not `async def` uses a core of each."""
+    memory_mib: int = setting(4096, "one episode must not take the coordinator with it", "MiB", ge=64)
+    """Memory that each of the workers may allocate; beyond it Python raises MemoryError."""
+
+    @property
+    def label(self) -> str:
+        """The name in messages."""
+        return "tools" if self.function is None else self.function.rpartition(":")[2]
+
+    @field_validator("function", "tools")
+    @classmethod
+    def _are_references(
+        cls, value: CodeReference | tuple[CodeReference, ...] | None
+    ) -> CodeReference | tuple[CodeReference, ...] | None:
+        for reference in () if value is None else (value,) if isinstance(value, str) else value:
+            checked_reference(reference, "my_env.py:Env")
+        return value
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> "EnvironmentSection":
+        if (self.function is None) is not bool(self.tools):
+            which = "neither function nor tools" if self.function is None else "both function and tools"
+            raise wrong(f"has {which}", "name a class as function:, or functions as tools:, not both")
+        if self.tools and self.args:
+            raise wrong("has args, which tools do not get", "leave args out, or write a class as function:")
+        return self

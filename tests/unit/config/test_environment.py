@@ -1,0 +1,97 @@
+"""The section `environment`: a class or tools, absent unless given."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem_config.comparing.agreeing import agreed_settings
+from tandem_config.comparing.described import described
+from tandem_config.comparing.resuming import compare, mark_of
+from tandem_config.loading import draft_config, dump_resolved
+from tandem_config.schema import RunConfig
+
+NOT_YET = "is not yet trained with"
+CLASS = "environment: {function: mine.py:Env, args: {depth: 3}}"
+TOOLS = "environment: {tools: [mine.py:add, package.tools:look], max_turns: 3}"
+
+
+def drafted(folder: Path, text: str, *options: str) -> tuple[RunConfig, list[tuple[str, str, str]]]:
+    """Returns the configuration, and its problems but for the one that all environments have."""
+    (folder / "run.yaml").write_text(f"model: {{path: m}}\ndata: {{train: rows.jsonl}}\n{text}\n", encoding="utf-8")
+    draft = draft_config(folder / "run.yaml", options)
+    assert draft.config is not None
+    found = [(problem.key, problem.value, problem.message) for problem in draft.problems]
+    return draft.config, [problem for problem in found if problem[2] != NOT_YET]
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value", "message"),
+    [
+        ("environment: {max_turns: 3}", "environment", "{'max_turns': 3}", "has neither function nor tools"),
+        ("environment: {function: a.py:A, tools: [a.py:f]}", "environment", "{'function'", "has both function and"),
+        ("environment: {tools: [a.py:f], args: {d: 3}}", "environment", "{'tools'", "has args, which tools do not get"),
+        ("environment: {function: a.py}", "environment.function", "a.py", "needs the form FILE.py:FUNCTION"),
+        ("environment: {tools: [a/b:f]}", "environment.tools", "['a/b:f']", "'a/b' is neither a .py file nor a module"),
+        ("environment: {tools: a.py:f}", "environment.tools", "a.py:f", "must be a list"),
+        ("environment: {function: a.py:A, max_turn: 3}", "environment.max_turn", "3", "unknown key"),
+        ("environment: {function: a.py:A, max_turns: 0}", "environment.max_turns", "0", "must be greater than 0"),
+        ("environment: {function: a.py:A, on_error: leave_out}", "environment.on_error", "leave_out", "must be one of"),
+        ("environment: 5", "environment", "5", "must be a section with keys"),
+    ],
+)
+def test_each_mistake_is_named(tmp_path: Path, text: str, key: str, value: str, message: str) -> None:
+    _, (problem,) = drafted(tmp_path, text)
+    assert problem[0] == key
+    assert problem[1].startswith(value.replace("a/b:f", f"{tmp_path}/a/b:f") if "//" in value else value)
+    assert message in problem[2]
+
+
+@pytest.mark.parametrize("text", ["", "environment:", "environment: null", "environment: {}"])
+def test_there_is_none_unless_it_is_given(tmp_path: Path, text: str) -> None:
+    config, problems = drafted(tmp_path, text)
+    assert (config.environment, problems) == (None, [])
+    assert [key for key in described(config) if key.startswith("environment")] == []
+
+
+def test_code_is_relative_to_what_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, _ = drafted(tmp_path, CLASS)
+    assert config.environment is not None
+    assert (config.environment.function, config.environment.label) == (f"{tmp_path}/mine.py:Env", "Env")
+    monkeypatch.chdir(tmp_path.parent)
+    config, _ = drafted(tmp_path, "", "environment.tools=[own.py:add]", "environment.workers=3")
+    assert config.environment is not None
+    assert (config.environment.tools, config.environment.workers) == ((f"{tmp_path.parent}/own.py:add",), 3)
+
+
+@pytest.mark.parametrize("text", ["", CLASS, TOOLS])
+def test_a_resolved_file_loads_to_the_same(tmp_path: Path, text: str) -> None:
+    config, _ = drafted(tmp_path, text)
+    (tmp_path / "resolved.yaml").write_text(dump_resolved(config), encoding="utf-8")
+    assert draft_config(tmp_path / "resolved.yaml").config == config
+
+
+def test_a_resume_may_change_limits_and_nothing_else(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"function": "/a/mine.py:Env"}
+    base = {"model": {"path": Path("m")}, "data": {"train": Path("d")}}
+    config, none = (RunConfig.model_validate(base | more) for more in ({"environment": given}, {}))
+
+    def differences(environment: dict[str, Any], saved: RunConfig = config) -> tuple[list[str], list[str]]:
+        found = compare(mark_of(saved, "run"), RunConfig.model_validate(base | {"environment": environment}), None)
+        return found.refused, found.changed
+
+    assert differences({"function": "/elsewhere/mine.py:Env"}) == ([], [])
+    assert differences(given | {"workers": 7}) == ([], ["environment.workers: 2 in the checkpoint, 7 in the run"])
+    assert differences(given | {"max_turns": 3})[0] == ["environment.max_turns: 8 in the checkpoint, 3 in the run"]
+    assert differences(given, none)[0] == ["environment.function: not set in the checkpoint, mine.py:Env in the run"]
+    tools = RunConfig.model_validate(base | {"environment": {"tools": ("/a/t.py:f", "m:g")}})
+    assert described(tools)["environment.tools"] == '["t.py:f", "m:g"]'
+    assert [key for key in agreed_settings(config) if key.startswith("environment")] == [
+        "environment.function", "environment.args", "environment.tools", "environment.max_turns",
+    ]  # fmt: skip
+
+
+def test_a_run_refuses_it_until_it_is_trained_with(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"model: {{path: m}}\ndata: {{train: rows.jsonl}}\n{CLASS}\n", encoding="utf-8")
+    (problem,) = draft_config(tmp_path / "run.yaml").problems
+    assert (problem.key, problem.message, problem.severity) == ("environment", NOT_YET, "error")

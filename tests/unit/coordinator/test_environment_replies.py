@@ -1,0 +1,222 @@
+"""What users' environments may return, and what their functions become as tools: tables, without a process."""
+
+import enum
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Optional
+
+import pytest
+
+from coordinator.workers.episodes.replies import BadReply, messages_of, step_of
+from coordinator.workers.episodes.serving import _check_class
+from coordinator.workers.episodes.tools import UserTool, read_docstring, read_tools
+from coordinator.workers.signature import Unfit
+
+HELLO = {"role": "user", "content": "hello"}
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (([HELLO], 1, False), ([HELLO], 1.0, False)),
+        ([[], None, True], ([], None, True)),
+        ({"messages": (HELLO,), "done": False}, ([HELLO], None, False)),
+        ({"reward": True, "done": True}, ([], 1.0, True)),
+    ],
+)
+def test_a_step_returns_a_tuple_or_a_dict(value: Any, found: Any) -> None:
+    assert step_of(value) == found
+
+
+@pytest.mark.parametrize(
+    ("value", "part"),
+    [
+        (None, "step returned None, not (messages, reward, done)"),
+        ((HELLO, 0.0), "a tuple of 2, not (messages, reward, done)"),
+        (([HELLO], 0.0, False, False, {}), "a tuple of 5"),
+        ({"messages": []}, "a dict without 'done'"),
+        ({"done": True, "info": {}}, "a dict with 'info'; its keys are messages, reward and done"),
+        (([], 0.0, 1), "a int as done, which must be True or False"),
+        (("text", 0.0, False), "step returned a str, not a list of messages such as [{'role'"),
+        ((HELLO, 0.0, False), "step returned a dict, not a list of messages"),
+        (([], math.nan, True), "step returned as its reward nan, which is not finite"),
+        (([], "1", True), "step returned as its reward a str, not a number"),
+        (([HELLO], 1.0, True), "messages after done"),
+        (([], None, False), "neither messages nor done"),
+        ((["hello"], None, False), "a message (0) that is a str, not a dict with role and content"),
+        (([HELLO, {"content": "x"}], None, False), "a message (1) without 'role'"),
+        (([{"role": "user"}], None, False), "without 'content'"),
+        (
+            ([{"role": "assistant", "content": "x"}], None, False),
+            "of the role 'assistant'; those of an environment are",
+        ),
+        (([{"role": "user", "content": None}], None, False), "whose content is None, not a text"),
+        (([{"role": "tool", "content": "x", "tool_call_id": 3}], None, False), "whose tool_call_id is a int"),
+        (([HELLO | {"cache": "x"}], None, False), "with 'cache'; its keys are role, content, name, tool_call_id"),
+        (([HELLO | {"images": ["x"]}], None, False), "with an image; only texts"),
+        (([{"role": "user", "content": [{"type": "image_url"}]}], None, False), "with an image; only texts"),
+        (([{"role": "user", "content": [{"type": "text"}]}], None, False), "whose content is a list, not a text"),
+    ],
+)
+def test_what_a_step_must_not_return_is_named(value: Any, part: str) -> None:
+    with pytest.raises(BadReply) as raised:
+        step_of(value)
+    assert part in str(raised.value)
+
+
+def test_a_reset_may_append_nothing() -> None:
+    assert messages_of([], "reset") == []
+    with pytest.raises(BadReply, match="reset returned None, not a list of messages"):
+        messages_of(None, "reset")
+
+
+class Good:
+    def __init__(self, depth: int = 1) -> None: ...
+    def reset(self, row: Any, seed: int) -> Any: ...
+    @staticmethod
+    def step(turn: Any) -> Any: ...
+
+
+def without(name: str, **methods: Any) -> Any:
+    return type("Env", (), {key: code for key, code in {**vars(Good), **methods}.items() if key != name})
+
+
+@pytest.mark.parametrize(
+    ("environment", "args", "part"),
+    [
+        (len, {}, "is a builtin_function_or_method, not a class with the methods reset and step"),
+        (without("step"), {}, "has no method step: it needs def step(self, turn), async or not"),
+        (without("", reset=7), {}, "has no method reset"),
+        (without("", reset=lambda self, row: []), {}, "reset(self, row) does not fit: too many positional"),
+        (without("", step=lambda self, turn, info: []), {}, "missing a required argument: 'info'; it needs def step"),
+        (without("", close=lambda self, why: None), {}, "close(self, why) does not fit"),
+        (Good, {"dept": 2}, "its constructor(depth: int = 1) -> None does not fit: got an unexpected keyword"),
+        (without("", __init__=lambda self, size: None), {}, "missing a required argument: 'size'; it gets env"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_refused(environment: Any, args: dict[str, Any], part: str) -> None:
+    with pytest.raises(Unfit) as raised:
+        _check_class(environment, "Env in e.py", args)
+    assert "Env in e.py" in str(raised.value)
+    assert part in str(raised.value)
+
+
+def test_one_that_can_is_not() -> None:
+    _check_class(Good, "Good", {"depth": 2})
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+async def search(
+    query: str,
+    limit: int = 3,
+    exact: bool = False,
+    weights: list[float] | None = None,
+    colour: Colour = Colour.RED,
+    order: Literal["up", "down"] = "up",
+    title: Optional[str] = None,  # noqa: UP045 - as users write it
+    extra: dict[str, Any] = {},  # noqa: B006
+) -> str:
+    """Find documents
+    by their words.
+
+    Slow on Mondays.
+
+    Args:
+        query: words, as in
+            a title: in any order
+        limit (int): most documents
+
+    Returns: lines.
+    """
+    return f"{query} {limit} {colour}"
+
+
+NULL = {"type": "null"}
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "Find documents by their words.",
+        "parameters": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["query"],
+            "properties": {
+                "query": {"type": "string", "description": "words, as in a title: in any order"},
+                "limit": {"type": "integer", "default": 3, "description": "most documents"},
+                "exact": {"type": "boolean", "default": False},
+                "weights": {"anyOf": [{"type": "array", "items": {"type": "number"}}, NULL], "default": None},
+                "colour": {"type": "string", "enum": ["red", "blue"], "default": "red"},
+                "order": {"type": "string", "enum": ["up", "down"], "default": "up"},
+                "title": {"anyOf": [{"type": "string"}, NULL], "default": None},
+                "extra": {"type": "object", "additionalProperties": True, "default": {}},
+            },
+        },
+    },
+}  # fmt: skip
+
+
+def tool_of(function: Callable[..., Any]) -> UserTool:
+    (tool,) = read_tools([("t.py", function)]).values()
+    return tool
+
+
+async def test_a_function_is_a_tool_by_its_signature_and_docstring() -> None:
+    tool = tool_of(search)
+    assert (tool.schema, tool.is_async) == (SCHEMA, True)
+    assert await tool.call({"query": "a", "limit": "5", "colour": "blue"}) == "a 5 Colour.BLUE"
+
+
+def plain(a: int) -> int:
+    return a
+
+
+def test_a_tool_without_a_docstring_has_no_description() -> None:
+    tool = tool_of(plain)
+    assert "description" not in tool.schema["function"]
+    assert (tool.is_async, tool.call({"a": 1})) == (False, 1)
+
+
+def test_sections_of_a_docstring() -> None:
+    assert read_docstring("") == ("", {})
+    assert read_docstring("One.\n\nArgs:\n    a: x\n\nRaises:\n    b: y") == ("One.", {"a": "x"})
+
+
+def untyped(query, limit: int = 1) -> None: ...  # type: ignore[no-untyped-def]
+def starred(*words: str) -> None: ...
+def open_ended(**words: str) -> None: ...
+def positional(word: str, /) -> None: ...
+def odd(code: Callable[[int], int], lock: "NoSuchType") -> None: ...  # type: ignore[name-defined] # noqa: F821
+def streams(channel: pytest.MonkeyPatch) -> None: ...
+
+
+def described(a: int) -> None:
+    """Do it.
+
+    Args:
+        b: what is no parameter
+    """
+
+
+@pytest.mark.parametrize(
+    ("functions", "part"),
+    [
+        ([untyped], "the tool untyped in t.py: its parameter 'query' has no type, e.g. query: str"),
+        ([starred], "takes *words; each of its parameters needs a name"),
+        ([open_ended], "takes **words"),
+        ([positional], "takes word"),
+        ([odd], "the tool odd in t.py has a parameter of which no JSON schema can be made"),
+        ([streams], "the tool streams in t.py has a parameter of which no JSON schema can be made: Unable to generate"),
+        ([described], "its docstring describes 'b', which is no parameter"),
+        ([plain, plain], "two tools are called plain"),
+        ([Colour], "the tool in t.py is a EnumType, not a function"),
+    ],
+)  # fmt: skip
+def test_functions_that_cannot_be_tools_are_refused(functions: Sequence[Any], part: str) -> None:
+    with pytest.raises(Unfit) as raised:
+        read_tools([("t.py", function) for function in functions])
+    assert part in str(raised.value)
