@@ -9,6 +9,7 @@ from pathlib import Path
 from coordinator.data.scan_cache import RowIndex
 from launcher.check.data.rows import check_data
 from launcher.check.data.tokenizer import check_tokenizer
+from launcher.check.environment import check_environment
 from launcher.check.host import check_host
 from launcher.check.model.folder import check_model
 from launcher.check.resume import check_output, check_resume
@@ -63,6 +64,7 @@ def preflight(
     if indices is not None:
         indices += data.indices
     problems += check_rewards(draft.config, draft.usable, data)
+    problems += check_environment(draft.config, draft.usable, data)
     if notes is not None:
         notes += data.notes
     problems += check_host(draft.config, redis_url, trainer_ranks=trainer_ranks)

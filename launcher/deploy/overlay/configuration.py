@@ -31,8 +31,7 @@ def read_configuration(path: Path) -> PodConfiguration:
         return PodConfiguration(config=None, files={}, problems=draft.problems)
     files = {RUN_FILE: path.read_bytes()}
     problems = [*draft.problems, *draft.placed(_paths(draft.config)), *draft.placed(_fleet(draft.config))]
-    for reward in draft.config.reward:
-        place, _ = split_reference(getattr(reward, "function", None) or "")
+    for key, place in _own_code(draft.config):
         if not place.endswith(".py"):
             continue
         file = Path(place)
@@ -41,7 +40,7 @@ def read_configuration(path: Path) -> PodConfiguration:
         elif not _in_pods(file):
             problems.append(
                 ConfigProblem(
-                    key="reward.function",
+                    key=key,
                     value=str(file),
                     message="is not in the pods",
                     suggestion=f"put it beside {path.name}: it goes into the ConfigMap; or below {MODELS}",
@@ -54,6 +53,15 @@ def read_configuration(path: Path) -> PodConfiguration:
             ConfigProblem(key=str(path), value="", message=text, suggestion=f"put the files below {MODELS}")
         )
     return PodConfiguration(config=draft.config, files=files, problems=problems)
+
+
+def _own_code(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the keys that name users' code, and where it is."""
+    named = [("reward.function", getattr(reward, "function", None)) for reward in config.reward]
+    if config.environment is not None:
+        named += [("environment.function", config.environment.function)]
+        named += [("environment.tools", tool) for tool in config.environment.tools]
+    yield from ((key, split_reference(reference)[0]) for key, reference in named if reference is not None)
 
 
 def paths_of(config: RunConfig) -> list[tuple[str, Path]]:
