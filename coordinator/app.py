@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from coordinator.build import App
+from coordinator.environments.conversations import environments_of, started_environment, tools_of
 from coordinator.fleet.arrivals import note_arrivals
 from coordinator.fleet.view import FleetView
 from coordinator.inputs import Inputs, read_inputs
@@ -71,19 +72,22 @@ async def conduct(
     Raises: ConfigError: a file or the environment cannot be used; nothing was started.
     """
     identity = environment.identity("coordinator")
-    try:
-        owner = await asyncio.to_thread(claim_run_dir, environment.run_dir, environment.run_id)
-        inputs = await asyncio.to_thread(read_inputs, config, environment.run_dir, resume=resume)
-        rewards = await _ready_rewards(config, inputs, identity, stop)
-    except ConfigError as error:
-        if exits.retry is not None:  # a Job, which takes this for the end of the run
-            await asyncio.to_thread(release_unled, config, environment, f"bad configuration: {error}")
-        raise
-    try:
+    async with AsyncExitStack() as stack:
+        try:
+            owner = await asyncio.to_thread(claim_run_dir, environment.run_dir, environment.run_id)
+            pool = await stack.enter_async_context(started_environment(config))
+            inputs = await asyncio.to_thread(
+                read_inputs, config, environment.run_dir, resume=resume, episodes=tools_of(pool)
+            )
+            episodes = environments_of(config, pool, inputs.train.formats)
+            rewards = await _ready_rewards(config, inputs, identity, stop)
+        except ConfigError as error:
+            if exits.retry is not None:  # a Job, which takes this for the end of the run
+                await asyncio.to_thread(release_unled, config, environment, f"bad configuration: {error}")
+            raise
+        stack.push_async_callback(close_rewards, rewards)
         app = await _assemble(config, environment, owner, identity, inputs, rewards)
-        return await _serve_and_run(replace(app, exits=exits), stop)
-    finally:
-        await close_rewards(rewards)
+        return await _serve_and_run(replace(app, exits=exits, episodes=episodes), stop)
 
 
 async def _assemble(

@@ -16,6 +16,7 @@ from coordinator.fleet.services import Services
 from coordinator.fleet.view import FleetView
 from coordinator.generate.dispatch import Rollouts
 from coordinator.generate.joiners import Patience, Seed
+from coordinator.generate.turns import Interacting
 from coordinator.inputs import Inputs
 from coordinator.leader_lease import LeaderCheck, LeaderLease, check_lease
 from coordinator.learn.evaluation import Evaluator, PromptsToEvaluate
@@ -89,6 +90,8 @@ class App:
     view: FleetView
     observed: FleetRecorder
     exits: Exits = field(default_factory=Exits)
+    # The environment; None: completions have one turn.
+    episodes: Interacting | None = None
 
 
 def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLease) -> Run:
@@ -291,6 +294,7 @@ def _rollouts(app: App, services: Services, seed: Seed | None) -> Rollouts:
         ),
         seed=seed,
         warn=partial(_warn_of_fleet, app.events),
+        environments=app.episodes,
     )
 
 
@@ -311,6 +315,7 @@ def build_scorer(config: RunConfig, codec: TextCodec, rewards: Sequence[Part]) -
         codec=codec,
         stop_ids=config.grpo.stop_token_ids,
         skip_special_tokens=config.rollout.skip_special_tokens,
+        environment=config.environment,
     )
 
 

@@ -19,6 +19,7 @@ from coordinator.take_over import LastIteration
 from servicekit.errors import ConfigError
 from servicekit.logs import get_logger
 from tandem_clients.flow import DataKey
+from tandem_clients.formatting import EpisodeTools
 from tandem_config.comparing.resuming import RunComparison, compare, mark_of, refuse
 from tandem_config.schema import EvaluationSet, RunConfig
 from tandem_files.checkpoints import UndamagedCheckpoint, list_complete
@@ -71,7 +72,7 @@ class Inputs:
         return [scan for prompts in (self.train, *self.evaluation.values()) for scan in prompts.scans]
 
 
-def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
+def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool, episodes: EpisodeTools | None = None) -> Inputs:
     """Load data and tokenizer, and the newest checkpoint's state on a resume.
 
     Raises: ConfigError: names the file that cannot be used; a checkpoint of another model, run or configuration; a run
@@ -79,9 +80,10 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
     """
     try:
         codec = TextCodec.from_folders(config.model.path, config.model.tokenizer_path)
-        train = load_prompts(config.data, "train", codec, run_dir)
+        train = load_prompts(config.data, "train", codec, run_dir, episodes)
         evaluation = {
-            chosen.name: evaluation_prompts(config, chosen, codec, run_dir) for chosen in config.evaluation_sets()
+            chosen.name: evaluation_prompts(config, chosen, codec, run_dir, episodes)
+            for chosen in config.evaluation_sets()
         }
         fingerprint = model_fingerprint(config.model.path)
         facts = set_facts(config, evaluation)
@@ -132,9 +134,12 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool) -> Inputs:
     )
 
 
-def evaluation_prompts(config: RunConfig, chosen: EvaluationSet, codec: TextCodec, scratch: Path) -> PromptSet:
+def evaluation_prompts(
+    config: RunConfig, chosen: EvaluationSet, codec: TextCodec, scratch: Path, episodes: EpisodeTools | None = None
+) -> PromptSet:
     """Load the prompts of a set: as data.heldout, from its own data. Raises: as load_prompts."""
-    return load_prompts(config.data.model_copy(update={"heldout": chosen.data}), "heldout", codec, scratch)
+    section = config.data.model_copy(update={"heldout": chosen.data})
+    return load_prompts(section, "heldout", codec, scratch, episodes)
 
 
 def _checked(newest: NewestCheckpoint, fresh: RunState) -> RunState:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.build import build_evaluator, build_scorer
+from coordinator.environments.conversations import environments_of, started_environment, tools_of
 from coordinator.fleet.services import merge_versions
 from coordinator.generate.dispatch import Rollouts
 from coordinator.inputs import evaluation_prompts
@@ -50,23 +51,26 @@ async def evaluate_model(config: RunConfig, environment: ServiceEnvironment) -> 
     """
     start_s = time.monotonic()
     await asyncio.to_thread(claim_run_dir, environment.run_dir, environment.run_id)
-    try:
-        codec = TextCodec.from_folders(config.model.path, config.model.tokenizer_path)
-        prompts = {
-            chosen.name: evaluation_prompts(config, chosen, codec, environment.run_dir)
-            for chosen in config.evaluation_sets()
-        }
-        rewards = build_rewards(config, environment.identity("coordinator"))
-        await start_rewards(rewards, [scan for found in prompts.values() for scan in found.scans])
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(error)) from error
     async with AsyncExitStack() as stack:
+        pool = await stack.enter_async_context(started_environment(config))
+        try:
+            codec = TextCodec.from_folders(config.model.path, config.model.tokenizer_path)
+            prompts = {
+                chosen.name: evaluation_prompts(config, chosen, codec, environment.run_dir, tools_of(pool))
+                for chosen in config.evaluation_sets()
+            }
+            rewards = build_rewards(config, environment.identity("coordinator"))
+            await start_rewards(rewards, [scan for found in prompts.values() for scan in found.scans])
+        except (OSError, ValueError) as error:
+            raise ConfigError(str(error)) from error
         stack.push_async_callback(close_rewards, rewards)
+        formats = next(iter(prompts.values())).formats
         replicas = await _replicas(config, environment, stack)
         rollouts = Rollouts(
             fleet=FixedFleet(replicas),
             max_groups_per_call=config.rollout.max_groups_per_call,
             timeout_s=config.rollout.generate_timeout_s,
+            environments=environments_of(config, pool, formats),
         )
         scorer = build_scorer(config, codec, rewards)
         evaluator = build_evaluator(config, codec, prompts, scorer, rollouts, beside_training=rollouts)

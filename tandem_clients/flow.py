@@ -17,6 +17,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from tandem_clients.transcript import Transcript
+
 # Whose prompts were scored: a key of the configuration's section `data`.
 DataKey = Literal["train", "heldout"]
 
@@ -37,6 +39,8 @@ class Prompt:
     text: str = ""
     # Before the chat template; None: the prompt is a text.
     messages: Sequence[Mapping[str, Any]] | None = None
+    # Those of them at the end that an environment has said; None: it has not been asked.
+    opening: Sequence[Mapping[str, Any]] | None = None
     # All columns of the row, as JSON would hold them: for rewards, and to show them next to samples.
     columns: Mapping[str, Any] = field(default_factory=dict)
 
@@ -106,35 +110,19 @@ class Completion:
     # on; None: it has sampled all of them.
     loss_mask: "array[int] | None" = None
     # What was said, where an environment has answered; None: there is none.
-    transcript: "Transcript | None" = None
+    transcript: Transcript | None = None
+
+    @property
+    def last_turn_ids(self) -> "array[int]":
+        """The ids that follow the last answer of an environment; all, where none has answered."""
+        if self.transcript is None or self.loss_mask is None:
+            return self.token_ids
+        return self.token_ids[self.loss_mask.tobytes().rfind(0) + 1 :]
 
     @property
     def num_sampled(self) -> int:
         """The number of tokens that the policy has sampled."""
         return len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
-
-
-@dataclass(kw_only=True, slots=True)
-class Transcript:
-    """An episode of several turns, as its messages.
-
-    Attributes:
-        messages: after the prompt: the policy's, and the environment's.
-        rewards: what the environment gave for each of the policy's turns; None: nothing.
-        end: why it has ended: "done", or max_turns, max_tokens, timeout (it is truncated then), or failed.
-        error: what failed; "": nothing.
-    """
-
-    messages: list[Mapping[str, Any]] = field(default_factory=list)
-    rewards: list[float | None] = field(default_factory=list)
-    end: str = ""
-    error: str = ""
-
-    @property
-    def reward(self) -> float | None:
-        """The sum of what the turns got; None: none got any."""
-        given = [reward for reward in self.rewards if reward is not None]
-        return sum(given) if given else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

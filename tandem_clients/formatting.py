@@ -4,10 +4,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tandem_config.paths import is_jinja_file
 from tandem_config.schema import DataSection
 from tandem_files.chat.folder import DEFAULT, read_special_tokens, read_templates
+from tandem_files.chat.renderer import TemplateRenderer
 from tandem_files.chat.template import ChatTemplate, TemplateFailure
 from tandem_files.digests import text_digest
 from tandem_files.rows.messages import Message
@@ -29,12 +31,20 @@ class PromptText:
     messages: list[Message] | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeTools:
+    """What an environment changes in prompts. schemas: of the tools that it has (JSON schemas); None: it has none."""
+
+    schemas: Sequence[Mapping[str, Any]] | None = None
+
+
 class PromptFormat:
     """Renders and tokenizes rows as a configuration says.
 
     Args:
         templates: by name; those that are used. {}: there is none.
         without: why there is no template, for rows that need one.
+        episodes: None: there is no environment.
     Raises: ValueError: a template is not valid.
     """
 
@@ -45,7 +55,9 @@ class PromptFormat:
         templates: Mapping[str, str],
         special_tokens: Mapping[str, str],
         without: str,
+        episodes: EpisodeTools | None = None,
     ) -> None:
+        self._episodes = episodes
         self._is_tokenizers = section.chat_template in ("auto", "none")
         self._as_message = section.prompt_as == "user_message"
         self._system_prompt = section.system_prompt
@@ -68,6 +80,8 @@ class PromptFormat:
         setting = "data.system_prompt" if row.system is None else "data.system_key"
         system = self._system_prompt if row.system is None else row.system
         if isinstance(row.prompt, str) and not self._as_message:
+            if self._episodes is not None:
+                raise BadRow("is a text, and an environment answers messages: set data.prompt_as: user_message")
             if system is not None:
                 raise BadRow(f"is a text, which {setting} cannot be put before: set data.prompt_as: user_message")
             return PromptText(text=row.prompt, rendered=False)
@@ -87,7 +101,8 @@ class PromptFormat:
     def identity(self) -> dict[str, str]:
         """Return what rendered prompts depend on besides their rows, by setting: texts, or digests of long ones."""
         texts = {name: template.text for name, template in self.templates.items()}
-        return {
+        tools = {} if self._episodes is None else {"environment.tools": json.dumps(self._episodes.schemas)}
+        return tools | {
             "data.chat_template": text_digest(json.dumps([texts, dict(self._special_tokens)], sort_keys=True)),
             "data.system_prompt": "null" if self._system_prompt is None else json.dumps(self._system_prompt),
             "data.chat_template_kwargs": json.dumps(self._arguments, sort_keys=True, default=str),
@@ -97,6 +112,19 @@ class PromptFormat:
     def own_template(self) -> str | None:
         """The template that data.chat_template names in place of the tokenizer's default; None: it names none."""
         return None if self._is_tokenizers else self.templates[DEFAULT].text
+
+    def renderer(self) -> TemplateRenderer:
+        """Return what renders whole conversations with the environment's tools. Raises: ValueError: it cannot."""
+        tools = None if self._episodes is None else self._episodes.schemas
+        template = self.templates.get(_WITH_TOOLS if tools and _WITH_TOOLS in self.templates else DEFAULT)
+        if template is None:
+            raise ValueError(f"environment: needs a chat template: {self._without}")
+        if tools and not template.takes_tools:
+            raise ValueError("environment.tools: the chat template does not write tools: set data.chat_template")
+        try:
+            return TemplateRenderer(template, self.codec, tools)
+        except TemplateFailure as error:
+            raise ValueError(f"environment: the chat template cannot continue conversations: {error}") from error
 
     def tokenizer_digest(self) -> str:
         """Return the digest of the tokenizer."""
@@ -117,30 +145,39 @@ class PromptFormat:
             raise BadRow("has a system prompt (data.system_key), and its messages begin with another: leave one out")
         return messages
 
+    def tools(self, row: Row) -> Sequence[Mapping[str, Any]] | None:
+        """Return the tools that a row's messages are rendered with. Raises: BadRow: row and environment have some."""
+        if self._episodes is None or self._episodes.schemas is None:
+            return row.tools
+        if row.tools is not None:
+            raise BadRow("has tools, and so has the environment: set data.tools_key: null")
+        return self._episodes.schemas
+
     def template(self, row: Row) -> ChatTemplate:
         """Return the template that a row's messages are rendered with. Raises: BadRow: there is none."""
-        name = _WITH_TOOLS if row.tools is not None and _WITH_TOOLS in self.templates else DEFAULT
+        tools = self.tools(row)
+        name = _WITH_TOOLS if tools is not None and _WITH_TOOLS in self.templates else DEFAULT
         template = self.templates.get(name)
         if template is None:
             raise BadRow(f"holds messages, which need a chat template: {self._without}")
-        if row.tools is not None and not template.takes_tools:
+        if tools is not None and not template.takes_tools:
             raise BadRow("has tools, and the chat template does not write them: set data.tools_key: null")
         return template
 
     def _render(self, messages: list[Message], row: Row) -> str:
         template = self.template(row)
         try:
-            return template.render(messages, row.tools)
+            return template.render(messages, self.tools(row))
         except TemplateFailure as error:
             raise BadRow(f"the chat template fails on its messages: {error}") from error
 
 
-def prompt_format(section: DataSection, codec: TextCodec) -> PromptFormat:
+def prompt_format(section: DataSection, codec: TextCodec, episodes: EpisodeTools | None = None) -> PromptFormat:
     """Find the chat template that a configuration names. Raises: OSError; ValueError: it cannot be used."""
     folder = codec.folder
     special_tokens = {} if folder is None else read_special_tokens(folder)
     templates, without = _templates(section.chat_template, folder)
-    return PromptFormat(section, codec, templates, special_tokens, without)
+    return PromptFormat(section, codec, templates, special_tokens, without, episodes)
 
 
 def _templates(choice: str, folder: Path | None) -> tuple[dict[str, str], str]:

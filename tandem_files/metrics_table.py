@@ -142,6 +142,8 @@ METRICS = (
            "all; schedule.stale: drop leaves out long ones.", exported="tandem_trained_length_ratio"),
     Metric("run", "groups_waiting", "", "Finished groups that waited when the last batch was taken (schedule.kind: "
            "async).", "Groups waiting", "tandem_groups_waiting"),
+    Metric("run", "turns_mean", "", "Mean number of the policy's turns in an episode (environment).", "Turns"),
+    Metric("run", "failed_episodes", "", "Episodes whose environment has failed.", less=True),
     Metric("run", "scored_completions", "", "Completions that were scored."),
     Metric("run", "reward_errors", "", "Completions whose scoring failed.", less=True),
     Metric("run", "reward_timeouts", "", "Completions whose scoring took longer than reward.timeout_s.", less=True),

@@ -13,7 +13,7 @@ from coordinator.data.scan_cache import index_key, read_index
 from coordinator.data.sources import RowSource, find_sources
 from servicekit.logs import get_logger
 from tandem_clients.flow import DataKey, Prompt
-from tandem_clients.formatting import PromptFormat, prompt_format
+from tandem_clients.formatting import EpisodeTools, PromptFormat, prompt_format
 from tandem_config.schema import DataSection
 from tandem_files.rows.problems import DataError, RowProblem
 from tandem_files.tokenizer import TextCodec
@@ -100,17 +100,24 @@ class PromptSet:
             yield from source
 
 
-def load_prompts(section: DataSection, part: DataKey, codec: TextCodec, scratch: Path | None = None) -> PromptSet:
+def load_prompts(
+    section: DataSection,
+    part: DataKey,
+    codec: TextCodec,
+    scratch: Path | None = None,
+    episodes: EpisodeTools | None = None,
+) -> PromptSet:
     """Find the files of a part, check and measure all rows, and keep where each lies.
 
     Args:
         scratch: the run's folder, for the launcher's index of the rows, and for copies of Parquet files' rows; None:
             there is no index, and copies are in the system's folder for temporary files.
+        episodes: None: there is no environment.
     Raises: DataError: with the problems of all files; prompts longer than data.max_prompt_tokens are among them, unless
         data.overlong_prompts is "drop" and others are left. OSError; ValueError: a file cannot be read, the chat
         template cannot be used.
     """
-    formats = prompt_format(section, codec)
+    formats = prompt_format(section, codec, episodes)
     loaded = [_load(section, source, formats, scratch) for source in find_sources(section, part)]
     problems = [problem for source in loaded for problem in _problems(section, source.scan)]
     if problems:

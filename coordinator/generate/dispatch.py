@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 
 from coordinator.generate.joiners import Joiners, Patience, Seed
 from coordinator.generate.lane import Lane, Tally
-from coordinator.generate.turns import Answering, Turns
+from coordinator.generate.turns import Interacting, Turns, opened
 from coordinator.watch import metrics
 from servicekit.errors import DeadlineExceeded, InvalidRequest, TandemError, TooLarge, Unavailable
 from servicekit.lifecycle.background import BackgroundTask
@@ -55,7 +55,7 @@ class Rollouts:
         patience: how long to wait for a replica that does not answer, and for one to join when none is left.
         seed: brings a version to replicas that join (WeightSync.seed_late_joiners); None: replicas cannot join.
         warn: gets a message for the operator when no replica is left, and when one joins.
-        answering: makes the environments of a dispatch, which answer its completions; None: these have one turn.
+        environments: answer between turns; None: every completion has one.
     """
 
     fleet: ServingFleet
@@ -65,7 +65,7 @@ class Rollouts:
     patience: Patience = field(default_factory=Patience)
     seed: Seed | None = None
     warn: Callable[[str], None] = log.warning
-    answering: Callable[[], Answering] | None = None
+    environments: Interacting | None = None
     # What the KV cache of each replica takes, so that the next dispatch need not wait to hear it.
     rooms: WeakKeyDictionary[Sampler, float] = field(default_factory=WeakKeyDictionary, repr=False)
 
@@ -89,6 +89,7 @@ class Rollouts:
             TandemError: seeding a joiner failed for good, while no other replica works.
         """
         dispatch = Dispatch(self, order, finished)
+        prompts = await opened(self.environments, prompts)
         dispatch.add([(name, prompt) for name, prompt in prompts.items() if name not in have])
         await dispatch.run()
         groups = {**have, **dispatch.groups}
@@ -113,7 +114,7 @@ class Dispatch:
         self._rooms = rollouts.rooms
         self._timeout_s, self._slots = rollouts.timeout_s, rollouts.slots
         self._tally = Tally()
-        self._turns = Turns(rollouts.answering and rollouts.answering(), self._answered, self._wake)
+        self._turns = Turns(rollouts.environments, self._answered, self._wake)
         self._most_groups = rollouts.max_groups_per_call
         self._most = min(self._most_groups * order.num_completions, MAX_COMPLETIONS_PER_CALL)
         self._order, self._lasts = order, lasts

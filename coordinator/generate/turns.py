@@ -2,11 +2,12 @@
 
 import asyncio
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
 from servicekit.lifecycle.tasks import cancel
+from tandem_clients.flow import Prompt
 from tandem_clients.sample_stream import OpenGroup
 
 
@@ -25,19 +26,37 @@ class Answering(Protocol):
         ...
 
 
+class Interacting(Protocol):
+    """The environment of a run."""
+
+    async def opened(self, prompts: Mapping[str, Prompt]) -> dict[str, Prompt]:
+        """Put what the environment says first behind prompts, by group id; those that have it stay as they are."""
+        ...
+
+    def conversations(self) -> Answering:
+        """Return the environments of a dispatch."""
+        ...
+
+
+async def opened(environments: Interacting | None, prompts: Mapping[str, Prompt]) -> Mapping[str, Prompt]:
+    """Put what an environment, if there is one, says first behind prompts."""
+    return prompts if environments is None else await environments.opened(prompts)
+
+
 class Turns:
     """Answers under way.
 
     Args:
-        answering: None: every completion has one turn.
+        environments: None: every completion has one turn.
         answered: called with a group of which a completion continues, or has ended.
         wake: called after each answer.
     """
 
     def __init__(
-        self, answering: Answering | None, answered: Callable[[OpenGroup], None], wake: Callable[[], None]
+        self, environments: Interacting | None, answered: Callable[[OpenGroup], None], wake: Callable[[], None]
     ) -> None:
-        self._answering, self._answered, self._wake = answering, answered, wake
+        self._answering = None if environments is None else environments.conversations()
+        self._answered, self._wake = answered, wake
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._error: BaseException | None = None
 

@@ -19,6 +19,8 @@ from coordinator.rewards.work import MAX_LATE_SHARE, late_budget
 from servicekit.errors import Internal, in_part
 from servicekit.lifecycle.tasks import cancel
 from tandem_clients.flow import Group, GroupScores
+from tandem_clients.transcript import Transcript
+from tandem_config.sections.environment import EnvironmentSection
 from tandem_files.tokenizer import TextCodec
 
 
@@ -30,6 +32,7 @@ class Scorer:
         codec: decodes groups; None: texts are scored only.
         stop_ids: further ids that end a completion (grpo.stop_token_ids).
         skip_special_tokens: rollout.skip_special_tokens.
+        environment: what an episode gets whose environment fails; None: there is none.
     """
 
     def __init__(
@@ -39,8 +42,9 @@ class Scorer:
         codec: TextCodec | None,
         stop_ids: Collection[int] = (),
         skip_special_tokens: bool = False,
+        environment: EnvironmentSection | None = None,
     ) -> None:
-        self._parts = parts
+        self._parts, self._environment = parts, environment
         self._codec = codec
         self._decoding: dict[str, Any] = {"stop_ids": stop_ids, "skip_special_tokens": skip_special_tokens}
         (self._accuracy,) = [part.name for part in parts if part.is_accuracy]
@@ -60,6 +64,10 @@ class Scorer:
                 raise Internal(why)
         scores_SR = {part.name: _scores(scores) for part, scores in found}
         rewards_S, missing_S = added(found)
+        lost = self._lost(items, is_batch=is_batch)
+        rewards_S[[*lost]] = 0.0
+        missing_S[[*lost]] |= self._environment is not None and self._environment.on_error == "drop"
+        failed = [*lost.values(), *(_first(part, scores, items) for part, scores in found if scores.errors)]
         right_S = scores_SR[self._accuracy][~missing_S & ~np.isnan(scores_SR[self._accuracy])]
         unreadable = {place: why for _, scores in found for place, why in scores.unreadable.items()}
         return GroupScores(
@@ -68,9 +76,9 @@ class Scorer:
             accuracy=float(right_S.mean()) if right_S.size else math.nan,
             accuracy_part=self._accuracy,
             parts={name: values_S.reshape(len(groups), -1) for name, values_S in self._shown(found, scores_SR).items()},
-            failures=failures_of(found),
-            num_errors=int(_mask([scores.errors for _, scores in found], len(items)).sum()),
-            first_error=next((_first(part, scores, items) for part, scores in found if scores.errors), ""),
+            failures=_merged(failures_of(found), lost),
+            num_errors=int(_mask([lost, *(scores.errors for _, scores in found)], len(items)).sum()),
+            first_error=next(iter(failed), ""),
             num_timeouts=int(_mask([scores.late for _, scores in found], len(items)).sum()),
             num_unreadable=len(unreadable),
             unreadable_rows={groups[items[place].group].prompt.place: why for place, why in unreadable.items()},
@@ -78,6 +86,19 @@ class Scorer:
             num_parts_left_out=sum(scores.parts.num_left_out for _, scores in found),
             remarks=remarks_of(found, len(items)),
         )
+
+    def _lost(self, items: Sequence[ScoredText], *, is_batch: bool) -> dict[int, str]:
+        """Return the episodes whose environment has failed, and why. Raises: Internal: they are too many."""
+        lost = {place: item.episode_error for place, item in enumerate(items) if item.episode_error}
+        if self._environment is None or not lost or not is_batch:
+            return lost
+        most = 0.0 if self._environment.on_error == "stop" else self._environment.max_error_share
+        if len(lost) > most * len(items):
+            raise Internal(
+                f"environment: {len(lost)} of {len(items)} episodes failed, more than environment.max_error_share = "
+                f"{most:.0%} (0 with on_error: stop); the first: {next(iter(lost.values()))}"
+            )
+        return lost
 
     def _shown(
         self, found: Sequence[tuple[Part, Scores]], scores_SR: Mapping[str, NDArray[np.float64]]
@@ -94,7 +115,7 @@ class Scorer:
     def texts(self, groups: Sequence[Group]) -> list[str]:
         """Return the completions' texts as the rewards read them."""
         assert self._codec is not None, "groups have token ids"
-        ids = (completion.token_ids for group in groups for completion in group.completions)
+        ids = (completion.last_turn_ids for group in groups for completion in group.completions)
         return self._codec.decode(ids, **self._decoding)
 
     def _items(self, groups: Sequence[Group]) -> list[ScoredText]:
@@ -104,14 +125,16 @@ class Scorer:
                 completion=next(texts),
                 answer=group.prompt.answer,
                 truncated=completion.truncated,
-                num_tokens=len(completion.token_ids),
+                num_tokens=completion.num_sampled,
                 prompt=group.prompt.text,
-                messages=group.prompt.messages,
+                messages=_before_last_turn(group.prompt.messages, completion.transcript),
                 columns=group.prompt.columns,
                 sample_id=group.sample_id(index),
                 group=place,
                 prompt_ids=group.prompt.token_ids,
                 completion_ids=completion.token_ids,
+                episode_reward=None if completion.transcript is None else completion.transcript.reward,
+                episode_error="" if completion.transcript is None else completion.transcript.error,
             )
             for place, group in enumerate(groups)
             for index, completion in enumerate(group.completions)
@@ -124,6 +147,22 @@ class Scorer:
             return list(zip(self._parts, await asyncio.gather(*scoring), strict=True))
         finally:
             await cancel(*scoring)
+
+
+def _before_last_turn(
+    messages: Sequence[Mapping[str, Any]] | None, transcript: Transcript | None
+) -> Sequence[Mapping[str, Any]] | None:
+    """Return the messages of a prompt, and those of an episode before the policy's last turn."""
+    if transcript is None or messages is None:
+        return messages
+    said = transcript.messages
+    last = max((place for place, message in enumerate(said) if message["role"] == "assistant"), default=0)
+    return [*messages, *said[:last]]
+
+
+def _merged(failures: dict[int, dict[str, str]], lost: Mapping[int, str]) -> dict[int, dict[str, str]]:
+    """Add the environment's failures to those of the rewards."""
+    return failures | {place: {"environment": why} | failures.get(place, {}) for place, why in lost.items()}
 
 
 async def _score(part: Part, items: Sequence[ScoredText]) -> Scores:

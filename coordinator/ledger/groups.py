@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tandem_clients.flow import Completion, Group, GroupScores, Order, Prompt
+from tandem_clients.transcript import Transcript
 from tandem_files.ledger.records import Record
 
 # Fields of GroupScores that JSON holds as they are.
@@ -47,7 +48,9 @@ def group_record(group: Group, order: str) -> Record:
         )
         content += [completion.token_ids.tobytes(), completion.logprobs.tobytes()]
         content += [] if mask is None else [mask.tobytes()]
-    fields = {"group": group.group_id, "order": order, "completions": completions}
+    fields: dict[str, Any] = {"group": group.group_id, "order": order, "completions": completions}
+    if any(one.transcript is not None for one in group.completions):
+        fields["transcripts"] = [one.transcript and asdict(one.transcript) for one in group.completions]
     return Record(kind="group", fields=fields, content=b"".join(content))
 
 
@@ -65,7 +68,8 @@ def read_group(record: Record, prompt: Prompt, versions: Mapping[int, int]) -> G
         at += num * width
         return items
 
-    for num, truncated, has_mask, said in record.fields["completions"]:
+    transcripts = record.fields.get("transcripts", [None] * len(record.fields["completions"]))
+    for (num, truncated, has_mask, said), transcript in zip(record.fields["completions"], transcripts, strict=True):
         spans = tuple((end, versions[version]) for end, version in said)
         completions.append(
             Completion(
@@ -75,6 +79,7 @@ def read_group(record: Record, prompt: Prompt, versions: Mapping[int, int]) -> G
                 oldest_version=min(version for _, version in spans),
                 version_spans=spans,
                 loss_mask=taken("B", num, 1) if has_mask else None,
+                transcript=transcript and Transcript(**transcript),
             )
         )
     return Group(group_id=record.fields["group"], prompt=prompt, completions=tuple(completions))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem_clients.flow import Generation, GroupScores, IterationRecord
+from tandem_clients.flow import Completion, Generation, GroupScores, IterationRecord
 from tandem_files.metrics_file import Row
 from tandem_files.metrics_table import ACCURACY, ITERATION_PARTS, METRICS, REWARD, STEP_PARTS
 
@@ -67,6 +67,7 @@ def build_row(record: IterationRecord, heldout: GroupScores | None, timing: Timi
         "masked_tokens": record.masked_tokens,
         "trained_length_ratio": _length_bias(record),
         "groups_waiting": record.generation.waiting,
+        **_turns_row(completions),
         **_mismatch_row(record, metrics),
         "generated_tokens": num_tokens,
         "trained_samples": 0 if record.step is None else _num_trained(record),
@@ -84,6 +85,14 @@ def baseline_row(policy_version: int, heldout: GroupScores | None) -> Row:
     measured = {} if heldout is None else _scores_row("heldout_", heldout) | _parts_row("heldout_", heldout)
     accuracy = {} if heldout is None else {ACCURACY: _finite(heldout.accuracy)}
     return {"iteration": 0, "policy_version": policy_version, **accuracy, **measured}
+
+
+def _turns_row(completions: Sequence[Completion]) -> Row:
+    said = [completion.transcript for completion in completions if completion.transcript is not None]
+    if not said:
+        return {"turns_mean": None, "failed_episodes": None}
+    turns = sum(message["role"] == "assistant" for one in said for message in one.messages)
+    return {"turns_mean": turns / len(said), "failed_episodes": sum(bool(one.error) for one in said)}
 
 
 def _mismatch_row(record: IterationRecord, metrics: Mapping[str, float]) -> Row:

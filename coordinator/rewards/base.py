@@ -18,16 +18,16 @@ _NOT_IN_NAMES = re.compile(r"\W+", re.ASCII)
 class ScoredText:
     """A completion's text with what it is scored against."""
 
-    # Without the tokens that end it (rollout.skip_special_tokens: without any special one).
+    # Without the tokens that end it (rollout.skip_special_tokens: without any special one); of several turns the last.
     completion: str
     answer: str
     # Cut off by the length limit: it has not stopped by itself.
     truncated: bool
-    # Tokens of the completion, its stop token included.
+    # Tokens that the policy has sampled, its stop token included.
     num_tokens: int = 0
     # What was tokenized: the prompt's column, or its messages in the chat template.
     prompt: str = ""
-    # The prompt before the chat template; None: it is a text.
+    # The prompt before the chat template, and all turns before the last; None: it is a text.
     messages: Sequence[Mapping[str, Any]] | None = None
     # All columns of the row.
     columns: Mapping[str, Any] = field(default_factory=dict)
@@ -35,6 +35,9 @@ class ScoredText:
     sample_id: str = ""
     # The same for all completions of a prompt; they are neighbours.
     group: int = 0
+    # What the environment gave for all turns; None: nothing. Why it failed; "": it has not.
+    episode_reward: float | None = None
+    episode_error: str = ""
     # Ids of the policy's tokenizer, special tokens included.
     prompt_ids: Sequence[int] = ()
     completion_ids: Sequence[int] = ()

@@ -1,11 +1,12 @@
 """Builds the rewards that the configuration names."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.data.scan import Scan
 from coordinator.rewards.base import Reward, StoppedOnly
+from coordinator.rewards.episodes import EpisodeReward
 from coordinator.rewards.exact_match import ExactMatch
 from coordinator.rewards.function import OwnFunction
 from coordinator.rewards.lengths import Length, Overlong
@@ -19,6 +20,7 @@ from servicekit.security.tls import Identity
 from tandem_config.checks.reward import entry_key
 from tandem_config.schema import RunConfig
 from tandem_config.sections.reward import (
+    EnvironmentReward,
     ExactMatchReward,
     FormatReward,
     FunctionReward,
@@ -33,6 +35,10 @@ from tandem_files.rows.problems import DataError
 
 # Part of grpo.max_new_tokens over which `overlong` falls, as in DAPO: 4,096 of 20,480.
 _CACHE_SHARE = 5
+_WITHOUT_SETTINGS: Mapping[type[RewardSection], type[Reward]] = {
+    ExactMatchReward: ExactMatch,
+    EnvironmentReward: EpisodeReward,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,14 +135,13 @@ def build_reward(section: RewardSection, *, max_new_tokens: int, identity: Ident
         identity: as for build_rewards.
     Raises: ValueError: a setting is malformed.
     """
-    reward = _build(section, max_new_tokens, identity)
+    plain = _WITHOUT_SETTINGS.get(type(section))
+    reward = _build(section, max_new_tokens, identity) if plain is None else plain()
     return StoppedOnly(reward) if isinstance(section, StopSection) and section.require_stop else reward
 
 
 def _build(section: RewardSection, max_new_tokens: int, identity: Identity | None) -> Reward:
     match section:
-        case ExactMatchReward():
-            return ExactMatch()
         case RegexReward():
             return RegexMatch(pattern=section.pattern, num_workers=section.workers, timeout_s=section.timeout_s)
         case FormatReward():

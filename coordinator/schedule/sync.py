@@ -15,6 +15,7 @@ import numpy as np
 from coordinator import steps
 from coordinator.data.cursor import CursorState, DataCursor
 from coordinator.generate.dispatch import Rollouts
+from coordinator.generate.turns import opened
 from coordinator.learn.scoring import Scorer
 from coordinator.learn.updates import mean_ages, oldest_versions, staleness_histogram
 from coordinator.ledger.ledger import Ledger, Restored
@@ -133,7 +134,7 @@ class SyncSchedule:
     ) -> tuple[Mapping[str, Prompt], Restored]:
         """Take the prompts at a position of the data, by group id, and let their groups begin in the ledger."""
         wave = before.waves + 1
-        prompts = steps.take_prompts(self.cursor, size, wave)
+        prompts = await opened(self.rollouts.environments, steps.take_prompts(self.cursor, size, wave))
         return prompts, await self.ledger.begin(wave, prompts, self._order(policy_version), before.num_taken)
 
     async def generate(self, begun: Begun, policy_version: int, rollouts: Rollouts) -> Generation:
@@ -260,7 +261,7 @@ class SyncSchedule:
         order = replace(self._order(record.policy_version), num_completions=1, sampling=sampling)
         try:
             with watch.part("evaluate"):
-                generating = self.rollouts.generate(prompts, order)
+                generating = replace(self.rollouts, environments=None).generate(prompts, order)
                 first = await first_of({"generation": generating, "ending": self.ending})
                 if first.name == "ending":  # the finished step must not wait for replicas
                     return record

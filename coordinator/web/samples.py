@@ -196,7 +196,14 @@ def _sample(sample: StoredSample, limit: int) -> dict[str, Any]:
     values = plain(sample)
     names = ("sample", "reward", "reward_parts", "advantage", "num_tokens", "finish_reason", "use", "policy_version")
     errors = {name: shortened(why, limit) for name, why in sample.errors.items()}
-    return {**{name: values[name] for name in names}, "errors": errors, "segments": segments(sample, limit)}
+    said = values["transcript"]
+    turns = said and {"rewards": said["rewards"], "end": said["end"], "error": shortened(said["error"], limit)}
+    return {
+        **{name: values[name] for name in names},
+        "errors": errors,
+        "segments": segments(sample, limit),
+        "turns": turns,
+    }
 
 
 def shortened(text: str, limit: int) -> str:

@@ -7,7 +7,7 @@ from coordinator.environments.pool import EnvironmentPool, EpisodeFailed, row_of
 from coordinator.workers.episodes.replies import AssistantTurn
 from launcher.check.data.rows import CheckedData
 from launcher.check.trial import MOST_S
-from tandem_clients.formatting import PromptText
+from tandem_clients.formatting import EpisodeTools, PromptText
 from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
 from tandem_config.sections.environment import EnvironmentSection
@@ -16,28 +16,56 @@ from tandem_files.rows.reading import Row
 _EMPTY = AssistantTurn(text="", message={"role": "assistant", "content": "", "tool_calls": []})
 
 
-def check_environment(config: RunConfig, usable: Callable[..., bool], data: CheckedData) -> Iterator[ConfigProblem]:
-    """Load the environment or the tools; take a turn without a text on the first row, if there is one.
-
-    What it raises there is a warning: it may refuse such a turn, or need what only the run has.
+def load_environment(config: RunConfig, usable: Callable[..., bool]) -> tuple[EpisodeTools | None, list[ConfigProblem]]:
+    """Load the environment or the tools. Returns: what prompts must say of them, None: there are none; problems.
 
     Args:
         usable: whether all of the given keys have valid values.
     """
     section = config.environment
     if section is None or not usable("environment"):
+        return None, []
+    try:
+        return asyncio.run(_loaded(section)), []
+    except ValueError as error:
+        return None, [problem(*_named(section), str(error))]
+
+
+async def _loaded(section: EnvironmentSection) -> EpisodeTools:
+    pool = EnvironmentPool(section.model_copy(update={"workers": 1}), output=False)
+    await pool.start()
+    try:
+        return EpisodeTools(schemas=pool.tools)
+    finally:
+        await pool.close()
+
+
+def _named(section: EnvironmentSection) -> tuple[str, str]:
+    """Return key and value of what is loaded."""
+    if section.function is None:
+        return "environment.tools", ", ".join(section.tools)
+    return "environment.function", section.function
+
+
+def check_environment(config: RunConfig, data: CheckedData) -> Iterator[ConfigProblem]:
+    """Take a turn without a text on the first row, if there is one, of an environment that can be loaded.
+
+    What it raises there is a warning: it may refuse such a turn, or need what only the run has.
+    """
+    section = config.environment
+    if section is None or data.episodes is None:
         return
-    key, value = ("tools", ", ".join(section.tools)) if section.function is None else ("function", section.function)
+    key, value = _named(section)
     try:
         failed = asyncio.run(_failure(section, data.first))
     except ValueError as error:
-        yield problem(f"environment.{key}", value, str(error))
+        yield problem(key, value, str(error))
         return
     if failed is not None and failed.kind == "bad_reply":
-        yield problem(f"environment.{key}", value, f"tried on {failed}")
+        yield problem(key, value, f"tried on {failed}")
     elif failed is not None:
         advice = "correct it, if it should take an empty turn"
-        yield problem(f"environment.{key}", value, f"tried on {failed}", advice, severity="warning")
+        yield problem(key, value, f"tried on {failed}", advice, severity="warning")
 
 
 async def _failure(section: EnvironmentSection, first: tuple[Row, PromptText] | None) -> EpisodeFailed | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from coordinator.data.scan_cache import RowIndex
 from launcher.check.data.rows import check_data
 from launcher.check.data.tokenizer import check_tokenizer
-from launcher.check.environment import check_environment
+from launcher.check.environment import check_environment, load_environment
 from launcher.check.host import check_host
 from launcher.check.model.folder import check_model
 from launcher.check.resume import check_output, check_resume
@@ -59,12 +59,14 @@ def preflight(
         problems += found
     else:
         codec = None
-    data = check_data(draft.config, draft.usable, spec, codec)
+    episodes, found = load_environment(draft.config, draft.usable)
+    problems += found
+    data = check_data(draft.config, draft.usable, spec, codec, episodes)
     problems += data.problems
     if indices is not None:
         indices += data.indices
     problems += check_rewards(draft.config, draft.usable, data)
-    problems += check_environment(draft.config, draft.usable, data)
+    problems += check_environment(draft.config, data)
     if notes is not None:
         notes += data.notes
     problems += check_host(draft.config, redis_url, trainer_ranks=trainer_ranks)

@@ -20,6 +20,7 @@ from servicekit.errors import ConfigError
 from tandem_config.loading import load_config
 from tandem_config.schema import RunConfig
 from tandem_config.sections.reward import (
+    EnvironmentReward,
     ExactMatchReward,
     FormatReward,
     LengthReward,
@@ -128,6 +129,9 @@ async def _scored(config: RunConfig, items: Sequence[Item], reader: CompletionRe
         else section
         for section in config.reward
     ]
+    if any(isinstance(section, EnvironmentReward) for section in config.reward):
+        why = "is what episodes got, which a file of completions does not say: tandem evaluate runs them"
+        raise ConfigError(f"reward.kind environment {why}")
     parts, limits = build_rewards(config.model_copy(update={"reward": tuple(patient)})), build_rewards(config)
     texts = [item.text for item in items]
     try:

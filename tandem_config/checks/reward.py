@@ -5,7 +5,7 @@ from collections import Counter
 from tandem_config.checks.registry import check
 from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
-from tandem_config.sections.reward import OverlongReward
+from tandem_config.sections.reward import EnvironmentReward, OverlongReward
 
 
 def entry_key(config: RunConfig, place: int) -> str:
@@ -67,6 +67,28 @@ def _overlong_has_a_beginning(config: RunConfig) -> ConfigProblem | None:
     return None
 
 
-@check("environment")
-def _is_not_trained_with_yet(config: RunConfig) -> ConfigProblem | None:
-    return problem("environment", "", "is not yet trained with", "leave it out") if config.environment else None
+@check("environment", "grpo.stop", "evaluation")
+def _turns_can_continue(config: RunConfig) -> ConfigProblem | None:
+    """Refuse what SGLang looks for in its own tokens only: completions continue after an answer."""
+    if config.environment is None:
+        return None
+    if config.grpo.stop:
+        why = "ends completions at texts, which is not possible where they have several turns (environment)"
+        suggestion = "leave it out: the chat template's own tokens end a turn"
+        return problem("grpo.stop", list(config.grpo.stop), why, suggestion)
+    for chosen in config.evaluation_sets():
+        if chosen.repetition_penalty != 1.0:
+            why = f"{chosen.name}: a repetition_penalty is not possible where there are several turns (environment)"
+            return problem("evaluation.sets", chosen.repetition_penalty, why, "leave it out")
+    return None
+
+
+@check("environment", "reward")
+def _something_gives_the_reward(config: RunConfig) -> ConfigProblem | None:
+    """Refuse a reward that nothing gives: tools answer calls, and an environment of one's own gives rewards."""
+    of_episodes = [place for place, reward in enumerate(config.reward) if isinstance(reward, EnvironmentReward)]
+    if not of_episodes or (config.environment is not None and config.environment.function is not None):
+        return None
+    why = "there is no environment" if config.environment is None else "tools give no reward"
+    suggestion = "set environment.function, or score the last turn with another kind of reward"
+    return problem(f"{entry_key(config, of_episodes[0])}.kind", "environment", f"needs one: {why}", suggestion)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import JsonValue, field_validator, model_validator
 
-from tandem_config.sections.base import ListOf, PositiveInt, Section, setting
+from tandem_config.sections.base import Fraction, ListOf, PositiveInt, Section, setting
 from tandem_config.sections.reward import CodeReference, Workers, checked_reference
 from tandem_config.sections.rewards.base import Timeout, wrong
 
@@ -35,6 +35,10 @@ class EnvironmentSection(Section):
     )
     """What an episode gets whose environment failed. zero: the reward 0; drop: no reward at all, so that it is left out
     of its group's statistics and of training; stop: the run ends. Counted in any case."""
+    max_error_share: Fraction = setting(
+        0.5, "an environment of one's own may fail often, one that mostly fails must not train", "share"
+    )
+    """Share of a batch's episodes whose environment may fail; above it the run ends."""
     start_timeout_s: Timeout = setting(120.0, "large libraries on a busy machine", "s")
     """Seconds for importing the files, once in each of the workers."""
     workers: Workers = setting(2, "a hang or a crash stops one of them only", "processes")

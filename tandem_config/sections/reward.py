@@ -113,6 +113,13 @@ class OverlongReward(RewardSection):
     """The last tokens before grpo.max_new_tokens, over which the score falls; null: a fifth of it."""
 
 
+class EnvironmentReward(RewardSection):
+    """What the environment gave for an episode's turns, added up (docs/environments.md)."""
+
+    kind: Literal["environment"] = setting(..., "chosen by name")
+    """Kind of reward."""
+
+
 class FunctionReward(FailureSection):
     """Your own Python function, in processes of its own (docs/rewards.md)."""
 
@@ -194,6 +201,7 @@ REWARD_KINDS: Mapping[str, type[RewardSection]] = {
     "math_verify": MathVerifyReward,
     "length": LengthReward,
     "overlong": OverlongReward,
+    "environment": EnvironmentReward,
     "function": FunctionReward,
     "remote": RemoteReward,
     "judge": JudgeReward,
@@ -222,6 +230,7 @@ Reward = Annotated[
     | Annotated[MathVerifyReward, Tag("math_verify")]
     | Annotated[LengthReward, Tag("length")]
     | Annotated[OverlongReward, Tag("overlong")]
+    | Annotated[EnvironmentReward, Tag("environment")]
     | Annotated[FunctionReward, Tag("function")]
     | Annotated[RemoteReward, Tag("remote")]
     | Annotated[JudgeReward, Tag("judge")],

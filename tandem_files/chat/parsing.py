@@ -44,7 +44,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AssistantTurn:
+class ParsedTurn:
     """What a policy wrote in one turn.
 
     Attributes:
@@ -104,7 +104,7 @@ class _Found:
         self.content.append(text)
 
 
-def parse_turn(parser: str, text: str, *, tools: Tools | None = None, opened: bool = False) -> AssistantTurn:
+def parse_turn(parser: str, text: str, *, tools: Tools | None = None, opened: bool = False) -> ParsedTurn:
     """Parse the text of a turn, without the token that ends it.
 
     Args:
@@ -117,7 +117,7 @@ def parse_turn(parser: str, text: str, *, tools: Tools | None = None, opened: bo
     PARSERS[parser](rest, found, tools or ())
     # Beside calls, templates write content without the whitespace around it.
     pieces = [piece.strip() for piece in found.content] if found.calls else found.content
-    return AssistantTurn(
+    return ParsedTurn(
         content=("\n" if found.calls else "").join(piece for piece in pieces if piece),
         reasoning="\n".join(found.thoughts) if found.thoughts else None,
         tool_calls=tuple(found.calls),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile, zip_longest
 from typing import NamedTuple, Protocol
 
-from tandem_files.chat.parsing import PARSERS, AssistantTurn, ToolCall, Tools, parse_turn, parser_for
+from tandem_files.chat.parsing import PARSERS, ParsedTurn, ToolCall, Tools, parse_turn, parser_for
 from tandem_files.chat.template import ChatTemplate, TemplateFailure
 from tandem_files.rows.messages import Message
 from tandem_files.tokenizer import TextCodec
@@ -32,11 +32,11 @@ class Renderer(Protocol):
         """Return the prompt of the first turn. Raises: TemplateFailure: the template refuses the messages."""
         ...
 
-    def parse(self, sampled_ids: Sequence[int]) -> AssistantTurn:
+    def parse(self, sampled_ids: Sequence[int]) -> ParsedTurn:
         """Read a turn from its sampled ids, with the one that ends it if that was sampled."""
         ...
 
-    def bridge(self, sampled_ids: Sequence[int], turn: AssistantTurn, messages: Sequence[Message]) -> list[int]:
+    def bridge(self, sampled_ids: Sequence[int], turn: ParsedTurn, messages: Sequence[Message]) -> list[int]:
         """Return the ids to put behind the prompt's and the sampled ones; then the next turn can be sampled.
 
         Args:
@@ -101,7 +101,7 @@ class TemplateRenderer:
         """Return the prompt of the first turn: the ids that a row with these messages has."""
         return self.codec.encode_rendered([self.template.render(messages, self.tools)])[0]
 
-    def parse(self, sampled_ids: Sequence[int]) -> AssistantTurn:
+    def parse(self, sampled_ids: Sequence[int]) -> ParsedTurn:
         """Read a turn from the text of its ids; where they are no UTF-8, that has replacement characters."""
         end = self._texts.get(sampled_ids[-1], "") if sampled_ids else ""
         ended = bool(end) and end in self._stops
@@ -109,7 +109,7 @@ class TemplateRenderer:
         turn = parse_turn(self.parser, text, tools=self.tools, opened=self.opened)
         return replace(turn, raw=text + end * ended, truncated=not ended)
 
-    def bridge(self, sampled_ids: Sequence[int], turn: AssistantTurn, messages: Sequence[Message]) -> list[int]:
+    def bridge(self, sampled_ids: Sequence[int], turn: ParsedTurn, messages: Sequence[Message]) -> list[int]:
         """Return the ids of the template's text behind the turn, as one text for all messages."""
         if not messages or any(message["role"] == "assistant" for message in messages):
             raise ValueError("a turn is followed by at least one message, and by none of the assistant, who samples it")
@@ -125,7 +125,7 @@ class TemplateRenderer:
             text = text.removeprefix(ending.mark or self._texts[sampled_ids[-1]])
         return self.codec.encode_rendered([text])[0]
 
-    def as_sampled(self, turn: AssistantTurn, around: str = "") -> list[int] | None:
+    def as_sampled(self, turn: ParsedTurn, around: str = "") -> list[int] | None:
         """Return the ids of a turn, `around` around its content, as the last; None: it does not continue the prompt."""
         prompt = self.template.render([_QUESTION], self.tools)
         message = turn.message(self.thought_key)
@@ -139,7 +139,7 @@ class TemplateRenderer:
 
     def _behind(self, calls: Sequence[ToolCall], messages: Sequence[Message]) -> str:
         """Return what the template writes behind a turn with these calls. Raises: TemplateFailure."""
-        turn = AssistantTurn(content="" if calls else _SENTINEL)
+        turn = ParsedTurn(content="" if calls else _SENTINEL)
         if calls:  # their names, as some templates repeat them behind the turn
             *others, last = (replace(call, arguments={"a": "b"}) for call in calls)
             turn = replace(turn, tool_calls=(*others, replace(last, arguments={"a": _SENTINEL})))
@@ -237,7 +237,7 @@ def _follow_up(renderer: TemplateRenderer, kind: str, *, calls: bool, thinks: bo
     if calls and renderer.no_calls:
         raise TemplateFailure(renderer.no_calls)
     call, thought = renderer.example, "Easy." if thinks else None
-    turn = AssistantTurn(content="" if calls else "It is 5.", reasoning=thought, tool_calls=(call,) if calls else ())
+    turn = ParsedTurn(content="" if calls else "It is 5.", reasoning=thought, tool_calls=(call,) if calls else ())
     messages = [{"role": "tool", "content": "7", "name": call.name, "tool_call_id": call.id} if calls else _QUESTION]
     held, sampled = renderer.render([_QUESTION]), renderer.as_sampled(turn, around)
     if sampled is not None:

@@ -43,6 +43,7 @@ SCHEMA = pa.schema(
         ("policy_version", pa.int64()),
         ("version_spans", pa.list_(SPAN)),
         ("masked_spans", pa.list_(MASKED_SPAN)),
+        ("transcript", pa.string()),
         ("token_ids", pa.list_(pa.int32())),
     ],
     metadata={"tandem.samples": "1"},
@@ -51,7 +52,7 @@ SCHEMA = pa.schema(
 _LISTS = ["reward_columns.list.element"]
 REPEATED = ["kind", "group_id", "source", "prompt", "answer", "columns", *_LISTS, "finish_reason", "use"]
 # By a Parquet column's path: zstd for the long ones; for all of them it would double the time of writing short samples.
-_LONG = ("prompt", "completion", "answer", "columns", "token_ids.list.element")
+_LONG = ("prompt", "completion", "answer", "columns", "transcript", "token_ids.list.element")
 _NAMES = [column.name for column in SCHEMA if not pa.types.is_nested(column.type)]
 _MAPS = [column.name for column in SCHEMA if pa.types.is_map(column.type)]
 _SHORT = [*_NAMES, *_LISTS, *(f"{name}.key_value.{side}" for name in _MAPS for side in ("key", "value"))]
@@ -123,6 +124,9 @@ class StoredSample(SampleHead):
     version_spans: Sequence[TextSpan] = ()
     # Those in no loss, because they are not the policy's; none in files of older releases.
     masked_spans: Sequence[MaskedSpan] = ()
+    # An episode with an environment, as a JSON object: messages after the prompt, rewards of its turns, why it has
+    # ended (done, max_turns, max_tokens, timeout, failed), error; "": there is none.
+    transcript: str = ""
     # None: not stored (samples.token_ids).
     token_ids: Sequence[int] | None = None
 
@@ -165,6 +169,7 @@ def samples_of(table: pa.Table) -> list[StoredSample]:
         row["version_spans"] = tuple(TextSpan(**span) for span in row["version_spans"] or ())
         row["masked_spans"] = tuple(MaskedSpan(**span) for span in row.get("masked_spans") or ())
         row["reward_columns"] = tuple(row.get("reward_columns") or ())
+        row["transcript"] = row.get("transcript") or ""
     return [StoredSample(**row) for row in rows]
 
 
@@ -184,6 +189,7 @@ def plain(sample: StoredSample) -> dict[str, Any]:
     for name in ("reward", "advantage"):
         values[name] = _finite(values[name])
     values["columns"] = _columns(sample)
+    values["transcript"] = json.loads(sample.transcript) if sample.transcript else None
     values["reward_parts"] = {part: _finite(score) for part, score in sample.reward_parts.items()}
     return values
 

@@ -5,6 +5,7 @@ Deterministic: whether completion k of a prompt is right depends on (prompt, k, 
 
 import asyncio
 import zlib
+from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -202,7 +203,9 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
 
     def _group(self, group: pb.PromptGroup, sampling: pb.SamplingParams, num_tokens: int = 0) -> pb.GroupResult:
         """Make the completions that are asked for; with num_tokens, only their next so many tokens."""
-        prefixes = {sample.index: len(sample.token_ids_u32) // 4 for sample in group.samples}
+        held = {sample.index: array("I", sample.token_ids_u32) for sample in group.samples}
+        # Behind a turn that has ended there is an answer, and the next turn begins.
+        prefixes = {index: 0 if EOS in ids else len(ids) for index, ids in held.items()}
         prefixes = prefixes or dict.fromkeys(range(group.num_completions), 0)
         if max(prefixes.values()) >= sampling.max_new_tokens:
             raise InvalidRequest(f"group {group.group_id} has all of its tokens already")

@@ -82,6 +82,7 @@ def table_of_batch(batch: Batch, codec: TextCodec, *, token_ids: bool, taken: Sh
         policy_version=[completion.oldest_version for completion in completions],
         version_spans=_spans(completions, codec),
         masked_spans=_masked_spans(completions, codec),
+        transcript=[None if one.transcript is None else json.dumps(asdict(one.transcript)) for one in completions],
         token_ids=[list(completion.token_ids) for completion in completions] if token_ids else None,
     )
 

@@ -207,6 +207,11 @@ function drawCard(found, group, sample, before) {
   const weighted = sample.reward !== null && Math.abs(sum - sample.reward) > 1e-6 * Math.max(1, Math.abs(sample.reward));
   if (parts.length) card.append(make("p", (weighted ? "unweighted: " : "") + parts.map(score).join(" · "), "parts"));
   for (const [name, why] of Object.entries(sample.errors)) card.append(make("p", `${name} failed: ${why}`, "parts failed"));
+  if (sample.turns) {
+    const { rewards, end, error } = sample.turns;
+    const got = rewards.map((reward, place) => `turn ${place + 1} ${reward === null ? "-" : number(reward)}`);
+    card.append(make("p", [...got, `ended: ${end}`, error].filter(Boolean).join(" · "), error ? "parts failed" : "parts"));
+  }
   card.append(before === null ? completion(sample, versions) : difference(before, sample));
   if (sample.segments.some((segment) => segment.left_out)) card.append(whole(found, group, sample, card));
   return card;

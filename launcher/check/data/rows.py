@@ -12,9 +12,9 @@ from coordinator.data.sources import RowSource, find_sources
 from launcher.check.data.answers import AnswerSample, check_answers
 from launcher.check.data.columns import TemplateColumns
 from launcher.check.data.lengths import check_lengths, check_limits, check_set
-from launcher.check.data.template import PlainPrompts, check_arguments, turn_lines
+from launcher.check.data.template import PlainPrompts, check_arguments, check_turns, turn_lines
 from tandem_clients.flow import DataKey
-from tandem_clients.formatting import PromptFormat, PromptText, prompt_format
+from tandem_clients.formatting import EpisodeTools, PromptFormat, PromptText, prompt_format
 from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import EvaluationSet, RunConfig
 from tandem_files.rows.problems import DataError
@@ -40,7 +40,8 @@ class CheckedData:
         formats: which rendered and tokenized them.
         scans: the passes over all sources, by the key that names them.
         first: the first row that can be used, of data.train if it has one, and its prompt.
-        with_tools: the first row whose messages are rendered with tools.
+        with_turns: the first row whose messages are rendered with tools, or for an environment.
+        episodes: what the environment changes in prompts; None: there is none.
         codec: the tokenizer, if it can be used.
         indices: where the rows lie, for the coordinator.
         ends: the ends of the first prompts.
@@ -54,7 +55,8 @@ class CheckedData:
     scans: dict[str, list[Scan]] = field(default_factory=dict)
     codec: TextCodec | None = None
     first: tuple[Row, PromptText] | None = None
-    with_tools: Row | None = None
+    with_turns: Row | None = None
+    episodes: EpisodeTools | None = None
     indices: list[RowIndex] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -65,12 +67,17 @@ class CheckedData:
         self.ends += [text.text[-_END_CHARS:] for _, text in batch[: _ENDS - len(self.ends)]]
         if self.first is None and batch:
             self.first = batch[0]
-        if self.with_tools is None:
-            self.with_tools = next((row for row, text in batch if text.rendered and row.tools), None)
+        if self.with_turns is None:
+            several = [row for row, text in batch if text.rendered and (row.tools or self.episodes is not None)]
+            self.with_turns = next(iter(several), None)
 
 
 def check_data(
-    config: RunConfig, usable: Callable[..., bool], spec: ModelSpec | None, codec: TextCodec | None
+    config: RunConfig,
+    usable: Callable[..., bool],
+    spec: ModelSpec | None,
+    codec: TextCodec | None,
+    episodes: EpisodeTools | None = None,
 ) -> CheckedData:
     """Check the rows of the training and held-out data, their answers, chat template and lengths.
 
@@ -78,11 +85,12 @@ def check_data(
         usable: whether all of the given keys have valid values.
         spec: the model, for its position limit; None: not checked.
         codec: the tokenizer, for chat template and lengths in tokens; None: not checked.
+        episodes: None: there is no environment, or it cannot be loaded.
     """
-    found = CheckedData(codec=codec)
+    found = CheckedData(codec=codec, episodes=episodes)
     if codec is not None and usable(*_FORMAT, *_LENGTHS, "model.path", "model.tokenizer_path"):
         try:
-            found.formats = prompt_format(config.data, codec)
+            found.formats = prompt_format(config.data, codec, episodes)
         except (OSError, ValueError) as error:
             found.problems.append(_unusable_template(config, error))
     read_answers = usable("reward")
@@ -104,7 +112,8 @@ def check_data(
             found.problems += _check_set(config, sampled, found, spec, read_answers=read_answers)
     if found.formats is not None:
         found.problems += check_arguments(config, found.formats)
-        found.notes += turn_lines(found.formats, found.with_tools)
+        found.problems += check_turns(found.formats) if episodes is not None else ()
+        found.notes += turn_lines(found.formats, found.with_turns)
     if usable(
         "grpo.max_new_tokens",
         "trainer.max_tokens_per_micro_batch",

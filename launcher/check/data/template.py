@@ -79,12 +79,20 @@ def check_arguments(config: RunConfig, formats: PromptFormat) -> Iterator[Config
         )
 
 
+def check_turns(formats: PromptFormat) -> Iterator[ConfigProblem]:
+    """Name a template that cannot continue the conversations of an environment."""
+    try:
+        formats.renderer()
+    except ValueError as error:
+        yield problem("data.chat_template", "", str(error))
+
+
 def turn_lines(formats: PromptFormat, row: Row | None) -> list[str]:
     """Say before which messages a template writes what a conversation holds. row: with tools; None: there is none."""
     if row is None:
         return []
     try:
-        renderer = TemplateRenderer(formats.template(row), formats.codec, row.tools)
+        renderer = TemplateRenderer(formats.template(row), formats.codec, formats.tools(row))
     except TemplateFailure as error:
         return [f"turns: none with this chat template: {error}"]
     found = probe(renderer)

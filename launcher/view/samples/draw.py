@@ -122,9 +122,26 @@ def _sample(sample: StoredSample, *, full: bool) -> Iterator[Text | tuple[str, s
     )
     for title, text in (("prompt", sample.prompt), (completion, _marked(sample)), ("answer", sample.answer)):
         yield title, shortened(visible(text), full=full)
+    if sample.transcript:
+        yield "turns", _turns(sample.transcript, full=full)
     columns = taken_columns(sample)
     if columns:
         yield "of the row, for rewards", _listed(columns, full=full)
+
+
+def _turns(transcript: str, *, full: bool) -> str:
+    """Return a line for each message of an episode, with what the policy's turns got, and why it has ended."""
+    said, place, lines = json.loads(transcript), 0, list[str]()
+    for message in said["messages"]:
+        got = ""
+        if message["role"] == "assistant":
+            reward = said["rewards"][place] if place < len(said["rewards"]) else None
+            place, got = place + 1, "" if reward is None else f" (got {score_text(reward)})"
+        calls = [f"{call['function']['name']}({json.dumps(call['function']['arguments'])})"
+                 for call in message.get("tool_calls", ())]  # fmt: skip
+        text = " ".join([*filter(None, [message.get("content")]), *calls])
+        lines.append(f"{message['role']}{got}: {visible(text) if full else _on_a_line(text)}")
+    return "\n".join([*lines, f"ended: {said['end']}" + (f", {visible(said['error'])}" if said["error"] else "")])
 
 
 def _marked(sample: StoredSample) -> str:

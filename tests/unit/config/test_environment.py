@@ -11,18 +11,17 @@ from tandem_config.comparing.resuming import compare, mark_of
 from tandem_config.loading import draft_config, dump_resolved
 from tandem_config.schema import RunConfig
 
-NOT_YET = "is not yet trained with"
 CLASS = "environment: {function: mine.py:Env, args: {depth: 3}}"
 TOOLS = "environment: {tools: [mine.py:add, package.tools:look], max_turns: 3}"
 
 
 def drafted(folder: Path, text: str, *options: str) -> tuple[RunConfig, list[tuple[str, str, str]]]:
-    """Returns the configuration, and its problems but for the one that all environments have."""
+    """Returns the configuration, and its problems."""
     (folder / "run.yaml").write_text(f"model: {{path: m}}\ndata: {{train: rows.jsonl}}\n{text}\n", encoding="utf-8")
     draft = draft_config(folder / "run.yaml", options)
     assert draft.config is not None
     found = [(problem.key, problem.value, problem.message) for problem in draft.problems]
-    return draft.config, [problem for problem in found if problem[2] != NOT_YET]
+    return draft.config, found
 
 
 @pytest.mark.parametrize(
@@ -91,7 +90,25 @@ def test_a_resume_may_change_limits_and_nothing_else(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_run_refuses_it_until_it_is_trained_with(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(f"model: {{path: m}}\ndata: {{train: rows.jsonl}}\n{CLASS}\n", encoding="utf-8")
-    (problem,) = draft_config(tmp_path / "run.yaml").problems
-    assert (problem.key, problem.message, problem.severity) == ("environment", NOT_YET, "error")
+@pytest.mark.parametrize(
+    ("settings", "key", "said"),
+    [
+        (f"{CLASS}\ngrpo: {{stop: [end]}}", "grpo.stop", "not possible where they have several turns"),
+        (
+            f"{CLASS}\nevaluation: {{sets: [{{name: hard, data: hard.jsonl, repetition_penalty: 1.1}}]}}",
+            "evaluation.sets",
+            "hard: a repetition_penalty is not possible",
+        ),
+        ("environment: {tools: [t.py:add]}\nreward: {kind: environment}", "reward.kind", "tools give no reward"),
+        ("reward: [{kind: exact_match}, {kind: environment}]", "reward[1].kind", "there is no environment"),
+        (f"{CLASS}\nreward: {{kind: environment}}", "", ""),
+        (f"{CLASS}\nreward: {{kind: exact_match}}", "", ""),
+        ("environment: {tools: [t.py:add]}", "", ""),
+    ],
+)
+def test_what_does_not_go_with_it_is_named(tmp_path: Path, settings: str, key: str, said: str) -> None:
+    data = "data: {train: rows.jsonl, heldout: held.jsonl}"
+    (tmp_path / "run.yaml").write_text(f"model: {{path: m}}\n{data}\n{settings}\n", encoding="utf-8")
+    problems = draft_config(tmp_path / "run.yaml").problems
+    assert [(one.key, one.severity) for one in problems] == ([(key, "error")] if key else [])
+    assert all(said in one.message for one in problems)

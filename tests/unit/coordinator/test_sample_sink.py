@@ -1,5 +1,6 @@
 """The sink of stored samples: what it makes of an iteration, which iterations it keeps, and what a resume replaces."""
 
+import json
 from array import array
 from itertools import pairwise
 from pathlib import Path
@@ -14,9 +15,10 @@ from coordinator.record.sinks import FinishedIteration
 from coordinator.rewards.taken import ShownColumns
 from servicekit.errors import Unavailable
 from tandem_clients.flow import Completion, Generation, Group, GroupScores, IterationRecord, Prompt
+from tandem_clients.transcript import Transcript
 from tandem_config.schema import SamplesSection
 from tandem_files.samples.folder import SampleFolder
-from tandem_files.samples.schema import MaskedSpan, StoredSample, TextSpan
+from tandem_files.samples.schema import MaskedSpan, StoredSample, TextSpan, plain
 from tandem_files.tokenizer import TextCodec
 from tests.kit.folders import EOS, encode, held, write_model
 
@@ -150,6 +152,19 @@ def test_masked_spans_are_where_the_masked_tokens_are_in_the_text(make_sink: Any
         MaskedSpan(start=2, end=4, text_start=2, text_end=4),
     )
     assert (samples[0].num_tokens, samples[1].masked_spans) == (5, ())
+
+
+def test_an_episode_keeps_what_was_said(make_sink: Any, tmp_path: Path) -> None:
+    two, other = completion("12"), completion("4")
+    said = [{"role": "assistant", "content": "12"}, {"role": "user", "content": "no"}]
+    two.transcript = Transcript(messages=said, rewards=[0.5], end="max_turns")
+    make_sink().take(finished(3, generated=generation(two, other, other, other)))
+    samples = load(tmp_path, 3)
+    assert json.loads(samples[0].transcript) == {
+        "messages": said, "rewards": [0.5], "end": "max_turns", "error": ""
+    }  # fmt: skip
+    assert plain(samples[0])["transcript"]["end"] == "max_turns"
+    assert (samples[1].transcript, plain(samples[1])["transcript"]) == ("", None)
 
 
 def test_an_evaluation_before_the_first_iteration_is_iteration_0(make_sink: Any, tmp_path: Path) -> None:

@@ -11,11 +11,14 @@ import pytest
 from coordinator.learn.scoring import Scorer
 from coordinator.record.iteration_warnings import score_remarks
 from coordinator.rewards.base import PART_NAME, Reward, ScoredText, Scores, StoppedOnly, parts_of
+from coordinator.rewards.episodes import EpisodeReward
 from coordinator.rewards.exact_match import ExactMatch
 from coordinator.rewards.lengths import Length
 from coordinator.rewards.registry import Part
 from servicekit.errors import Internal
 from tandem_clients.flow import Completion, Group, Prompt
+from tandem_clients.transcript import Transcript
+from tandem_config.sections.environment import EnvironmentSection
 from tandem_files.tokenizer import TextCodec
 from tests.kit.folders import EOS, encode, write_small_model
 
@@ -45,6 +48,25 @@ def completion(said: str) -> Completion:
 def group(answer: str, *said: str) -> Group:
     prompt = Prompt(row=1, token_ids=array("I", [3]), answer=answer)
     return Group(group_id="g", prompt=prompt, completions=tuple(map(completion, said)))
+
+
+def episode(*turns: str, answers: str, **said: Any) -> Completion:
+    """Turns of the policy, with the same answer between them."""
+    ids, mask = list[int](), list[int]()
+    messages: list[dict[str, Any]] = []
+    for place, text in enumerate(turns):
+        between = encode(answers) if place else []
+        ids += [*between, *encode(text), EOS]
+        mask += [0] * len(between) + [1] * (len(encode(text)) + 1)
+        messages += [{"role": "tool", "content": answers}] * bool(place) + [{"role": "assistant", "content": text}]
+    return Completion(
+        token_ids=array("I", ids),
+        logprobs=array("f", [0.0] * len(ids)),
+        truncated=False,
+        oldest_version=0,
+        loss_mask=array("B", mask) if len(turns) > 1 else None,
+        transcript=Transcript(messages=messages, **said),
+    )
 
 
 @pytest.fixture
@@ -229,3 +251,68 @@ async def test_places_of_failures_are_those_of_all_completions() -> None:
     texts = [ScoredText(completion="1", answer="1", truncated=place in (0, 2)) for place in range(6)]
     scores = await StoppedOnly(Failing(1, late=1)).score(texts)
     assert (list(scores.errors), list(scores.late), list(scores.unreadable)) == ([1], [3], [3])
+
+
+class Seen(Reward):
+    """Notes what it gets."""
+
+    def __init__(self) -> None:
+        self.items: list[ScoredText] = []
+
+    async def score(self, items: Sequence[ScoredText]) -> Scores:
+        self.items += items
+        return Scores(values=[0.0] * len(items))
+
+
+def episodes_of(*completions: Completion) -> Group:
+    prompt = Prompt(row=1, token_ids=array("I", [3]), answer="12", messages=[{"role": "user", "content": "5+7"}])
+    return Group(group_id="g", prompt=prompt, completions=completions)
+
+
+async def test_of_several_turns_the_last_is_scored_after_all_others(codec: TextCodec) -> None:
+    seen = Seen()
+    groups = [episodes_of(episode("5+7", "12", answers="=12", end="done"), episode("12", answers="", end="done"))]
+    scored = await scorer(codec, ExactMatch(), Part(key="reward[1]", name="seen", reward=seen)).score(groups)
+    assert scored.rewards_PG.tolist() == [[1.0, 1.0]]
+    two, one = seen.items
+    assert [message["content"] for message in two.messages or ()] == ["5+7", "5+7", "=12"]
+    assert [message["content"] for message in one.messages or ()] == ["5+7"]
+    assert (two.completion, two.num_tokens, len(two.completion_ids)) == ("12", 7, 10)
+
+
+async def test_what_the_environment_gave_is_a_reward(codec: TextCodec) -> None:
+    given = [[None, 0.5, 1.0], [None], [-1.0]]
+    group_ = episodes_of(*(episode("1", answers="", rewards=one, end="done") for one in given))
+    assert (await scorer(codec, EpisodeReward()).score([group_])).rewards_PG.tolist() == [[1.5, 0.0, -1.0]]
+    none = await scorer(codec, EpisodeReward()).score([episodes_of(episode("1", answers="", rewards=[None]))])
+    assert none.remarks == {
+        "first.none": "reward first: the environment gave no reward for any of 1 episodes; each counts as 0"
+    }
+
+
+@pytest.mark.parametrize(("on_error", "rewards", "present"), [("zero", 0.0, True), ("drop", 0.0, False)])
+async def test_an_episode_whose_environment_failed_gets_what_the_settings_say(
+    codec: TextCodec, on_error: Any, rewards: float, present: bool
+) -> None:
+    section = EnvironmentSection(tools=("tools.py:add",), on_error=on_error, max_error_share=0.5)
+    parts = [Part(key="reward", name="first", reward=ExactMatch(), is_accuracy=True)]
+    failed = episode("12", answers="", end="failed", error="g#0: killed")
+    scoring = Scorer(parts=parts, codec=codec, environment=section)
+    scored = await scoring.score([episodes_of(failed, episode("12", answers="", end="done"))])
+    assert scored.rewards_PG.tolist() == [[rewards, 1.0]]
+    assert scored.present_PG.tolist() == [[present, True]]
+    assert (scored.num_errors, scored.first_error) == (1, "g#0: killed")
+    assert scored.failures == {0: {"environment": "g#0: killed"}}
+    why = r"environment: 2 of 3 episodes failed, more than environment.max_error_share = 50% .*: g#0: killed"
+    with pytest.raises(Internal, match=why):
+        await scoring.score([episodes_of(failed, failed, episode("12", answers=""))])
+
+
+async def test_with_on_error_stop_one_failed_episode_ends_the_run(codec: TextCodec) -> None:
+    section = EnvironmentSection(tools=("tools.py:add",), on_error="stop")
+    parts = [Part(key="reward", name="first", reward=ExactMatch(), is_accuracy=True)]
+    failed = episode("12", answers="", end="failed", error="g#0: killed")
+    with pytest.raises(Internal, match="1 of 2 episodes failed"):
+        await Scorer(parts=parts, codec=codec, environment=section).score(
+            [episodes_of(failed, episode("12", answers=""))]
+        )

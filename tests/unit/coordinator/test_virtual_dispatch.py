@@ -4,7 +4,7 @@ import asyncio
 import random
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -79,7 +79,7 @@ async def generate(
         patience=patience,
         seed=fleet.seed,
         warn=print,
-        answering=None if answers is None else lambda: answers,
+        environments=answers,
     )
     trouble = asyncio.create_task(fleet.trouble(kinds)) if kinds else None
     try:
@@ -140,6 +140,12 @@ class Answers:
         ends = completion.truncated or len(held) + CONTEXT >= length_of(group.group_id, index, MOST)
         return array("I", [] if ends else [60_000 + len(held)] * CONTEXT)
 
+    async def opened(self, prompts: Mapping[str, Prompt]) -> dict[str, Prompt]:
+        return dict(prompts)
+
+    def conversations(self) -> "Answers":
+        return self
+
     async def close(self) -> None:
         self.closed = True
 
@@ -147,7 +153,7 @@ class Answers:
 def in_turns(group_id: str, index: int) -> tuple[list[int], list[int]]:
     """Ids and mask of a completion with the answers of `Answers`."""
     length = length_of(group_id, index, MOST)
-    ids, mask = [], []
+    ids, mask = list[int](), list[int]()
     while len(ids) < length:
         if ids and len(ids) % TURN == 0:
             if len(ids) + CONTEXT >= length:

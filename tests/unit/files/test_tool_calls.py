@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tandem_files.chat.parsing import PARSERS, AssistantTurn, parse_turn, parser_for
+from tandem_files.chat.parsing import PARSERS, ParsedTurn, parse_turn, parser_for
 from tests.chats import GLM, HARMONY, LLAMA, MISTRAL, QWEN, TOOLS
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 2,"b":  3}}\n</tool_call>'
@@ -14,7 +14,7 @@ ANALYSIS = "<|channel|>analysis<|message|>Use it."
 CALL = '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a":2}'
 
 
-def calls(turn: AssistantTurn) -> list[tuple[str, object, str]]:
+def calls(turn: ParsedTurn) -> list[tuple[str, object, str]]:
     return [(call.name, call.arguments, call.raw) for call in turn.tool_calls]
 
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, normalizers
 
 from tandem_clients.formatting import PromptFormat
 from tandem_config.schema import DataSection
-from tandem_files.chat.parsing import AssistantTurn
+from tandem_files.chat.parsing import ParsedTurn
 from tandem_files.chat.renderer import FollowUp, TemplateRenderer, probe
 from tandem_files.chat.template import ChatTemplate, TemplateFailure
 from tandem_files.rows.reading import Row
@@ -162,7 +162,7 @@ def test_a_turn_is_read_from_its_ids(tokenizer: Tokenizer) -> None:
         ]
         assert turn.raw == f"{text}<|im_end|>"
     assert renderer.parse(ids(renderer, text)).truncated
-    assert renderer.parse([]) == AssistantTurn(content="", truncated=True)
+    assert renderer.parse([]) == ParsedTurn(content="", truncated=True)
 
 
 def test_marks_that_the_model_does_not_stop_at_end_a_turn_too(tokenizer: Tokenizer) -> None:

@@ -22,7 +22,7 @@ class Good:
     def __init__(self, trace=None):
         self.trace = trace
     def reset(self, row, seed):
-        assert row["messages"] == [{"role": "user", "content": row["prompt"]}] and row["columns"]["level"] == 7
+        assert row["prompt"].startswith(row["messages"][0]["content"]) and row["columns"]["level"] == 7
         assert (row["answer"], seed) == ("3", 0)
         return []
     def step(self, turn):
@@ -52,7 +52,11 @@ def write(folder: Path, **settings: Any) -> Path:
     rows = [{"prompt": "1+2=", "answer": "3", "level": 7}] * 9
     (folder / "mine.py").write_text(CODE)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in different(rows)))
-    file = write_config(folder, data={"train": "rows.jsonl", "heldout": None})
+    template = (
+        "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else '=' }}{% endfor %}{{ tools }}"
+    )
+    data = {"train": "rows.jsonl", "heldout": None, "prompt_as": "user_message", "chat_template": template}
+    file = write_config(folder, data=data)
     file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"environment": settings}))
     return file
 
@@ -83,9 +87,7 @@ def test_what_does_not_work_is_named(
 def test_what_works_is_not(tmp_path: Path) -> None:
     for settings in ({"function": "mine.py:Good", "args": {"trace": f"{tmp_path}/trace"}}, {"tools": ["mine.py:add"]}):
         found = preflight(draft_config(write(tmp_path, **settings)), redis_url=None)
-        assert [problem.message for problem in found if problem.key.startswith("environment")] == [
-            "is not yet trained with"
-        ]
+        assert [problem.message for problem in found if problem.key.startswith(("environment", "data."))] == []
     assert (tmp_path / "trace").read_text() == "closed"
 
 

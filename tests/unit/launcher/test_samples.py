@@ -147,6 +147,26 @@ def test_what_the_policy_has_not_sampled_is_marked(tmp_path: Path) -> None:
     assert "⟦" not in shown(tmp_path, terminal=False)
 
 
+def test_the_turns_of_an_episode_are_shown_with_what_they_got(tmp_path: Path) -> None:
+    call = {"id": "call0", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    said = {
+        "messages": [
+            {"role": "assistant", "content": "I add.", "tool_calls": [call]},
+            {"role": "tool", "content": "3\x1b"},
+            {"role": "assistant", "content": "It is 3."},
+        ],
+        "rewards": [None, 1.0],
+        "end": "failed",
+        "error": "g#0: late",
+    }
+    output = shown(tmp_path, terminal=False, transcript=json.dumps(said))
+    assert (
+        '  turns\n    assistant: I add. add({"a": 1, "b": 2})\n    tool: 3\\x1b\n    assistant (got 1.000): It is 3.\n'
+        "    ended: failed, g#0: late\n" in output
+    )
+    assert "turns" not in shown(tmp_path, terminal=False)
+
+
 def test_a_failed_score_is_no_zero(tmp_path: Path) -> None:
     parts, errors = {"score": 0.0, "short": 0.3}, {"score": "IndexError: list index\x1b"}
     output = shown(tmp_path, terminal=False, reward_parts=parts, errors=errors)

@@ -1,0 +1,228 @@
+"""Completions of several turns with real environments, tools and chat templates: what is put between the turns."""
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from coordinator.environments.conversations import Conversations, Environments
+from coordinator.environments.pool import EnvironmentPool
+from tandem_clients.flow import Completion, Prompt
+from tandem_clients.sample_stream import OpenGroup
+from tandem_clients.transcript import Transcript
+from tandem_config.sections.environment import EnvironmentSection
+from tests.chats import QWEN, renderer_of, train_tokenizer
+
+pytestmark = pytest.mark.integration
+
+TOOLS = '''
+def add(a: int, b: int) -> int:
+    """Adds two numbers."""
+    return a + b
+'''
+GUESS = """
+import asyncio
+
+class Guess:
+    def __init__(self, most=9):
+        self.most = most
+
+    async def reset(self, row, seed):
+        self.secret = int(row["answer"])
+        if row["columns"].get("fails"):
+            raise RuntimeError("no game today")
+        return [{"role": "user", "content": f"Guess a number up to {self.most}; seed {seed % 7}"}]
+
+    async def step(self, turn):
+        if turn.text == "sleep":
+            await asyncio.sleep(60)
+        if not turn.text.isdigit():
+            return [{"role": "user", "content": "a number!"}], -0.25, False
+        if int(turn.text) == self.secret:
+            return [], 1.0, True
+        return [{"role": "user", "content": "no"}], None, False
+"""
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer([QWEN, CALL, "It is 5. Guess a number up to 9; seed no a number!"])
+
+
+@asynccontextmanager
+async def environments(
+    tokenizer: Tokenizer, *, tokens: int = 200, prompt_tokens: int = 200, **settings: Any
+) -> AsyncIterator[Environments]:
+    section = EnvironmentSection(workers=1, **settings)
+    pool = EnvironmentPool(section)
+    await pool.start()
+    try:
+        yield Environments(
+            pool=pool,
+            section=section,
+            renderer=renderer_of(tokenizer, "qwen", tools=pool.tools),
+            max_new_tokens=tokens,
+            max_prompt_tokens=prompt_tokens,
+            seed=3,
+        )
+    finally:
+        await pool.close()
+
+
+class Policy:
+    """A completion that says what it is to say."""
+
+    def __init__(self, tokenizer: Tokenizer, made: Environments, prompt: Prompt) -> None:
+        self.tokenizer, self.made = tokenizer, made
+        self.group = OpenGroup(group_id="g", prompt=prompt, num_completions=1, takes_turns=True)
+        self.talks = Conversations(made)
+
+    def ids(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    async def says(self, text: str, *, truncated: bool = False) -> str | None:
+        """Returns: the text between this turn and the next one; None: the episode has ended."""
+        ids = self.ids(text + "<|im_end|>" * (not truncated))
+        part = Completion(
+            token_ids=array("I", ids),
+            logprobs=array("f", [-1.0] * len(ids)),
+            truncated=truncated,
+            oldest_version=4,
+            version_spans=((len(ids), 4),),
+        )
+        self.group.take(1)
+        if 0 in self.group.found:
+            before = self.group.found[0]
+            before.token_ids.extend(ids)
+            before.logprobs.extend(part.logprobs)
+            assert before.loss_mask is not None
+            before.loss_mask.extend([1] * len(ids))
+            before.truncated = truncated
+        else:
+            self.group.found[0] = part
+        self.group.running.discard(0)
+        self.group.end_turn([0])
+        held = self.completion.token_ids.tolist()
+        context = await self.talks.answer(self.group, 0)
+        assert self.completion.token_ids.tolist() == held, "an answer changes no id that is there"
+        self.group.answer(0, context)
+        return self.tokenizer.decode(list(context), skip_special_tokens=False) if context else None
+
+    @property
+    def completion(self) -> Completion:
+        return self.group.found[0]
+
+    @property
+    def transcript(self) -> Transcript:
+        assert self.completion.transcript is not None
+        return self.completion.transcript
+
+    def ended(self) -> tuple[str, Sequence[float | None], bool]:
+        assert self.group.is_whole()
+        return self.transcript.end, self.transcript.rewards, self.completion.truncated
+
+
+def prompt(**columns: Any) -> Prompt:
+    messages = [{"role": "user", "content": "How much?"}]
+    return Prompt(row=1, token_ids=array("I", [1]), answer="7", text="How much?", messages=messages, columns=columns)
+
+
+async def test_a_tool_answers_its_call_and_the_next_turn_follows(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "tools.py").write_text(TOOLS)
+    async with environments(tokenizer, tools=[f"{tmp_path}/tools.py:add"]) as made:
+        policy = Policy(tokenizer, made, prompt())
+        assert await policy.says(CALL) == (
+            "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        )
+        assert await policy.says("It is 5.") is None
+        assert policy.ended() == ("done", [None, None], False)
+        said = policy.transcript
+        assert [(message["role"], message.get("content")) for message in said.messages] == [
+            ("assistant", None),
+            ("tool", "5"),
+            ("assistant", "It is 5."),
+        ]
+        assert said.messages[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2, "b": 3}}
+        mask = policy.completion.loss_mask
+        assert mask is not None
+        turns = [len(policy.ids(text + "<|im_end|>")) for text in (CALL, "It is 5.")]
+        between = len(mask) - sum(turns)
+        assert [*mask] == [1] * turns[0] + [0] * between + [1] * turns[1]
+        assert policy.completion.version_spans[-1][1] == 4
+        assert policy.completion.last_turn_ids.tolist() == policy.ids("It is 5.<|im_end|>")
+        await policy.talks.close()
+
+
+async def test_what_an_environment_says_first_is_in_the_prompt(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "env.py").write_text(GUESS)
+    async with environments(tokenizer, function=f"{tmp_path}/env.py:Guess", args={"most": 5}) as made:
+        asked = {"g": prompt(), "h": prompt(fails=True)}
+        opened = await made.opened(asked)
+        assert opened["h"] == asked["h"], "it is not opened, and fails when its first turn has ended"
+        text = tokenizer.decode(opened["g"].token_ids.tolist(), skip_special_tokens=False)
+        assert "How much?<|im_end|>\n<|im_start|>user\nGuess a number up to 5" in text
+        assert await made.opened(opened) == opened
+        policy = Policy(tokenizer, made, opened["g"])
+        assert await policy.says("what?") == "\n<|im_start|>user\na number!<|im_end|>\n<|im_start|>assistant\n"
+        assert await policy.says("3") == "\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"
+        assert await policy.says("7") is None
+        assert policy.ended() == ("done", [-0.25, None, 1.0], False)
+        other = Policy(tokenizer, made, opened["h"])
+        assert await other.says("7") is None
+        assert other.ended()[0] == "failed"
+        assert "no game today" in other.transcript.error
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens", "said", "end"),
+    [
+        ({"max_turns": 2}, 400, ["1", "2"], "max_turns"),
+        ({}, 12, ["1"], "max_tokens"),
+        ({"episode_timeout_s": 1.0}, 400, ["1", "sleep"], "timeout"),
+    ],
+)
+async def test_an_episode_that_is_cut_off_is_truncated(
+    tokenizer: Tokenizer, tmp_path: Path, settings: dict[str, Any], tokens: int, said: list[str], end: str
+) -> None:
+    (tmp_path / "env.py").write_text(GUESS)
+    async with environments(tokenizer, tokens=tokens, function=f"{tmp_path}/env.py:Guess", **settings) as made:
+        policy = Policy(tokenizer, made, (await made.opened({"g": prompt()}))["g"])
+        *others, last = said
+        assert None not in [await policy.says(text) for text in others]
+        assert await policy.says(last) is None
+        assert (policy.ended()[0], policy.ended()[2]) == (end, True)
+
+
+async def test_a_turn_that_the_limit_cuts_off_is_answered_and_is_the_last(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "env.py").write_text(GUESS)
+    async with environments(tokenizer, function=f"{tmp_path}/env.py:Guess") as made:
+        policy = Policy(tokenizer, made, (await made.opened({"g": prompt()}))["g"])
+        assert await policy.says("what", truncated=True) is None
+        assert policy.ended() == ("max_tokens", [-0.25], True)
+
+
+async def test_a_prompt_that_becomes_too_long_is_not_opened(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "env.py").write_text(GUESS)
+    async with environments(tokenizer, prompt_tokens=5, function=f"{tmp_path}/env.py:Guess") as made:
+        policy = Policy(tokenizer, made, (await made.opened({"g": prompt()}))["g"])
+        assert await policy.says("7") is None
+        assert "or these are too many tokens" in policy.transcript.error
+
+
+async def test_episodes_that_are_left_are_closed(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "env.py").write_text(
+        GUESS + f"\n    async def close(self): open({str(tmp_path / 'closed')!r}, 'a').write('x')"
+    )
+    async with environments(tokenizer, function=f"{tmp_path}/env.py:Guess") as made:
+        opened = (await made.opened({"g": prompt()}))["g"]
+        policies = [Policy(tokenizer, made, opened) for _ in range(3)]
+        await asyncio.gather(*(policy.says("1") for policy in policies))
+        for policy in policies:
+            await policy.talks.close()
+    assert (tmp_path / "closed").read_text() == "x" * 4  # that of the prompt too
