@@ -22,7 +22,7 @@ endef
 # Most tests wait for processes more than they compute, so three workers keep two cores busy.
 WORKERS := -n 3 --dist loadfile
 
-.PHONY: help venv demo test test-fast test-all check check-format check-lint check-types check-imports check-protos
+.PHONY: help venv demo demo-env test test-fast test-all check check-format check-lint check-types check-imports check-protos
 .PHONY: format proto freeze-protos lock clean check-cuda gpu-check bench-sync bench-train bench-demo check-turns images
 
 help: ## list the targets
@@ -36,6 +36,9 @@ $(STAMP): requirements/lock.txt requirements/torch.txt requirements/torch-cuda.t
 
 demo: venv ## post-train the example model with GRPO on this machine and show it (minutes)
 	@.venv/bin/tandem demo
+
+demo-env: venv ## post-train a tiny model to use a calculator: two turns and a tool (minutes)
+	@.venv/bin/tandem run -c examples/calculator/calculator.yaml
 
 test: check ## checks and all tests but the slow ones (about 40 minutes on 2 cores)
 	$(call pytest,test,$(WORKERS) -m "($(SELECT)) and not alone")

@@ -1,4 +1,4 @@
-"""The demo does what the README says: it learns, engine and trainer agree, and the folder it leaves is the policy."""
+"""The demos do what the README says: they learn, engine and trainer agree, and the folder left is the policy."""
 
 import json
 from collections.abc import Callable
@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
+from examples.calculator.make_model import accuracy
+from examples.calculator.problems import split_questions
 from tests.e2e.conftest import EXAMPLE, Tandem, rows_of, summary_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.alone, pytest.mark.timeout(900)]
@@ -58,6 +60,24 @@ def test_the_demo_learns_to_add(tandem: Callable[..., Tandem], tmp_path: Path) -
     # Where an iteration's time goes is measured; that Tandem adds at most 15 % is a ratio, so it may be asserted.
     assert summary["time"]["overhead_share_median"] <= 0.15
     assert abs(transformers_accuracy(folder / "hf") - summary["final_accuracy"]) <= 0.004  # two of 500 near-ties
+
+
+@pytest.mark.slow
+@pytest.mark.runs("make demo-env")
+def test_the_calculator_example_learns_to_use_its_tool(tandem: Callable[..., Tandem], tmp_path: Path) -> None:
+    run = tandem("run", "-c", str(EXAMPLE.parent.parent / "calculator" / "calculator.yaml"))
+    assert run.wait_end(800) == 0, run.output()
+    run.assert_nothing_left()
+    folder = tmp_path / "runs" / "calculator"
+    summary = summary_of(folder)
+    assert summary["initial_accuracy"] <= 0.3
+    assert summary["final_accuracy"] >= 0.9
+    # Also of tokens that follow a tool's answer.
+    assert summary["logprob_abs_diff_max"] <= 1e-4
+    assert summary["weight_sync"]["redundancy"] == 1.0
+    # The same episodes, with the tool called here.
+    exported = accuracy(Qwen3ForCausalLM.from_pretrained(folder / "hf"), split_questions()[1])
+    assert abs(exported - summary["final_accuracy"]) <= 0.004
 
 
 def transformers_accuracy(folder: Path) -> float:
