@@ -164,7 +164,7 @@ def test_the_turns_of_an_episode_are_shown_with_what_they_got(tmp_path: Path) ->
         '  turns\n    assistant: I add. add({"a": 1, "b": 2})\n    tool: 3\\x1b\n    assistant (got 1.000): It is 3.\n'
         "    ended: failed, g#0: late\n" in output
     )
-    assert "turns" not in shown(tmp_path, terminal=False)
+    assert "\n  turns\n" not in shown(tmp_path, terminal=False)
 
 
 def test_a_failed_score_is_no_zero(tmp_path: Path) -> None:
