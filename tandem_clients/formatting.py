@@ -118,7 +118,7 @@ class PromptFormat:
         tools = None if self._episodes is None else self._episodes.schemas
         template = self.templates.get(_WITH_TOOLS if tools and _WITH_TOOLS in self.templates else DEFAULT)
         if template is None:
-            raise ValueError(f"environment: needs a chat template: {self._without}")
+            raise ValueError("an environment needs a chat template: set data.chat_template to a .jinja file")
         if tools and not template.takes_tools:
             raise ValueError("environment.tools: the chat template does not write tools: set data.chat_template")
         try:

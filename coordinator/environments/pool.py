@@ -238,6 +238,7 @@ class _Slot:
             if self._running is None or self._running.ended:
                 if self._running is not None:
                     await self._running.settle()
+                    log.warning("environment worker started again: the one before has ended")
                 self._running = _Running(await WorkerProcess.start(self._task))
                 self._most = CONCURRENCY if self._running.form["is_async"] else 1
             return self._running
