@@ -7,6 +7,7 @@ Both run the same function. Neither has an engine: a layout says which slices of
 
 import multiprocessing
 import sys
+from multiprocessing.synchronize import Barrier
 
 import torch
 
@@ -36,8 +37,11 @@ SPEC = ModelSpec.from_config(
 GROUP, TIMEOUT_S = "example", 60.0
 
 
-def take_part(slot: str, redis_url: str) -> None:
-    """One round as `slot`: join the group, agree on the round, run its phases."""
+def take_part(slot: str, redis_url: str, phase_done: Barrier) -> None:
+    """One round as `slot`: join the group, agree on the round, run its phases.
+
+    No rank begins a phase, or leaves, before all have finished the one before. In a run the coordinator sees to that.
+    """
     sends = slot.startswith("trainer/")
     shapes = (megatron_layout if sends else sglang_layout)(SPEC, Parallel()).parameters_of(0)
     tensors = {name: torch.randn(shape) if sends else torch.zeros(shape) for name, shape in shapes.items()}
@@ -54,9 +58,10 @@ def take_part(slot: str, redis_url: str) -> None:
         transfer_timeout_s=TIMEOUT_S,
     )
     round_.epoch = Rendezvous(redis_url, GROUP).wait_for(Participants.of_round(round_).slots, TIMEOUT_S).epoch
-    reports = {
-        phase: member.run_phase(phase, round_) for phase in PHASES
-    }  # VERIFY compares digests of what is there now
+    reports = {}
+    for phase in PHASES:  # VERIFY compares digests of what is there now
+        reports[phase] = member.run_phase(phase, round_)
+        phase_done.wait(TIMEOUT_S)
     moved = reports[pb.ROUND_PHASE_TRANSFER]
     print(
         f"{slot}: {moved.bytes_sent:,} bytes sent, {moved.bytes_received:,} of {moved.shard_bytes:,} received",
@@ -68,7 +73,8 @@ def take_part(slot: str, redis_url: str) -> None:
 def main() -> int:
     """Run both processes. Returns: 0 if both have committed the round."""
     context = multiprocessing.get_context("spawn")
-    both = [context.Process(target=take_part, args=(slot, sys.argv[1])) for slot in ("trainer/0", "rollout/0")]
+    arguments = sys.argv[1], context.Barrier(2)
+    both = [context.Process(target=take_part, args=(slot, *arguments)) for slot in ("trainer/0", "rollout/0")]
     for process in both:
         process.start()
     for process in both:
