@@ -50,6 +50,7 @@ class GroupRequest:
         seed: of its completions, which differ in spite of it; None: random.
         prefixes: the completions that are asked for, by their index, with the tokens that they have; empty: all, from
             their beginnings.
+        prompts: those that completions follow in place of the group's, by their index.
     """
 
     group_id: str
@@ -57,6 +58,7 @@ class GroupRequest:
     num_completions: int
     seed: int | None = None
     prefixes: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    prompts: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     def starts(self) -> Mapping[int, Sequence[int]]:
         """Return the tokens that each completion continues, by its index."""

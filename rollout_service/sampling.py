@@ -111,20 +111,27 @@ def _read_group(index: int, group: pb.PromptGroup, sampling: SamplingSettings, l
         raise InvalidRequest(f"{name}: {error}") from None
     if not prompt_ids:
         raise InvalidRequest(f"{name}: prompt_ids is empty; a prompt has at least one token")
-    total = len(prompt_ids) + sampling.max_new_tokens
-    if total > limits.longest_request:
-        raise InvalidRequest(
-            f"{name}: {len(prompt_ids)} prompt tokens and max_new_tokens {sampling.max_new_tokens} are {total} "
-            f"tokens; at most {limits.longest_request} fit (rollout.context_length, rollout.max_total_tokens, "
-            "rollout.mem_fraction_static)"
-        )
-    _check_vocabulary(f"{name}: prompt_ids", prompt_ids, limits)
+    prompts = {
+        sample.index: array_of("prompt_ids_u32", sample.prompt_ids_u32, ()).tolist()
+        for sample in group.samples
+        if sample.prompt_ids_u32
+    }
+    for place, ids in {name: prompt_ids, **{f"{name}, sample {index}": ids for index, ids in prompts.items()}}.items():
+        total = len(ids) + sampling.max_new_tokens
+        if total > limits.longest_request:
+            raise InvalidRequest(
+                f"{place}: {len(ids)} prompt tokens and max_new_tokens {sampling.max_new_tokens} are {total} "
+                f"tokens; at most {limits.longest_request} fit (rollout.context_length, rollout.max_total_tokens, "
+                "rollout.mem_fraction_static)"
+            )
+        _check_vocabulary(f"{place}: prompt_ids", ids, limits)
     return GroupRequest(
         group_id=group.group_id,
         prompt_ids=prompt_ids,
         num_completions=group.num_completions,
         seed=group.seed if group.HasField("seed") else None,
         prefixes=_read_prefixes(name, group, sampling, limits),
+        prompts=prompts,
     )
 
 

@@ -111,6 +111,9 @@ class Completion:
     loss_mask: "array[int] | None" = None
     # What was said, where an environment has answered; None: there is none.
     transcript: Transcript | None = None
+    # Where branches begin: what is sampled from there on follows neither the prompt nor any token before, but the first
+    # tokens of the branch, which are masked.
+    branches: tuple[int, ...] = ()
 
     @property
     def last_turn_ids(self) -> "array[int]":

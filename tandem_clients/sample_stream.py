@@ -80,7 +80,7 @@ class OpenGroup:
             for index in stopped:
                 self.found.pop(index, None)
         else:
-            ended = [index for index in stopped if _has_ended(self.found.get(index), sampling)]
+            ended = [index for index in stopped if self._has_ended(index, sampling)]
             stopped = [index for index in stopped if index not in ended]
             self.end_turn(ended)
         self.waiting[:0] = stopped
@@ -105,6 +105,32 @@ class OpenGroup:
             )
             _extend(begun, context)
             self.waiting.append(index)
+
+    def held(self, index: int) -> "tuple[array[int], array[int]]":
+        """Return what a completion follows in place of the prompt, empty if it is that, and its tokens behind it.
+
+        What a branch follows is as long as the prompt, if it has as many tokens before the first sampled one: so no
+        sequence is longer than prompt and completion may be.
+        """
+        if index not in self.found:
+            return array("I"), array("I")
+        completion = self.found[index]
+        if not completion.branches or completion.loss_mask is None:
+            return array("I"), completion.token_ids
+        begin = completion.branches[-1]
+        sampled = completion.loss_mask.tobytes().find(1, begin)
+        cut = begin + len(self.prompt.token_ids)
+        cut = min(cut, len(completion.token_ids) if sampled < 0 else sampled)
+        return completion.token_ids[begin:cut], completion.token_ids[cut:]
+
+    def _has_ended(self, index: int, sampling: Sampling) -> bool:
+        """Whether a completion has its last token; it says then how it has ended."""
+        completion = self.found.get(index)
+        if completion is None or not completion.num_sampled or (completion.loss_mask and not completion.loss_mask[-1]):
+            return False
+        stops = completion.token_ids[-1] in sampling.stop_token_ids
+        completion.truncated = not stops and len(self.held(index)[1]) >= sampling.max_new_tokens
+        return stops or completion.truncated
 
     def is_whole(self) -> bool:
         """Whether every completion has ended."""
@@ -191,8 +217,8 @@ class SampleStream:
         )
         if group.found or len(indices) < group.num_completions:
             for index in indices:
-                has = group.found.get(index)
-                message.samples.add(index=index, token_ids_u32=b"" if has is None else has.token_ids.tobytes())
+                prompt_ids, token_ids = group.held(index)
+                message.samples.add(index=index, token_ids_u32=token_ids.tobytes(), prompt_ids_u32=prompt_ids.tobytes())
         return message
 
     @property
@@ -304,15 +330,6 @@ class ServingFleet(Protocol):
     def serving(self) -> Sequence[Sampler]:
         """Return them, by name."""
         ...
-
-
-def _has_ended(completion: Completion | None, sampling: Sampling) -> bool:
-    """Whether a completion has its last token; it says then how it has ended."""
-    if completion is None or not completion.num_sampled or (completion.loss_mask and not completion.loss_mask[-1]):
-        return False
-    stops = completion.token_ids[-1] in sampling.stop_token_ids
-    completion.truncated = not stops and len(completion.token_ids) >= sampling.max_new_tokens
-    return stops or completion.truncated
 
 
 def _add_part(found: dict[int, Completion], item: pb.Completion, place: str) -> None:

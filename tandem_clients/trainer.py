@@ -5,6 +5,7 @@ It turns samples into messages; their size changes the number of messages, not t
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
@@ -125,12 +126,23 @@ class Trainer:
 
         Args:
             reference: under the reference policy; else under the present one.
+
+        Returns: 0 where no sequence that is trained has the token: before one, in a branch of its own.
         """
         try:
-            return await self._logprobs(samples, reference)
+            found_T = await self._logprobs(samples, reference)
         except Unavailable as error:
             log.warning("log-probs lost, asking again", reference=reference, error=str(error))
-            return await self._logprobs(samples, reference)
+            found_T = await self._logprobs(samples, reference)
+        out_T = np.zeros(sum(len(sample.completion.token_ids) for sample in samples), np.float32)
+        offset = at = 0
+        for sample in samples:
+            for begin, part in sequences_of(sample):
+                num = len(part.completion.token_ids)
+                out_T[offset + begin : offset + begin + num] = found_T[at : at + num]
+                at += num
+            offset += len(sample.completion.token_ids)
+        return out_T
 
     async def _logprobs(self, samples: Sequence[Sample], reference: bool) -> NDArray[np.float32]:
         chunks = sample_chunks(samples)
@@ -196,6 +208,34 @@ class Trainer:
         await self._channel.close()
 
 
+def sequences_of(sample: Sample) -> list[tuple[int, Sample]]:
+    """Divide a sample at its branches; those without a token to train on are left out.
+
+    Returns: sequences, each with the place of its completion's first token. The prompt of a branch is what precedes its
+    first token to train on.
+    """
+    whole = sample.completion
+    if not whole.branches or whole.loss_mask is None:
+        return [(0, sample)]
+    found = []
+    for number, (begin, end) in enumerate(pairwise([0, *whole.branches, len(whole.token_ids)])):
+        first = whole.loss_mask.tobytes().find(1, begin, end)
+        if first < 0:
+            continue
+        start = first if number else begin
+        part = replace(
+            whole,
+            token_ids=whole.token_ids[start:end],
+            logprobs=whole.logprobs[start:end],
+            loss_mask=whole.loss_mask[start:end],
+            branches=(),
+        )
+        prompt = replace(sample.prompt, token_ids=whole.token_ids[begin:start]) if number else sample.prompt
+        name = f"{sample.sample_id}.{number}" if number else sample.sample_id
+        found.append((start, replace(sample, sample_id=name, prompt=prompt, completion=part)))
+    return found
+
+
 def step_requests(batch: TrainBatch, chunk_bytes: int = SAMPLE_CHUNK_BYTES) -> Iterator[trainer_pb2.TrainStepRequest]:
     """Yield the messages of a step: a header, then the samples in ascending order of their update."""
     yield trainer_pb2.TrainStepRequest(
@@ -203,7 +243,7 @@ def step_requests(batch: TrainBatch, chunk_bytes: int = SAMPLE_CHUNK_BYTES) -> I
             step_id=batch.step_id,
             policy_version=batch.policy_version,
             num_updates=len(batch.updates),
-            num_samples=batch.num_samples,
+            num_samples=sum(len(sequences_of(sample)) for samples in batch.updates for sample in samples),
         )
     )
     for update_index, samples in enumerate(batch.updates):
@@ -214,10 +254,11 @@ def step_requests(batch: TrainBatch, chunk_bytes: int = SAMPLE_CHUNK_BYTES) -> I
 def sample_chunks(
     samples: Sequence[Sample], update_index: int = 0, chunk_bytes: int = SAMPLE_CHUNK_BYTES
 ) -> Iterator[trainer_pb2.SampleChunk]:
-    """Yield samples in messages of at most chunk_bytes, but of at least one sample."""
-    starts = chunk_starts(list(map(_wire_bytes, samples)), chunk_bytes)
-    for start, end in pairwise([0, *starts, len(samples)]):
-        yield _chunk(update_index, samples[start:end])
+    """Yield samples, divided at their branches, in messages of at most chunk_bytes, but of at least one sequence."""
+    parts = [(number > 0, part) for sample in samples for number, (_, part) in enumerate(sequences_of(sample))]
+    starts = chunk_starts([_wire_bytes(part) for _, part in parts], chunk_bytes)
+    for start, end in pairwise([0, *starts, len(parts)]):
+        yield _chunk(update_index, [part for _, part in parts[start:end]], [goes for goes, _ in parts[start:end]])
 
 
 def _wire_bytes(sample: Sample) -> int:
@@ -227,7 +268,7 @@ def _wire_bytes(sample: Sample) -> int:
     return ids + _SAMPLED_BYTES * completion + len(sample.sample_id.encode()) + _OVERHEAD_BYTES
 
 
-def _chunk(update_index: int, samples: Sequence[Sample]) -> trainer_pb2.SampleChunk:
+def _chunk(update_index: int, samples: Sequence[Sample], continues: Sequence[bool]) -> trainer_pb2.SampleChunk:
     """Build the wire form of samples of one update; ragged fields are flattened in sample order."""
     token_ids = [ids.tobytes() for sample in samples for ids in (sample.prompt.token_ids, sample.completion.token_ids)]
     masked = any(sample.completion.loss_mask is not None for sample in samples)
@@ -241,4 +282,5 @@ def _chunk(update_index: int, samples: Sequence[Sample]) -> trainer_pb2.SampleCh
         token_ids_u32=b"".join(token_ids),
         rollout_logprobs_f32=b"".join([sample.completion.logprobs.tobytes() for sample in samples]),
         loss_mask_u8=policy_tokens(samples).tobytes() if masked else b"",
+        continues=continues if any(continues) else (),
     )

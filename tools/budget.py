@@ -21,7 +21,7 @@ REPO = Path(__file__).resolve().parent.parent
 # pause that recomputes, the page's time line (230), the plot of `tandem simulate` (100), and what check and init
 # foresee (250); by 31: turns whose ids are those that were sampled, and parsers of tool calls (600),
 # environments and tools in worker processes (1,040), and conversations between them and the policy (700).
-PRODUCT_LINES = 75_100
+PRODUCT_LINES = 75_500
 # Modules with one importer that are short and no extension point: each is a door to a closet.
 CLOSETS, CLOSET_LINES = 25, 60
 # Lines of the two paths, so that each can be read in an afternoon. Raised by 29: what becomes of a prompt is noted,
@@ -29,7 +29,7 @@ CLOSETS, CLOSET_LINES = 25, 60
 # dispatch may last as long as the run, an engine drops the KV cache of what it keeps; a round has stragglers. By 29:
 # what a step needs of the trainer is a protocol, so that what stands in for it is checked. By 31: which template,
 # tools in prompts, answers between turns, and what an episode gets.
-PROMPT_LINES, WEIGHT_LINES = 7_380, 5_720
+PROMPT_LINES, WEIGHT_LINES = 7_490, 5_720
 SUBJECT_CHARACTERS = 72
 
 # Folders that are not the product.

@@ -81,7 +81,9 @@ class _RankZero:
             loop.call_soon_threadsafe(stop.set)
 
         worker = Worker(self._settings, registry, commander.run, on_stop)
-        max_samples = grpo.prompts_per_iteration * grpo.group_size
+        turns = self._settings.config.environment
+        # Each turn of an episode may be a sequence of its own.
+        max_samples = grpo.prompts_per_iteration * grpo.group_size * (1 if turns is None else turns.max_turns)
         servicer = TrainerServicer(
             commander,
             max_samples=max_samples,

@@ -1,7 +1,8 @@
 """Between the turns of a completion: reads what the policy has sampled, asks its environment, and renders the answer.
 
-A completion is one conversation. What was sampled is kept as it is. What the environment says is put behind it, as the
-chat template's own text, which the policy reads and which is not trained on.
+What was sampled is kept as it is. What the environment says is put behind it, as the chat template's own text, which
+the policy reads and which is not trained on. Where the next turn must not read what was said so far, a branch begins
+(tree.py).
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from typing import Any
 import xxhash
 
 from coordinator.environments.pool import EnvironmentPool, Episode, EpisodeFailed, row_of
+from coordinator.environments.tree import Tree
 from coordinator.workers.episodes.replies import AssistantTurn, Message
 from servicekit.errors import ConfigError
 from servicekit.logs import get_logger
@@ -172,6 +174,11 @@ class _Conversation:
     begin: int = 0
     episode: Episode | None = None
     transcript: Transcript = field(default_factory=Transcript)
+    tree: Tree = field(init=False)
+
+    def __post_init__(self) -> None:
+        keeps = self.environments.section.history == "keep"
+        self.tree = Tree(self.environments.renderer, self.group.prompt, keeps=keeps)
 
     async def answer(self, completion: Completion) -> "array[int]":
         """Answer the last turn. Returns: ids that follow; none: the episode has ended."""
@@ -197,6 +204,7 @@ class _Conversation:
         own, said = self.environments, self.transcript
         sampled = completion.token_ids[self.begin :]
         turn = own.renderer.parse(sampled)
+        self.tree.add(turn, completion)
         said.messages.append(turn.message(own.renderer.thought_key))
         episode = self.episode or await self._begun()
         given: dict[str, Any] = {
@@ -213,10 +221,14 @@ class _Conversation:
             return array("I"), "max_tokens" if completion.truncated else "done"
         if completion.truncated or len(said.rewards) >= own.section.max_turns:
             return array("I"), "max_tokens" if completion.truncated else "max_turns"
-        context = array("I", own.renderer.bridge(sampled, turn, reply.messages))
-        said.messages += reply.messages
-        self.begin = len(completion.token_ids) + len(context)
-        return context, "max_tokens" if self.begin >= own.max_new_tokens else ""
+        follow = self.tree.follow(reply, completion)
+        said.messages += follow.messages
+        if follow.num_before + len(follow.token_ids) >= len(self.group.prompt.token_ids) + own.max_new_tokens:
+            return array("I"), "max_tokens"
+        if follow.begins:
+            completion.branches += (len(completion.token_ids),)
+        self.begin = len(completion.token_ids) + len(follow.token_ids)
+        return follow.token_ids, ""
 
     async def _begun(self) -> Episode:
         prompt = self.group.prompt

@@ -49,13 +49,18 @@ class EpisodeFailed(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnReply:
-    """What follows a turn: messages for the next one, or the end.
+    """What follows a turn, one of the first three, or the end.
 
     Attributes:
+        messages: behind the turn.
+        token_ids: behind the turn, as they are.
+        conversation: all that the next turn follows, in place of what was said.
         reward: None: this turn has none.
     """
 
-    messages: Sequence[Message]
+    messages: Sequence[Message] = ()
+    token_ids: Sequence[int] = ()
+    conversation: Sequence[Message] = ()
     reward: float | None
     done: bool
 
@@ -145,8 +150,8 @@ class Episode:
     async def step(self, turn: AssistantTurn) -> TurnReply:
         """Hand a turn of the policy over. Raises: EpisodeFailed; only close() may follow it, or `done`."""
         given = {name: getattr(turn, name) for name in AssistantTurn.__slots__}
-        messages, reward, done = await self._call([STEP, given])
-        return TurnReply(messages=messages, reward=reward, done=done)
+        follows, reward, done = await self._call([STEP, given])
+        return TurnReply(**follows if isinstance(follows, dict) else {"messages": follows}, reward=reward, done=done)
 
     async def close(self) -> None:
         """Let the environment release what it has; idempotent. What fails is logged."""

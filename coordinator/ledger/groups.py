@@ -49,6 +49,8 @@ def group_record(group: Group, order: str) -> Record:
         content += [completion.token_ids.tobytes(), completion.logprobs.tobytes()]
         content += [] if mask is None else [mask.tobytes()]
     fields: dict[str, Any] = {"group": group.group_id, "order": order, "completions": completions}
+    if any(one.branches for one in group.completions):
+        fields["branches"] = [one.branches for one in group.completions]
     if any(one.transcript is not None for one in group.completions):
         fields["transcripts"] = [one.transcript and asdict(one.transcript) for one in group.completions]
     return Record(kind="group", fields=fields, content=b"".join(content))
@@ -68,8 +70,10 @@ def read_group(record: Record, prompt: Prompt, versions: Mapping[int, int]) -> G
         at += num * width
         return items
 
-    transcripts = record.fields.get("transcripts", [None] * len(record.fields["completions"]))
-    for (num, truncated, has_mask, said), transcript in zip(record.fields["completions"], transcripts, strict=True):
+    recorded = record.fields["completions"]
+    transcripts = record.fields.get("transcripts", [None] * len(recorded))
+    branches = record.fields.get("branches", [()] * len(recorded))
+    for (num, truncated, has_mask, said), transcript, begins in zip(recorded, transcripts, branches, strict=True):
         spans = tuple((end, versions[version]) for end, version in said)
         completions.append(
             Completion(
@@ -80,6 +84,7 @@ def read_group(record: Record, prompt: Prompt, versions: Mapping[int, int]) -> G
                 version_spans=spans,
                 loss_mask=taken("B", num, 1) if has_mask else None,
                 transcript=transcript and Transcript(**transcript),
+                branches=tuple(begins),
             )
         )
     return Group(group_id=record.fields["group"], prompt=prompt, completions=tuple(completions))

@@ -197,7 +197,12 @@ def _sample(sample: StoredSample, limit: int) -> dict[str, Any]:
     names = ("sample", "reward", "reward_parts", "advantage", "num_tokens", "finish_reason", "use", "policy_version")
     errors = {name: shortened(why, limit) for name, why in sample.errors.items()}
     said = values["transcript"]
-    turns = said and {"rewards": said["rewards"], "end": said["end"], "error": shortened(said["error"], limit)}
+    turns = said and {
+        "rewards": said["rewards"],
+        "contexts": 1 + sum(message.get("branch", False) for message in said["messages"]),
+        "end": said["end"],
+        "error": shortened(said["error"], limit),
+    }
     return {
         **{name: values[name] for name in names},
         "errors": errors,

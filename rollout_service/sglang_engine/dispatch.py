@@ -256,7 +256,7 @@ def _batch_request(samples: Sequence[_Sample], sampling: SamplingSettings, cache
     }
     return GenerateReqInput(
         rid=[sample.rid for sample in samples],
-        input_ids=[[*sample.group.prompt_ids, *sample.prefix] for sample in samples],
+        input_ids=[[*one.group.prompts.get(one.index, one.group.prompt_ids), *one.prefix] for one in samples],
         sampling_params=[{**params, "max_new_tokens": sampling.max_new_tokens - len(one.prefix)} for one in samples],
         return_logprob=True,
         extra_key=cache_key,

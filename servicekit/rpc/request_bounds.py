@@ -103,6 +103,7 @@ BOUNDS: Table = {
         "advantages": Items(most=2**18, each=None),
         "trainable": Items(most=2**18, each=None),
         "loss_mask": Items(most=2**25, each=None),
+        "continues": Items(most=2**18, each=None),
         **dict[str, Bound].fromkeys(("token_ids_u32", "rollout_logprobs_f32", "loss_mask_u8"), _ARRAY),
     },
     "tandem_api.trainer.v1.TrainStepRequest": {"header": SubMessage(), "chunk": SubMessage()},
@@ -142,7 +143,11 @@ BOUNDS: Table = {
         "seed": Number(low=0, high=2**64),
         "samples": Items(most=2**16, each=SubMessage()),
     },
-    "tandem_api.rollout.v1.SamplePrefix": {"index": Number(low=0, high=2**16), "token_ids_u32": _ARRAY},
+    "tandem_api.rollout.v1.SamplePrefix": {
+        "index": Number(low=0, high=2**16),
+        "token_ids_u32": _ARRAY,
+        "prompt_ids_u32": _ARRAY,
+    },
     "tandem_api.rollout.v1.GenerateRequest": {
         "sampling": SubMessage(),
         "groups": Items(most=2**16, each=SubMessage()),

@@ -111,7 +111,7 @@ MUST_STAY = (
     | _keys("reward", "kind name weight accuracy require_stop function args per completions pattern find_answer")
     | _keys("reward", "full_tokens zero_tokens cache_tokens model prompt system scores full_score temperature")
     | _keys("reward", "max_answer_tokens body")
-    | _keys("environment", "function args tools max_turns")
+    | _keys("environment", "function args tools max_turns history")
     | _keys("grpo", "objective aggregation baseline advantage_std zero_variance truncated updates_divide old_logprobs")
     | _keys("grpo", "stop stop_token_ids kl_estimator kl_in reference_path")
     # Read at the beginning of a run only: another one would have no effect.

@@ -30,6 +30,12 @@ class EnvironmentSection(Section):
     """Seconds for a call of the environment, or for all calls of tools in a turn."""
     episode_timeout_s: Timeout = setting(600.0, "ten turns that take all of their time", "s")
     """Seconds for an episode, from its reset to its end."""
+    history: Literal["template", "keep"] = setting(
+        "template", "the policy is used with its chat template, which leaves out earlier thinking"
+    )
+    """What a turn behind a user's message reads. template: the chat template's own text of the conversation; where that
+    is not what was said (thinking that it leaves out), a branch begins. keep: every token so far, as behind the answers
+    of tools."""
     on_error: Literal["zero", "drop", "stop"] = setting(
         "drop", "what breaks an environment is more often itself than the policy"
     )

@@ -99,7 +99,11 @@ class TemplateRenderer:
 
     def render(self, messages: Sequence[Message]) -> list[int]:
         """Return the prompt of the first turn: the ids that a row with these messages has."""
-        return self.codec.encode_rendered([self.template.render(messages, self.tools)])[0]
+        return self.codec.encode_rendered([self.text(messages)])[0]
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """Return the template's text of a conversation before the next turn."""
+        return self.template.render(messages, self.tools)
 
     def parse(self, sampled_ids: Sequence[int]) -> ParsedTurn:
         """Read a turn from the text of its ids; where they are no UTF-8, that has replacement characters."""
@@ -111,6 +115,10 @@ class TemplateRenderer:
 
     def bridge(self, sampled_ids: Sequence[int], turn: ParsedTurn, messages: Sequence[Message]) -> list[int]:
         """Return the ids of the template's text behind the turn, as one text for all messages."""
+        return self.codec.encode_rendered([self.bridge_text(sampled_ids, turn, messages)])[0]
+
+    def bridge_text(self, sampled_ids: Sequence[int], turn: ParsedTurn, messages: Sequence[Message]) -> str:
+        """Return the text whose ids `bridge` returns."""
         if not messages or any(message["role"] == "assistant" for message in messages):
             raise ValueError("a turn is followed by at least one message, and by none of the assistant, who samples it")
         ending = self._call if turn.tool_calls else self._answer
@@ -123,7 +131,7 @@ class TemplateRenderer:
             text = self._unthought * is_open + text
         else:  # a mark of the next role that was sampled is there already, but only if the next message has that role
             text = text.removeprefix(ending.mark or self._texts[sampled_ids[-1]])
-        return self.codec.encode_rendered([text])[0]
+        return text
 
     def as_sampled(self, turn: ParsedTurn, around: str = "") -> list[int] | None:
         """Return the ids of a turn, `around` around its content, as the last; None: it does not continue the prompt."""

@@ -38,6 +38,12 @@ class Twice:
             return [{"role": "user", "content": "1+1"}], 0.25 * (turn.text == self.answer), False
         return [], 1.0, True
 """
+# An earlier turn is another text in it, in front of a user's message.
+FORGETS = """{% set ns = namespace(last=-1) %}{% for m in messages if m.role == 'user' %}{% set ns.last = loop.index %}
+{%- endfor %}{% set seen = namespace(users=0) %}{% for m in messages %}
+{%- if m.role == 'user' %}{% set seen.users = seen.users + 1 %}{% endif %}
+{{- '0+' if m.role == 'assistant' and seen.users < ns.last }}{{ m.content }}
+{{- '<eos>' if m.role == 'assistant' else '=' }}{% endfor %}"""
 BETWEEN = encode("1+1=")
 
 
@@ -92,6 +98,50 @@ async def test_every_schedule_trains_on_what_the_policy_said(
     assert {len(one["messages"]) for one in said} == {3}
     assert {one["rewards"][1] for one in said} == {1.0}
     assert all(sample.reward == sum(one["rewards"]) for sample, one in zip(samples, said, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+async def test_a_turn_whose_history_the_template_changes_is_trained_behind_what_it_read(
+    with_turns: RunConfig, environment: ServiceEnvironment, kind: str
+) -> None:
+    changes: dict[str, Any] = {"schedule": {"kind": kind}, "data": {"chat_template": FORGETS}}
+    if kind == "async":
+        changes |= {"grpo": {"preset": "decoupled"}, "sync": {"install": "staged", "pause": "keep_kv"}}
+    config, trainer = with_settings(with_turns, **changes), FakeTrainer()
+    async with announced_fleet(environment.redis_url, environment.run_id, trainer):
+        assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 0
+    found, flags = sequences_of(trainer)
+    firsts = [name for name, continues in flags.items() if not continues]
+    assert len(firsts) == 3 * 32
+    assert len(found) == 2 * len(firsts)
+    for name in firsts:
+        (prompt, first), (read, second) = found[name], found[f"{name}.1"]
+        assert first[-1] == second[-1] == EOS
+        assert read == [*prompt, *encode("0+"), *first, *BETWEEN], "the template's own text, behind the same prompt"
+    assert {row["turns_mean"] for row in rows(environment)} == {2.0}
+    kept = SampleFolder(environment.run_dir).load(1, "train", range(32))
+    assert {json.loads(sample.transcript)["messages"][1]["branch"] for sample in kept} == {True}
+
+
+async def test_a_history_that_is_kept_has_no_branches(with_turns: RunConfig, environment: ServiceEnvironment) -> None:
+    config = with_settings(with_turns, data={"chat_template": FORGETS}, environment={"history": "keep"})
+    trainer = FakeTrainer()
+    async with announced_fleet(environment.redis_url, environment.run_id, trainer):
+        assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 0
+    assert {len(mask) - sum(mask) for _, mask in masks_of(trainer).values()} == {len(BETWEEN)}
+    assert not any(sequences_of(trainer)[1].values())
+
+
+def sequences_of(trainer: FakeTrainer) -> tuple[dict[str, tuple[list[int], list[int]]], dict[str, bool]]:
+    """Prompt and completion of each sequence, and whether it continues an episode."""
+    found, flags = dict[str, tuple[list[int], list[int]]](), dict[str, bool]()
+    for chunk in (chunk for step in trainer.steps for chunk in step.chunks):
+        ids = iter(memoryview(chunk.token_ids_u32).cast("I"))
+        lengths = zip(chunk.prompt_lengths, chunk.completion_lengths, strict=True)
+        for name, (before, length) in zip(chunk.sample_ids, lengths, strict=True):
+            found[name] = (list(islice(ids, before)), list(islice(ids, length)))
+        flags |= dict(zip(chunk.sample_ids, chunk.continues or [False] * len(chunk.sample_ids), strict=True))
+    return found, flags
 
 
 async def test_a_resume_restores_episodes_that_had_ended(

@@ -187,6 +187,11 @@ async def test_a_seeded_completion_continues_as_if_it_had_not_been_interrupted(e
     assert [one.index for one in rest.completions] == [0, 2]
     assert [[*prefixes[one.index], *one.token_ids] for one in rest.completions] == [tokens[0], tokens[2]]
     assert [len(one.logprobs) for one in rest.completions] == [40, 89]
+    # One that follows another prompt, whose last token is the first of its own ones here.
+    other = replace(asked, prefixes={2: [9, tokens[2][0]], 0: tokens[0][:50]}, prompts={2: [7, 8]})
+    (rest,) = await collect(engine, [other], max_new_tokens=90)
+    found = {one.index: one.token_ids for one in rest.completions}
+    assert found == {0: tokens[0][50:], 2: tokens[2][1:89]}
 
 
 async def test_parts_and_the_end_are_the_whole(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """What the coordinator sends and what the trainer makes of it: where the stream is cut changes no number of a step."""
 
 from array import array
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,13 @@ def random_samples(rng: np.random.Generator) -> list[Sample]:
     def mask(number: int, length: int) -> "array[int] | None":
         return array("B", [1, *rng.integers(0, 2, length - 1).tolist()]) if number % 7 == 6 else None
 
-    return [
+    def divided(sample: Sample) -> Sample:
+        """With a branch wherever an answer begins."""
+        mask = list(sample.completion.loss_mask or ())
+        begins = tuple(place for place in range(1, len(mask)) if mask[place] < mask[place - 1])
+        return replace(sample, completion=replace(sample.completion, branches=begins))
+
+    whole = [
         Sample(
             sample_id=f"i1.g{i // 4}.row{i}#{i % 4}",
             prompt=Prompt(row=i, token_ids=array("I", rng.integers(0, 1000, rng.integers(1, 30)).tolist()), answer=""),
@@ -51,6 +57,7 @@ def random_samples(rng: np.random.Generator) -> list[Sample]:
         )
         for i, length in enumerate(rng.integers(1, 30, size=rng.integers(1, 40)).tolist())
     ]
+    return [*map(divided, whole)]
 
 
 def received(batch: TrainBatch, chunk_bytes: int) -> tuple[Samples, int]:
@@ -95,12 +102,46 @@ def test_chunks_of_any_size_give_the_same_samples_and_micro_batches(
         return received(make_batch(samples, step_id="s", policy_version=0, num_updates=num_updates, rng=rng), size)
 
     (whole, messages), (cut, cut_messages) = sent(SAMPLE_CHUNK_BYTES), sent(chunk_bytes)
+    assert whole.episode[-1] + 1 == len(samples)
     assert messages == min(num_updates, len(samples)) <= cut_messages
     assert same(whole, cut)
     for rank in RANKS:
         plan, again = (plan_step(each, messages, GrpoSection(), rank) for each in (whole, cut))
         for batches, others in zip([plan.measured, *plan.updates], [again.measured, *again.updates], strict=True):
             assert all(same(a, b) for a, b in zip(batches, others, strict=True))
+
+
+def test_a_branch_is_a_sequence_of_its_own() -> None:
+    ids, mask = [5, 6, 7, 8, 1, 2, 9, 3, 4, 1, 2, 3, 7], [1, 1, 0, 1, 0, 0, 1, 0, 1, 0, 0, 0, 0]
+    completion = Completion(
+        token_ids=array("I", ids),
+        logprobs=array("f", range(len(ids))),
+        truncated=False,
+        oldest_version=0,
+        loss_mask=array("B", mask),
+        branches=(4, 9),  # in the last one nothing is left to be trained on
+    )
+    prompt = Prompt(row=0, token_ids=array("I", [1, 2, 3]), answer="")
+    sample = Sample(sample_id="g#1", prompt=prompt, completion=completion, advantage=0.5, trainable=True)
+    plain = replace(sample, sample_id="g#2", completion=replace(completion, loss_mask=None, branches=()))
+    batch = TrainBatch(step_id="s", policy_version=0, updates=((sample, plain),))
+    samples, _ = received(batch, SAMPLE_CHUNK_BYTES)
+    assert samples.sample_ids == ("g#1", "g#1.1", "g#2")
+    assert samples.continues.tolist() == [False, True, False]
+    assert samples.prompt_lengths.tolist() == [3, 2, 3]
+    assert samples.token_ids.tolist() == [1, 2, 3, 5, 6, 7, 8, 1, 2, 9, 3, 4, 1, 2, 3, *ids]
+    assert samples.loss_mask.tolist() == [True, True, False, True, True, False, True, *[True] * len(ids)]
+    assert samples.rollout_logprobs.tolist() == [0, 1, 2, 3, 6, 7, 8, *range(len(ids))]
+    assert samples.advantages.tolist() == [0.5] * 3
+
+
+def test_an_episode_is_in_one_update() -> None:
+    chunks = [
+        trainer_pb2.SampleChunk(**_FIELDS | {"sample_ids": [name], "update_index": number, "continues": [number > 0]})
+        for number, name in enumerate("ab")
+    ]
+    with pytest.raises(InvalidRequest, match="sample 'b' continues an episode, and is the first of update 1"):
+        merge(chunks, LIMITS)
 
 
 @settings(max_examples=40, deadline=None)
@@ -116,6 +157,17 @@ def test_messages_of_the_release_before_give_the_same_samples(seed: int, chunk_b
     assert same(whole, merge(mixed, LIMITS))
 
 
+_FIELDS: dict[str, Any] = {
+    "sample_ids": ["a"],
+    "prompt_lengths": [1],
+    "completion_lengths": [2],
+    "advantages": [0.5],
+    "trainable": [True],
+    "token_ids_u32": bytes(12),
+    "rollout_logprobs_f32": bytes(8),
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -127,18 +179,10 @@ def test_messages_of_the_release_before_give_the_same_samples(seed: int, chunk_b
         ({"token_ids_u32": bytes(8)}, "token_ids has 2 values, its 1 samples need 3"),
         ({"rollout_logprobs_f32": bytes(12)}, "rollout_logprobs has 3 values, its 1 samples need 2"),
         ({"loss_mask_u8": b"\1"}, "loss_mask has 1 values, its 1 samples need 2"),
+        ({"continues": [False, True]}, "continues has 2 values, its 1 samples need 1"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused_by_name(changes: dict[str, Any], says: str) -> None:
-    fields: dict[str, Any] = {
-        "sample_ids": ["a"],
-        "prompt_lengths": [1],
-        "completion_lengths": [2],
-        "advantages": [0.5],
-        "trainable": [True],
-        "token_ids_u32": bytes(12),
-        "rollout_logprobs_f32": bytes(8),
-    }
-    check_counts(trainer_pb2.SampleChunk(**fields), 3)
+    check_counts(trainer_pb2.SampleChunk(**_FIELDS), 3)
     with pytest.raises(InvalidRequest, match=says):
-        check_counts(trainer_pb2.SampleChunk(**fields | changes), 3)
+        check_counts(trainer_pb2.SampleChunk(**_FIELDS | changes), 3)

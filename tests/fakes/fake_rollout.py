@@ -204,8 +204,8 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
     def _group(self, group: pb.PromptGroup, sampling: pb.SamplingParams, num_tokens: int = 0) -> pb.GroupResult:
         """Make the completions that are asked for; with num_tokens, only their next so many tokens."""
         held = {sample.index: array("I", sample.token_ids_u32) for sample in group.samples}
-        # Behind a turn that has ended there is an answer, and the next turn begins.
-        prefixes = {index: 0 if EOS in ids else len(ids) for index, ids in held.items()}
+        # Behind a turn that has ended there is an answer, which ends with "=", and the next turn begins.
+        prefixes = {index: len(ids) - 1 - _last(ids, *encode("=")) for index, ids in held.items()}
         prefixes = prefixes or dict.fromkeys(range(group.num_completions), 0)
         if max(prefixes.values()) >= sampling.max_new_tokens:
             raise InvalidRequest(f"group {group.group_id} has all of its tokens already")
@@ -217,7 +217,8 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
     def _completion(
         self, group: pb.PromptGroup, k: int, sampling: pb.SamplingParams, first: int, num_tokens: int
     ) -> pb.Completion:
-        prompt = read_array(group, "prompt_ids_u32").tolist()
+        own = {sample.index: array("I", sample.prompt_ids_u32).tolist() for sample in group.samples}
+        prompt = own.get(k) or read_array(group, "prompt_ids_u32").tolist()
         # Greedy: the same draw at every version, so that a prompt once right stays right.
         salt = self.policy_version if sampling.temperature > 0 else -1
         draw = zlib.crc32(f"{prompt}/{k}/{salt}".encode()) / 2**32
@@ -239,3 +240,8 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
         indexes = [sample.index for sample in group.samples] or range(group.num_completions)
         aborted = [pb.Completion(index=index, finish_reason=pb.FINISH_REASON_ABORT) for index in indexes]
         return pb.GroupResult(group_id=group.group_id, completions=aborted)
+
+
+def _last(ids: "array[int]", token_id: int) -> int:
+    """Return the place of the last such token; -1: there is none."""
+    return max((place for place, found in enumerate(ids) if found == token_id), default=-1)

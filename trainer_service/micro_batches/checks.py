@@ -47,6 +47,7 @@ def check(samples: Samples, limits: Limits) -> None:
     Raises: InvalidRequest: names the first sample that breaks a rule.
     """
     _check_names(samples)
+    _check_episodes(samples)
     _check_lengths(samples, limits)
     _check_masks(samples)
     _check_ids(samples, limits)
@@ -72,6 +73,17 @@ def _check_names(samples: Samples) -> None:
         if name in seen:
             raise InvalidRequest(f"sample id {name!r} occurs more than once in the step; ids must be unique")
         seen.add(name)
+
+
+def _check_episodes(samples: Samples) -> None:
+    index = (
+        _first(samples.continues & (np.diff(samples.update_index, prepend=-1) != 0)) if samples.continues.size else None
+    )
+    if index is not None:
+        raise InvalidRequest(
+            f"sample {samples.sample_ids[index]!r} continues an episode, and is the first of update "
+            f"{samples.update_index[index]}; all sequences of an episode belong to one update"
+        )
 
 
 def _check_lengths(samples: Samples, limits: Limits) -> None:

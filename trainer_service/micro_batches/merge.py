@@ -38,6 +38,7 @@ def merge(messages: Sequence[trainer_pb2.SampleChunk], limits: Limits) -> Sample
         advantages=_flat(messages, "advantages", np.float32),
         trainable=_flat(messages, "trainable", np.bool_),
         loss_mask=_loss_mask(messages),
+        continues=_continues(messages),
     )
     check(samples, limits)
     return samples
@@ -52,6 +53,14 @@ def _loss_mask(messages: Sequence[trainer_pb2.SampleChunk]) -> BoolArray:
     return np.concatenate(
         [mask if mask.size else np.ones(n, np.bool_) for mask, n in zip(masks, completions, strict=True)]
     )
+
+
+def _continues(messages: Sequence[trainer_pb2.SampleChunk]) -> BoolArray:
+    """Concatenate the flags, False for the samples of messages that have none; empty if no message has one."""
+    if not any(message.continues for message in messages):
+        return np.empty(0, np.bool_)
+    flags = [np.array(message.continues or [False] * len(message.sample_ids), np.bool_) for message in messages]
+    return np.concatenate(flags)
 
 
 def check_counts(message: trainer_pb2.SampleChunk, position: int) -> None:
@@ -70,6 +79,8 @@ def check_counts(message: trainer_pb2.SampleChunk, position: int) -> None:
         raise InvalidRequest(f"{place}: {error}") from None
     expected |= {"token_ids": sum(message.prompt_lengths) + completion, "rollout_logprobs": completion}
     expected |= {"loss_mask": completion} if actual["loss_mask"] else {}
+    if message.continues:
+        expected["continues"], actual["continues"] = num_samples, len(message.continues)
     for field, count in expected.items():
         if actual[field] != count:
             raise InvalidRequest(f"{place}: {field} has {actual[field]} values, its {num_samples} samples need {count}")

@@ -30,6 +30,7 @@ _DTYPES: Mapping[str, type[np.generic]] = {
     "advantages": np.float32,
     "trainable": np.bool_,
     "loss_mask": np.bool_,
+    "continues": np.bool_,
 }
 
 
@@ -75,6 +76,8 @@ class Samples:
     trainable: BoolArray  # [S] False: in no loss, but in the denominators
     # [T] False: not the policy's token; it is read, and in no loss, denominator or metric. Empty: all are the policy's
     loss_mask: BoolArray = field(default_factory=lambda: np.empty(0, np.bool_))
+    # [S] True: a further sequence of the episode of the sample before. Empty: none is
+    continues: BoolArray = field(default_factory=lambda: np.empty(0, np.bool_))
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -118,6 +121,12 @@ class Samples:
         return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], np.int64)
 
     @cached_property
+    def episode(self) -> IntArray:
+        """[S] number of each sample's episode; an episode has one sample, or several sequences."""
+        numbers: IntArray = np.cumsum(~self.continues) - 1 if self.continues.size else np.arange(len(self))
+        return numbers
+
+    @cached_property
     def counted_lengths(self) -> IntArray:
         """[S] completion tokens of each sample that are the policy's."""
         if not self.loss_mask.size:
@@ -148,19 +157,21 @@ class Samples:
 def reordered(
     samples: Samples, num_updates: int, key: Sequence[int], divide: Literal["samples", "prompts"] = "samples"
 ) -> Samples:
-    """Assign samples to updates anew, at random, in shares that differ by at most one sample (one prompt).
+    """Assign episodes to updates anew, at random, in shares that differ by at most one episode (one prompt).
 
     The second and later epochs of a step use it. Every rank, and a run that resumes, gets the same order from the same
     key.
 
     Args:
         num_updates: of the epoch, at most as many as samples.
-        divide: what is divided; samples, if there are fewer prompts than updates.
+        divide: what is divided; episodes, if there are fewer prompts than updates.
         key: numbers that are not negative: the run's seed, the number of the step and of the epoch.
     """
-    together = np.arange(len(samples))
-    if divide == "prompts" and samples.prompt_index.max() + 1 >= num_updates:
-        together = samples.prompt_index
+    together = samples.episode
+    first = np.flatnonzero(np.diff(together, prepend=-1))  # [E] the first sequence of each episode
+    _, prompts = np.unique(samples.prompt_index[first], return_inverse=True)
+    if divide == "prompts" and prompts.max() + 1 >= num_updates:
+        together = prompts[together]
     updates = np.empty(int(together.max()) + 1, np.int64)
     order = np.random.default_rng(key).permutation(updates.size)
     for update, numbers in enumerate(np.array_split(order, num_updates)):

@@ -18,12 +18,17 @@ Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum",
 
 
 def update_weights(samples: Samples, grpo: GrpoSection) -> FloatArray:
-    """Compute the weight of each sample, [S]: denominators count masked samples of the update, whose weight is 0."""
+    """Compute the weight of each sample, [S]: denominators count masked samples of the update, whose weight is 0.
+
+    The sequences of an episode are one sample here, with the tokens of all.
+    """
     weights = np.zeros(len(samples), np.float32)
     for update in np.unique(samples.update_index):
         rows = samples.of_update(int(update))
-        lengths = torch.from_numpy(samples.counted_lengths[rows])
-        weights[rows] = sample_weights(lengths, grpo.aggregation, max_new_tokens=grpo.max_new_tokens).numpy()
+        _, episode = np.unique(samples.episode[rows], return_inverse=True)
+        lengths = torch.from_numpy(np.bincount(episode, samples.counted_lengths[rows]).astype(np.int64))
+        found = sample_weights(lengths, grpo.aggregation, max_new_tokens=grpo.max_new_tokens)
+        weights[rows] = found.numpy()[episode]
     return np.where(samples.trainable, weights, np.float32(0))
 
 

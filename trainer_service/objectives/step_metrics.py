@@ -62,7 +62,7 @@ def step_metrics(
         "tokens": float(samples.counted_lengths.sum()),
         "trained_tokens": total["trained_tokens"],
         "measured_tokens": total["measured_tokens"],
-        "samples": float(len(samples)),
+        "samples": float(samples.episode[-1] + 1),
         "learning_rate": learning_rate,
         "skipped_updates": float(skipped_updates),
         "engine_logprobs_not_finite": float(samples.engine_not_finite.sum()),

@@ -208,9 +208,10 @@ function drawCard(found, group, sample, before) {
   if (parts.length) card.append(make("p", (weighted ? "unweighted: " : "") + parts.map(score).join(" · "), "parts"));
   for (const [name, why] of Object.entries(sample.errors)) card.append(make("p", `${name} failed: ${why}`, "parts failed"));
   if (sample.turns) {
-    const { rewards, end, error } = sample.turns;
+    const { rewards, contexts, end, error } = sample.turns;
     const got = rewards.map((reward, place) => `turn ${place + 1} ${reward === null ? "-" : number(reward)}`);
-    card.append(make("p", [...got, `ended: ${end}`, error].filter(Boolean).join(" · "), error ? "parts failed" : "parts"));
+    const branches = contexts > 1 ? `${contexts} contexts` : "";
+    card.append(make("p", [...got, branches, `ended: ${end}`, error].filter(Boolean).join(" · "), error ? "parts failed" : "parts"));
   }
   card.append(before === null ? completion(sample, versions) : difference(before, sample));
   if (sample.segments.some((segment) => segment.left_out)) card.append(whole(found, group, sample, card));

@@ -1,6 +1,6 @@
 """What an environment gets and returns: a turn of the policy in, messages, a reward and an end out, all checked."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ Message = dict[str, Any]
 ROLES = ("tool", "user", "system")
 _KEYS = ("role", "content", "name", "tool_call_id")
 _STEP = ("messages", "reward", "done")
+# What `step` may return in a dict in place of messages.
+FOLLOWS = ("conversation", "token_ids")
 
 
 class BadReply(ValueError):
@@ -45,13 +47,26 @@ def messages_of(value: Any, method: str) -> list[Message]:
     return [_message(message, f"{method} returned a message ({place})") for place, message in enumerate(value)]
 
 
-def step_of(value: Any) -> tuple[list[Message], float | None, bool]:
-    """Take what `step` returned: (messages, reward, done), or a dict with these keys. Raises: BadReply."""
+def step_of(value: Any) -> tuple[list[Message] | dict[str, Any], float | None, bool]:
+    """Take what `step` returned: (messages, reward, done), or a dict with these keys or one of FOLLOWS.
+
+    Returns: in place of messages, `{"conversation": messages}` or `{"token_ids": ids}` if it returned that.
+    Raises: BadReply.
+    """
     if isinstance(value, Mapping):
-        unknown = [str(name) for name in value if name not in _STEP]
+        unknown = [str(name) for name in value if name not in (*_STEP, *FOLLOWS)]
         if unknown or "done" not in value:
             why = f"with {unknown[0]!r}" if unknown else "without 'done'"
-            raise BadReply(f"step returned a dict {why}; its keys are messages, reward and done")
+            names = "messages (or conversation, or token_ids), reward and done"
+            raise BadReply(f"step returned a dict {why}; its keys are {names}")
+        if given := [name for name in ("messages", *FOLLOWS) if value.get(name)][1:]:
+            raise BadReply(f"step returned a dict with {given[0]!r} beside another thing to follow the turn; one can")
+        other = next((name for name in FOLLOWS if value.get(name)), None)
+        if other is not None:
+            _, reward, done = step_of(([], value.get("reward"), True))
+            if value["done"] is not False:
+                raise BadReply(f"step returned {other} and not done=False: the next turn answers it")
+            return {other: _FOLLOWS[other](value[other])}, reward, False
         value = (value.get("messages", []), value.get("reward"), value["done"])
     if not isinstance(value, tuple | list) or len(value) != len(_STEP):
         size = f" of {len(value)}" if isinstance(value, tuple | list) else ""
@@ -67,6 +82,30 @@ def step_of(value: Any) -> tuple[list[Message], float | None, bool]:
         return messages, None if reward is None else number(reward), done
     except BadScore as error:
         raise BadReply(str(error).replace("it returned", "step returned as its reward")) from error
+
+
+def _conversation(value: Any) -> list[Message]:
+    """Take a whole conversation, in which the assistant may have spoken. Raises: BadReply."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
+        raise BadReply(f"step returned {kind_of(value)} as conversation, not a list of messages")
+    messages = []
+    for place, message in enumerate(value):
+        if isinstance(message, Mapping) and message.get("role") == "assistant":
+            messages.append(dict(message))
+        else:
+            messages.append(_message(message, f"step returned a conversation's message ({place})"))
+    if messages[-1]["role"] == "assistant":
+        raise BadReply("step returned a conversation that ends with the assistant, whose turn it is")
+    return messages
+
+
+def _token_ids(value: Any) -> list[int]:
+    if not isinstance(value, Sequence) or not all(type(id_) is int and 0 <= id_ < 2**31 for id_ in value):
+        raise BadReply(f"step returned {kind_of(value)} as token_ids, which must be a list of ids, 0 or more")
+    return list(value)
+
+
+_FOLLOWS: Mapping[str, Callable[[Any], Any]] = {"conversation": _conversation, "token_ids": _token_ids}
 
 
 def _message(value: Any, where: str) -> Message:

@@ -113,7 +113,8 @@ def check_data(
     if found.formats is not None:
         found.problems += check_arguments(config, found.formats)
         found.problems += check_turns(found.formats) if episodes is not None else ()
-        found.notes += turn_lines(found.formats, found.with_turns)
+        history = None if config.environment is None else config.environment.history
+        found.notes += turn_lines(found.formats, found.with_turns, history)
     if usable(
         "grpo.max_new_tokens",
         "trainer.max_tokens_per_micro_batch",

@@ -87,8 +87,13 @@ def check_turns(formats: PromptFormat) -> Iterator[ConfigProblem]:
         yield problem("data.chat_template", "", str(error))
 
 
-def turn_lines(formats: PromptFormat, row: Row | None) -> list[str]:
-    """Say before which messages a template writes what a conversation holds. row: with tools; None: there is none."""
+def turn_lines(formats: PromptFormat, row: Row | None, history: str | None = None) -> list[str]:
+    """Say before which messages a template writes what a conversation holds.
+
+    Args:
+        row: with tools; None: there is none.
+        history: environment.history; None: there is no environment.
+    """
     if row is None:
         return []
     try:
@@ -103,4 +108,11 @@ def turn_lines(formats: PromptFormat, row: Row | None) -> list[str]:
         if not follow.append_only
     ]
     kept = f"turns: the chat template keeps a turn's ids before {same or 'nothing'} (tool calls: {renderer.parser})"
-    return [kept, *([f"    it does not before {'; '.join(changed)}: docs/turns.md"] if changed else [])]
+    lines = [kept, *([f"    it does not before {'; '.join(changed)}: docs/turns.md"] if changed else [])]
+    if history and any(follow.kind.startswith("a question") and not follow.append_only for follow in found):
+        does = {
+            "template": "a branch begins there, which reads the template's text (not for spaces alone)",
+            "keep": "it is kept all the same",
+        }
+        lines.append(f"    environment.history = {history}: {does[history]}")
+    return lines

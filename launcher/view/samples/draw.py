@@ -140,7 +140,8 @@ def _turns(transcript: str, *, full: bool) -> str:
         calls = [f"{call['function']['name']}({json.dumps(call['function']['arguments'])})"
                  for call in message.get("tool_calls", ())]  # fmt: skip
         text = " ".join([*filter(None, [message.get("content")]), *calls])
-        lines.append(f"{message['role']}{got}: {visible(text) if full else _on_a_line(text)}")
+        branch = "(another context) " if message.get("branch") else ""
+        lines.append(f"{branch}{message['role']}{got}: {visible(text) if full else _on_a_line(text)}")
     return "\n".join([*lines, f"ended: {said['end']}" + (f", {visible(said['error'])}" if said["error"] else "")])
 
 

@@ -192,21 +192,25 @@ class SamplePrefix(_message.Message):
 
     INDEX_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_U32_FIELD_NUMBER: _builtins.int
+    PROMPT_IDS_U32_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """0 to num_completions - 1."""
     token_ids_u32: _builtins.bytes
     """Little-endian; empty: it begins. Refused with a repetition_penalty or stop texts, which SGLang looks for in what it
     has sampled itself.
     """
+    prompt_ids_u32: _builtins.bytes
+    """In place of the group's prompt, little-endian; empty: it is that."""
     def __init__(
         self,
         *,
         index: _builtins.int = ...,
         token_ids_u32: _builtins.bytes = ...,
+        prompt_ids_u32: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "token_ids_u32", b"token_ids_u32"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "prompt_ids_u32", b"prompt_ids_u32", "token_ids_u32", b"token_ids_u32"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -114,6 +114,7 @@ class SampleChunk(_message.Message):
     TOKEN_IDS_U32_FIELD_NUMBER: _builtins.int
     ROLLOUT_LOGPROBS_F32_FIELD_NUMBER: _builtins.int
     LOSS_MASK_U8_FIELD_NUMBER: _builtins.int
+    CONTINUES_FIELD_NUMBER: _builtins.int
     update_index: _builtins.int
     """Optimizer update that the samples belong to, 0-based."""
     token_ids_u32: _builtins.bytes
@@ -149,6 +150,12 @@ class SampleChunk(_message.Message):
 
     @_builtins.property
     def loss_mask(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]: ...
+    @_builtins.property
+    def continues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """[S] true: a further sequence of the episode of the sample before, which has another context. Denominators count an
+        episode once, with the tokens of all of its sequences; an update has all of them. Empty: none is.
+        """
+
     def __init__(
         self,
         *,
@@ -164,10 +171,11 @@ class SampleChunk(_message.Message):
         token_ids_u32: _builtins.bytes = ...,
         rollout_logprobs_f32: _builtins.bytes = ...,
         loss_mask_u8: _builtins.bytes = ...,
+        continues: _abc.Iterable[_builtins.bool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "completion_lengths", b"completion_lengths", "loss_mask", b"loss_mask", "loss_mask_u8", b"loss_mask_u8", "prompt_lengths", b"prompt_lengths", "rollout_logprobs", b"rollout_logprobs", "rollout_logprobs_f32", b"rollout_logprobs_f32", "sample_ids", b"sample_ids", "token_ids", b"token_ids", "token_ids_u32", b"token_ids_u32", "trainable", b"trainable", "update_index", b"update_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "completion_lengths", b"completion_lengths", "continues", b"continues", "loss_mask", b"loss_mask", "loss_mask_u8", b"loss_mask_u8", "prompt_lengths", b"prompt_lengths", "rollout_logprobs", b"rollout_logprobs", "rollout_logprobs_f32", b"rollout_logprobs_f32", "sample_ids", b"sample_ids", "token_ids", b"token_ids", "token_ids_u32", b"token_ids_u32", "trainable", b"trainable", "update_index", b"update_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

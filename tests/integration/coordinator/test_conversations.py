@@ -4,6 +4,7 @@ import asyncio
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from tokenizers import Tokenizer
 
 from coordinator.environments.conversations import Conversations, Environments
 from coordinator.environments.pool import EnvironmentPool
-from tandem_clients.flow import Completion, Prompt
+from tandem_clients.flow import Completion, Prompt, Sample
 from tandem_clients.sample_stream import OpenGroup
+from tandem_clients.trainer import sequences_of
 from tandem_clients.transcript import Transcript
 from tandem_config.sections.environment import EnvironmentSection
 from tests.chats import QWEN, renderer_of, train_tokenizer
@@ -86,9 +88,10 @@ class Policy:
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
-    async def says(self, text: str, *, truncated: bool = False) -> str | None:
+    async def says(self, text: str | list[int], *, truncated: bool = False) -> str | None:
         """Returns: the text between this turn and the next one; None: the episode has ended."""
-        ids = self.ids(text + "<|im_end|>" * (not truncated))
+        said = self.ids(text) if isinstance(text, str) else text
+        ids = said + self.ids("<|im_end|>") * (not truncated)
         part = Completion(
             token_ids=array("I", ids),
             logprobs=array("f", [-1.0] * len(ids)),
@@ -103,6 +106,7 @@ class Policy:
             before.logprobs.extend(part.logprobs)
             assert before.loss_mask is not None
             before.loss_mask.extend([1] * len(ids))
+            before.version_spans = ((len(before.token_ids), 4),)
             before.truncated = truncated
         else:
             self.group.found[0] = part
@@ -177,6 +181,131 @@ async def test_what_an_environment_says_first_is_in_the_prompt(tokenizer: Tokeni
         assert await other.says("7") is None
         assert other.ended()[0] == "failed"
         assert "no game today" in other.transcript.error
+
+
+THOUGHT = "<think>\nmaybe\n</think>\n\n1"
+START = "How much?<|im_end|>\n<|im_start|>user\nGuess a number up to 9; seed "
+
+
+async def test_thinking_that_the_template_leaves_out_begins_a_branch(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Behind a user's message the policy reads what the template writes; each turn stays where it was sampled."""
+    (tmp_path / "env.py").write_text(GUESS)
+    async with environments(tokenizer, function=f"{tmp_path}/env.py:Guess") as made:
+        policy = Policy(tokenizer, made, (await made.opened({"g": prompt()}))["g"])
+        read = await policy.says("2")
+        assert read == "\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n", "no thinking: nothing is left out"
+        read = await policy.says(THOUGHT)
+        assert read is not None
+        assert START in read
+        assert "maybe" not in read
+        assert read.endswith("assistant\n1<|im_end|>\n<|im_start|>user\na number!<|im_end|>\n<|im_start|>assistant\n")
+        begin = policy.completion.branches
+        assert await policy.says("7") is None
+        assert policy.ended() == ("done", [None, -0.25, 1.0], False)
+        assert policy.completion.branches == begin
+        assert len(begin) == 1
+        mask = policy.completion.loss_mask
+        assert mask is not None
+        assert policy.completion.token_ids[begin[0] :].tolist() == [
+            *policy.ids(read),
+            *policy.ids("7<|im_end|>"),
+        ]
+        assert mask[begin[0] :].tolist() == [0] * len(policy.ids(read)) + [1] * len(policy.ids("7<|im_end|>"))
+        assert [message.get("branch") for message in policy.transcript.messages if message["role"] == "user"] == [
+            None,
+            True,
+        ]
+
+
+async def test_thinking_is_kept_where_the_section_says_so(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "env.py").write_text(GUESS)
+    async with environments(tokenizer, function=f"{tmp_path}/env.py:Guess", history="keep") as made:
+        policy = Policy(tokenizer, made, (await made.opened({"g": prompt()}))["g"])
+        assert START not in (await policy.says(THOUGHT) or START)
+        assert policy.completion.branches == ()
+
+
+TEAM = """
+class Team:
+    \"\"\"The first turn asks a helper, whose answer is what the second one reads; the fourth follows a summary.\"\"\"
+
+    async def reset(self, row, seed):
+        self.talk = row["messages"]
+        return []
+
+    async def step(self, turn):
+        if turn.index == 0:
+            self.talk = [*self.talk, turn.message]
+            return {"conversation": [{"role": "user", "content": "You help: " + turn.text}], "done": False}
+        if turn.index == 1:
+            self.talk = [*self.talk, {"role": "user", "content": "helper: " + turn.text}]
+            return {"conversation": self.talk, "done": False}
+        if turn.index == 2:
+            return {"token_ids": [5, 6, 7], "done": False}
+        if turn.index == 3:
+            summary = [{"role": "user", "content": "So far: nothing"}, {"role": "assistant", "content": "not sampled"}]
+            return {"conversation": [*summary, {"role": "user", "content": "more?"}], "reward": 0.5, "done": False}
+        return [], 1.0, True
+"""
+
+
+async def test_an_environment_replaces_the_conversation_and_comes_back_to_it(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """A turn that is part of it keeps its sampled ids, here ones that its text would not be tokenized to."""
+    (tmp_path / "env.py").write_text(TEAM)
+    async with environments(tokenizer, tokens=300, function=f"{tmp_path}/env.py:Team") as made:
+        opened = prompt()
+        opened = replace(opened, token_ids=array("I", made.renderer.render([*map(dict, opened.messages or ())])))
+        policy = Policy(tokenizer, made, opened)
+        odd = [id_ for letter in "number" for id_ in policy.ids(letter)]
+        assert odd != policy.ids("number"), "the ids would be those of the text"
+        helper = await policy.says(odd)
+        assert helper == tokenizer.decode(
+            made.renderer.render([{"role": "user", "content": "You help: number"}]), skip_special_tokens=False
+        )
+        back = await policy.says("It is 5.")
+        between = "\n<|im_start|>user\nhelper: It is 5.<|im_end|>\n<|im_start|>assistant\n"
+        ids, branches = policy.completion.token_ids, policy.completion.branches
+        end = policy.ids("<|im_end|>")
+        assert ids[branches[1] :].tolist() == [*opened.token_ids, *odd, *end, *policy.ids(between)]
+        assert back == tokenizer.decode(ids[branches[1] :].tolist(), skip_special_tokens=False)
+        assert policy.group.held(0)[0] == opened.token_ids, "what the replica gets is as long as the prompt"
+        assert policy.group.held(0)[1].tolist() == [*odd, *end, *policy.ids(between)]
+        assert await policy.says("x") is not None
+        assert policy.completion.token_ids[-3:].tolist() == [5, 6, 7]
+        summary = await policy.says("y")
+        assert summary is not None
+        assert "So far: nothing<|im_end|>\n<|im_start|>assistant\nnot sampled<|im_end|>\n" in summary
+        assert await policy.says("z") is None
+        assert policy.ended() == ("done", [None, None, None, 0.5, 1.0], False)
+        assert len(policy.completion.branches) == 3
+        assert [(one["role"], one.get("branch")) for one in policy.transcript.messages] == [
+            ("assistant", None),
+            ("user", True),
+            ("assistant", None),
+            ("user", True),
+            ("assistant", None),
+            ("environment", None),
+            ("assistant", None),
+            ("user", True),
+            ("assistant", None),
+        ]
+        sampled = sum(policy.completion.loss_mask or ())
+        parts = sequences_of(
+            Sample(sample_id="g#0", prompt=opened, completion=policy.completion, advantage=1.0, trainable=True)
+        )
+        assert len(parts) == 4
+        assert sum(part.completion.num_sampled for _, part in parts) == sampled, "each turn is trained once"
+
+
+async def test_a_branch_that_is_too_long_ends_the_episode(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "env.py").write_text(TEAM.replace('"You help: "', '"You help: " + "do it " * 40'))
+    async with environments(tokenizer, tokens=30, function=f"{tmp_path}/env.py:Team") as made:
+        policy = Policy(tokenizer, made, prompt())
+        assert await policy.says("hi") is None
+        assert policy.ended() == ("max_tokens", [None], True)
+        assert policy.completion.branches == ()
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,9 @@ def reference_step(
             if beta:
                 loss = loss + beta * divergence(new, near[here], grpo["kl_estimator"])
                 divergences.append(divergence(new.detach(), near[here], "k3")[m])
+            if samples.continues.size:  # a mean over episodes, of several sequences each
+                begins = ~samples.continues[samples.of_update(update)]
+                lengths = [sum(part) for part in np.split(lengths, np.flatnonzero(begins)[1:])]
             total = aggregate(grpo, loss * m, lengths)
             optimizer.zero_grad()
             total.backward()

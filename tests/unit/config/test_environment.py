@@ -87,6 +87,7 @@ def test_a_resume_may_change_limits_and_nothing_else(tmp_path: Path) -> None:
     assert described(tools)["environment.tools"] == '["t.py:f", "m:g"]'
     assert [key for key in agreed_settings(config) if key.startswith("environment")] == [
         "environment.function", "environment.args", "environment.tools", "environment.max_turns",
+        "environment.history",
     ]  # fmt: skip
 
 

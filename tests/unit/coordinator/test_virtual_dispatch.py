@@ -121,24 +121,37 @@ class Answers:
     Attributes:
         given: how often each turn was answered: group, index, tokens until then.
         fails: of which turn the answer fails.
+        branches: whether some answers begin a branch, which repeats what was held.
     """
 
-    def __init__(self, rng: random.Random, longest_s: float, fails: tuple[str, int, int] | None = None) -> None:
-        self.random, self.longest_s, self.fails = rng, longest_s, fails
+    def __init__(
+        self,
+        rng: random.Random,
+        longest_s: float,
+        fails: tuple[str, int, int] | None = None,
+        *,
+        branches: bool = False,
+    ) -> None:
+        self.random, self.longest_s, self.fails, self.branches = rng, longest_s, fails, branches
         self.given: Counter[tuple[str, int, int]] = Counter()
         self.closed = False
 
     async def answer(self, group: OpenGroup, index: int) -> "array[int]":
         completion = group.found[index]
-        held = completion.token_ids.tolist()
+        held = group.held(index)[1].tolist()
         assert held[-1] == STOP or completion.truncated
         self.given[group.group_id, index, len(held)] += 1
         await asyncio.sleep(self.random.uniform(0.0, self.longest_s))
         if (group.group_id, index, len(held)) == self.fails:
             raise Internal("environment is broken")
-        assert group.found[index].token_ids.tolist() == held, "nothing is sampled meanwhile"
-        ends = completion.truncated or len(held) + CONTEXT >= length_of(group.group_id, index, MOST)
-        return array("I", [] if ends else [60_000 + len(held)] * CONTEXT)
+        assert group.held(index)[1].tolist() == held, "nothing is sampled meanwhile"
+        if completion.truncated or len(held) + CONTEXT >= length_of(group.group_id, index, MOST):
+            return array("I")
+        context = [60_000 + len(held)] * CONTEXT
+        if self.branches and self.random.random() < 0.5:
+            completion.branches += (len(completion.token_ids),)
+            context = [*group.prompt.token_ids, *held, *context]
+        return array("I", context)
 
     async def opened(self, prompts: Mapping[str, Prompt]) -> dict[str, Prompt]:
         return dict(prompts)
@@ -166,25 +179,29 @@ def in_turns(group_id: str, index: int) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize("kinds", [(), ("abort",), ("die",), ("die", "abort", "abort")])
 @pytest.mark.parametrize(("kv_tokens", "longest_s"), [(0, 0.1), (300, 20.0), (5000, 200.0)])
+@pytest.mark.parametrize("branches", [False, True], ids=["linear", "branches"])
 def test_completions_of_several_turns_continue_after_each_answer(
-    kinds: Sequence[str], kv_tokens: int, longest_s: float
+    kinds: Sequence[str], kv_tokens: int, longest_s: float, branches: bool
 ) -> None:
     for seed in range(6):
         rng = random.Random(f"{seed}/{kinds}/{kv_tokens}/turns")
         fleet = Fleet(rng, num=rng.randint(1, 4), kv_tokens=kv_tokens, turn_tokens=TURN)
-        answers = Answers(rng, longest_s)
+        answers = Answers(rng, longest_s, branches=branches)
         order = order_of(stop_token_ids=(STOP,))
         generation, finished = run(generate(fleet, order, kinds, most_groups=rng.choice([1, 3, 1024]), answers=answers))
         assert finished == dict.fromkeys(PROMPTS, 1)
         for group in generation.groups:
             for index, completion in enumerate(group.completions):
                 ids, mask = in_turns(group.group_id, index)
-                assert completion.token_ids.tolist() == ids
-                assert [*(completion.loss_mask or [1] * len(ids))] == mask
-                assert completion.version_spans == ((len(ids), 0),)
+                last = completion.token_ids[max((0, *completion.branches)) :].tolist()
+                assert last == [*group.prompt.token_ids] * bool(completion.branches) + ids
+                if not completion.branches:
+                    assert [*(completion.loss_mask or [1] * len(ids))] == mask
+                assert completion.version_spans == ((len(completion.token_ids), 0),)
                 assert completion.num_sampled == sum(mask)
         assert set(answers.given.values()) == {1}, "a turn was answered twice"
         assert answers.closed
+        assert branches is any(one.branches for group in generation.groups for one in group.completions)
 
 
 def test_an_answer_that_fails_ends_the_dispatch_with_its_error() -> None:

@@ -128,10 +128,11 @@ def test_a_failed_score_comes_with_its_reason(tmp_path: Path) -> None:
 
 
 def test_an_episode_says_what_its_turns_got_and_why_it_ended(tmp_path: Path) -> None:
-    said = {"messages": [], "rewards": [None, 1.0], "end": "failed", "error": "g#0: late"}
+    messages = [{"role": "user", "content": "no", "branch": True}, {"role": "assistant", "content": "then 3"}]
+    said = {"messages": messages, "rewards": [None, 1.0], "end": "failed", "error": "g#0: late"}
     write_samples(SampleFolder(tmp_path), 1, "train", [stored(transcript=json.dumps(said))])
     (sample,) = SamplePages(SampleFolder(tmp_path)).groups({})["groups"][0]["samples"]
-    assert sample["turns"] == {"rewards": [None, 1.0], "end": "failed", "error": "g#0: late"}
+    assert sample["turns"] == {"rewards": [None, 1.0], "contexts": 2, "end": "failed", "error": "g#0: late"}
 
 
 def test_long_texts_are_cut_in_their_middle_unless_one_is_asked_for(tmp_path: Path) -> None:

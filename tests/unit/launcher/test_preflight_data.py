@@ -100,6 +100,10 @@ def test_turns_are_described_by_what_precedes_a_message() -> None:
         "a question after an answer between spaces, tool results after thinking and a call (tool calls: hermes)",
         "    it does not before a question after thinking and an answer ('<think>' becomes 'I'): docs/turns.md",
     ]
+    for history, says in (("template", "a branch begins there"), ("keep", "it is kept")):
+        lines = turn_lines(PromptFormat(section, renderer.codec, {"default": QWEN}, {}, ""), row, history)
+        assert lines[:2] == found
+        assert says in lines[2]
     one_answer = "{% if messages | length > 1 %}{{ raise_exception('one turn') }}{% endif %}{{ tools }}"
     found = turn_lines(PromptFormat(section, renderer.codec, {"default": one_answer}, {}, ""), row)
     assert found == ["turns: none with this chat template: one turn"]

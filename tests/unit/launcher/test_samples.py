@@ -152,7 +152,7 @@ def test_the_turns_of_an_episode_are_shown_with_what_they_got(tmp_path: Path) ->
     said = {
         "messages": [
             {"role": "assistant", "content": "I add.", "tool_calls": [call]},
-            {"role": "tool", "content": "3\x1b"},
+            {"role": "tool", "content": "3\x1b", "branch": True},
             {"role": "assistant", "content": "It is 3."},
         ],
         "rewards": [None, 1.0],
@@ -161,7 +161,8 @@ def test_the_turns_of_an_episode_are_shown_with_what_they_got(tmp_path: Path) ->
     }
     output = shown(tmp_path, terminal=False, transcript=json.dumps(said))
     assert (
-        '  turns\n    assistant: I add. add({"a": 1, "b": 2})\n    tool: 3\\x1b\n    assistant (got 1.000): It is 3.\n'
+        '  turns\n    assistant: I add. add({"a": 1, "b": 2})\n    (another context) tool: 3\\x1b\n'
+        "    assistant (got 1.000): It is 3.\n"
         "    ended: failed, g#0: late\n" in output
     )
     assert "\n  turns\n" not in shown(tmp_path, terminal=False)

@@ -92,6 +92,14 @@ def group(name: str, num: int = 2, prefixes: dict[int, list[int]] | None = None,
     )
 
 
+def other_prompt(ids: list[int]) -> pb.PromptGroup:
+    """A group of which the second completion follows another prompt."""
+    samples = [pb.SamplePrefix(index=0), pb.SamplePrefix(index=1, prompt_ids_u32=packed("prompt_ids_u32", ids))]
+    asked = group("a", 2)
+    asked.samples.extend(samples)
+    return asked
+
+
 async def test_groups_are_submitted_while_others_run(served: Served) -> None:
     async with stream_of(served) as (stream, load):
         assert (load.kv_tokens, load.policy_version, load.paused, load.running) == (1024, 1, False, 0)
@@ -122,6 +130,8 @@ async def test_a_completion_continues_after_the_tokens_that_it_has(served: Serve
         ({}, group("a", 2, {2: []}), "group 'a', sample 2: each of the 2 completions is asked for at most once"),
         ({}, group("a", 2, {1: [1] * TOKENS}), "sample 1 has 4 tokens already; max_new_tokens is too few for more"),
         ({}, group("a", 2, {1: [1, 100]}), "sample 1: token_ids[1] is 100; the vocabulary has 100 tokens"),
+        ({}, other_prompt([5, 100]), "group 'a', sample 1: prompt_ids[1] is 100; the vocabulary has 100 tokens"),
+        ({}, other_prompt([5] * 1024), "group 'a', sample 1: 1024 prompt tokens and max_new_tokens 4 are 1028 tokens"),
         ({"repetition_penalty": 1.5}, group("a", 2, {1: [1]}), "with stop or repetition_penalty it must begin anew"),
         ({"stop": ["x"]}, group("a", 2, {1: [1]}), "with stop or repetition_penalty it must begin anew"),
         ({}, group("", 2), "groups[0].group_id is empty"),

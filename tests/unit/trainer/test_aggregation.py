@@ -1,5 +1,7 @@
 """Denominators are global over an update, and only over it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -45,6 +47,32 @@ def test_masked_tokens_are_in_no_denominator(aggregation: Aggregation, expected:
     )
     found = update_weights(samples, GrpoSection(aggregation=aggregation, max_new_tokens=8))
     assert found.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "dr-grpo"])
+def test_the_sequences_of_an_episode_weigh_as_one_sample(aggregation: Aggregation) -> None:
+    """Cut into sequences, its tokens weigh what they weigh in one."""
+    grpo, lengths = GrpoSection(aggregation=aggregation, max_new_tokens=8), [2 + 3 + 1, 4, 5 + 2, 3]
+    updates, trainable = np.array([0, 0, 1, 1]), np.array([True, True, True, False])
+    whole = random_samples(
+        4,
+        update_index=updates,
+        prompt_lengths=np.ones(4, np.int64),
+        completion_lengths=np.array(lengths),
+        trainable=trainable,
+    )
+    owner = np.array([0, 0, 0, 1, 2, 2, 3])
+    cut = random_samples(
+        7,
+        update_index=updates[owner],
+        prompt_lengths=np.ones(7, np.int64),
+        completion_lengths=np.array([2, 3, 1, 4, 5, 2, 3]),
+        trainable=trainable[owner],
+        continues=np.diff(owner, prepend=-1) == 0,
+    )
+    assert update_weights(cut, grpo).tolist() == update_weights(whole, grpo)[owner].tolist()
+    apart = update_weights(replace(cut, continues=np.empty(0, np.bool_)), grpo)
+    assert (apart != update_weights(cut, grpo)).any() == (aggregation != "token-mean")
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,44 @@ def test_a_step_of_masked_samples_equals_that_of_transformers(
     assert found["trained_tokens"] == settings.get("epochs", 1) * trained.sum()
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"epochs": 2, "aggregation": "seq-mean-token-mean"},
+        {"aggregation": "dr-grpo", "max_new_tokens": 40},
+        {"objective": "gspo", "dual_clip": None, "aggregation": "seq-mean-token-mean"},
+    ],
+    ids=str,
+)
+def test_a_step_of_episodes_of_several_sequences_equals_that_of_transformers(
+    make_engine: Make, models: Path, settings: dict[str, Any]
+) -> None:
+    continues = np.arange(len(SAMPLES)) % HALF % 3 > 0
+    owner = np.flatnonzero(~continues)[np.cumsum(~continues) - 1]
+    samples = replace(
+        masked(SAMPLES),
+        continues=continues,
+        advantages=SAMPLES.advantages[owner],
+        trainable=SAMPLES.trainable[owner],
+    )
+    found = make_engine(reference_path="other", **settings).train_step(samples, NUM_UPDATES).metrics
+    grpo = CONFIG["grpo"] | KL | {"kl_estimator": "k3"} | settings
+    expected = reference_step(load(models / "policy"), samples, grpo, reference=load(models / "other"))
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    apart = replace(samples, continues=np.empty(0, np.bool_))
+    other = reference_step(load(models / "policy"), apart, grpo, reference=load(models / "other"))
+    assert abs(other["loss"] - expected["loss"]) > 1e-4
+    assert found["samples"] == (~continues).sum()
+
+
+def test_epochs_keep_the_sequences_of_an_episode_together() -> None:
+    samples = replace(SAMPLES, continues=np.arange(len(SAMPLES)) % 3 > 0)
+    for divide in ("samples", "prompts"):
+        order = reordered(samples, 2, [7, 0, 1], divide).update_index
+        assert set(order.tolist()) == {0, 1}
+        assert (order[samples.continues] == order[np.flatnonzero(samples.continues) - 1]).all()
+
+
 def test_adamw_runs_as_one_kernel(make_engine: Make) -> None:
     groups = make_engine()._backend.optimizer.param_groups
     assert groups
