@@ -97,6 +97,10 @@ class TextCodec:
         ends = {id_: self._tokenizer.id_to_token(id_) for id_ in self.stop_token_ids}
         return self._special | {id_: text for id_, text in ends.items() if text}
 
+    def unknown(self, token_ids: Iterable[int]) -> list[int]:
+        """Return the ids for which there is no token."""
+        return [id_ for id_ in token_ids if self._tokenizer.id_to_token(id_) is None]
+
     def as_written(self, text: str, *, stop_ids: Collection[int] = (), skip_special_tokens: bool = False) -> str:
         """Return a text as `decode` gives it if a policy writes it."""
         (ids,) = self.encode_rendered([text])

@@ -217,6 +217,9 @@ class _Conversation:
         }
         reply = await episode.step(AssistantTurn(**given))
         said.rewards.append(reply.reward)
+        if unknown := own.renderer.codec.unknown(reply.token_ids):
+            text = f"step returned the token id {unknown[0]}, for which the tokenizer has no token"
+            raise EpisodeFailed(self.name, "bad_reply", text)
         if reply.done:
             return array("I"), "max_tokens" if completion.truncated else "done"
         if completion.truncated or len(said.rewards) >= own.section.max_turns:

@@ -83,3 +83,54 @@ def test_it_runs_and_each_reward_has_its_curve(tandem: Start, model: Path, tmp_p
     system_prompt = yaml.safe_load(config.read_text(encoding="utf-8"))["data"]["system_prompt"]
     assert shown["prompt"].startswith(f"<|user|>system: {system_prompt}\n<|user|>user: ")
     assert shown["reward_parts"].keys() == PARTS[name].keys()
+
+
+TALK = """
+class Talk:
+    \"\"\"A helper is asked between two turns; the second one follows the first as it was sampled.\"\"\"
+
+    async def reset(self, row, seed):
+        self.talk = row["messages"]
+        return []
+
+    async def step(self, turn):
+        if turn.index == 0:
+            self.talk = [*self.talk, turn.message]
+            return {"conversation": [{"role": "user", "content": "What is 10 + 11?"}], "done": False}
+        if turn.index == 1:
+            self.talk = [*self.talk, {"role": "user", "content": "What is 20 + 31?"}]
+            return {"conversation": self.talk, "reward": float("1" in turn.text), "done": False}
+        return [], float("5" in turn.text), True
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_branches_of_an_episode_are_trained_as_they_were_sampled(tandem: Start, tmp_path: Path, kind: str) -> None:
+    """By real engines: the trainer's log-probs of each branch are the engine's."""
+    (tmp_path / "talk.py").write_text(TALK)
+    config = yaml.safe_load((EXAMPLES / "calculator" / "calculator.yaml").read_text(encoding="utf-8"))
+    config["run"] |= {"iterations": 3, "evaluate_every": 3}
+    config["model"] = {"path": str(EXAMPLES / "calculator" / "model")}
+    config["data"] |= {name: str(EXAMPLES / "calculator" / f"{name}.jsonl") for name in ("train", "heldout")}
+    config["environment"] = {"function": f"{tmp_path}/talk.py:Talk"}
+    config["reward"] = {"kind": "environment"}
+    if kind == "async":
+        config["schedule"] = {"kind": "async"}
+        config["grpo"]["preset"] = "decoupled"
+        config["sync"] |= {"install": "staged", "pause": "keep_kv"}
+    (tmp_path / "talk.yaml").write_text(yaml.safe_dump(config))
+    run = tandem("run", "-c", str(tmp_path / "talk.yaml"))
+    assert run.wait_end(400) == 0, run.output()
+    folder = tmp_path / "runs" / "calculator"
+    rows = rows_of(folder)
+    assert len(rows) == 3
+    assert all(row["turns_mean"] > 2 for row in rows)
+    assert all(row["logprob_abs_diff_max"] <= 1e-4 for row in rows if "logprob_abs_diff_max" in row)
+    assert any("logprob_abs_diff_max" in row for row in rows)
+    ledger = tandem("ledger", str(folder), "--verify")
+    assert ledger.wait_end() == 0, ledger.output()
+    samples = tandem("samples", str(folder), "--iteration", "3", "--json")
+    assert samples.wait_end() == 0, samples.output()
+    said = [json.loads(line)["transcript"]["messages"] for line in samples.lines]
+    assert any(sum(message.get("branch", False) for message in messages) == 2 for messages in said)

@@ -90,10 +90,13 @@ def _conversation(value: Any) -> list[Message]:
         raise BadReply(f"step returned {kind_of(value)} as conversation, not a list of messages")
     messages = []
     for place, message in enumerate(value):
-        if isinstance(message, Mapping) and message.get("role") == "assistant":
+        where = f"step returned a conversation with a message ({place})"
+        if not isinstance(message, Mapping) or message.get("role") != "assistant":
+            messages.append(_message(message, where))
+        elif isinstance(message.get("content", ""), str | None) and (message.get("content") or len(message) > 1):
             messages.append(dict(message))
         else:
-            messages.append(_message(message, f"step returned a conversation's message ({place})"))
+            raise BadReply(f"{where} of the assistant whose content is no text; turn.message has what it said")
     if messages[-1]["role"] == "assistant":
         raise BadReply("step returned a conversation that ends with the assistant, whose turn it is")
     return messages

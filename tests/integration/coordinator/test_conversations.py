@@ -299,6 +299,20 @@ async def test_an_environment_replaces_the_conversation_and_comes_back_to_it(
         assert sum(part.completion.num_sampled for _, part in parts) == sampled, "each turn is trained once"
 
 
+async def test_ids_without_a_token_fail_the_episode_by_name(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "env.py").write_text(
+        TEAM.replace("turn.index == 2", "True")
+        .replace("turn.index == 0", "False")
+        .replace("turn.index == 1", "False")
+        .replace("[5, 6, 7]", "[5, 100_000]")
+    )
+    async with environments(tokenizer, function=f"{tmp_path}/env.py:Team") as made:
+        policy = Policy(tokenizer, made, prompt())
+        assert await policy.says("hi") is None
+        assert policy.transcript.end == "failed"
+        assert "step returned the token id 100000, for which the tokenizer has no token" in policy.transcript.error
+
+
 async def test_a_branch_that_is_too_long_ends_the_episode(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "env.py").write_text(TEAM.replace('"You help: "', '"You help: " + "do it " * 40'))
     async with environments(tokenizer, tokens=30, function=f"{tmp_path}/env.py:Team") as made:

@@ -13,6 +13,7 @@ from coordinator.workers.episodes.tools import UserTool, read_docstring, read_to
 from coordinator.workers.signature import Unfit
 
 HELLO = {"role": "user", "content": "hello"}
+SAID = {"role": "assistant", "content": "hello!", "reasoning_content": "hm"}
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,8 @@ HELLO = {"role": "user", "content": "hello"}
         ([[], None, True], ([], None, True)),
         ({"messages": (HELLO,), "done": False}, ([HELLO], None, False)),
         ({"reward": True, "done": True}, ([], 1.0, True)),
+        ({"token_ids": (3, 0), "reward": 2, "done": False}, ({"token_ids": [3, 0]}, 2.0, False)),
+        ({"conversation": [HELLO, SAID, HELLO], "done": False}, ({"conversation": [HELLO, SAID, HELLO]}, None, False)),
     ],
 )
 def test_a_step_returns_a_tuple_or_a_dict(value: Any, found: Any) -> None:
@@ -35,7 +38,27 @@ def test_a_step_returns_a_tuple_or_a_dict(value: Any, found: Any) -> None:
         ((HELLO, 0.0), "a tuple of 2, not (messages, reward, done)"),
         (([HELLO], 0.0, False, False, {}), "a tuple of 5"),
         ({"messages": []}, "a dict without 'done'"),
-        ({"done": True, "info": {}}, "a dict with 'info'; its keys are messages, reward and done"),
+        (
+            {"done": True, "info": {}},
+            "a dict with 'info'; its keys are messages (or conversation, or token_ids), reward",
+        ),
+        ({"token_ids": [1], "done": True}, "step returned token_ids and not done=False: the next turn answers it"),
+        ({"token_ids": [1], "messages": [HELLO], "done": False}, "'token_ids' beside another thing to follow the turn"),
+        ({"token_ids": [1, -1], "done": False}, "a list as token_ids, which must be a list of ids, 0 or more"),
+        ({"token_ids": [True], "done": False}, "which must be a list of ids"),
+        ({"token_ids": 7, "done": False}, "a int as token_ids"),
+        ({"conversation": "text", "done": False}, "a str as conversation, not a list of messages"),
+        ({"conversation": [HELLO, SAID], "done": False}, "ends with the assistant, whose turn it is"),
+        (
+            {"conversation": [HELLO, {"role": "x"}], "done": False},
+            "a conversation with a message (1) without 'content'",
+        ),
+        (
+            {"conversation": [SAID | {"content": [1]}, HELLO], "done": False},
+            "of the assistant whose content is no text",
+        ),
+        ({"conversation": [{"role": "assistant"}, HELLO], "done": False}, "of the assistant whose content is no text"),
+        ({"conversation": [HELLO], "reward": "1", "done": False}, "step returned as its reward a str"),
         (([], 0.0, 1), "a int as done, which must be True or False"),
         (("text", 0.0, False), "step returned a str, not a list of messages such as [{'role'"),
         ((HELLO, 0.0, False), "step returned a dict, not a list of messages"),
