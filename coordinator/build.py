@@ -26,6 +26,7 @@ from coordinator.record.evaluations import Evaluations
 from coordinator.record.exporting import Exporter
 from coordinator.record.health import logprob_limits
 from coordinator.record.progress import Progress
+from coordinator.record.resuming import sampled_by
 from coordinator.record.samples.sink import SampleSink
 from coordinator.record.sinks import Sink
 from coordinator.record.trackers import build_trackers
@@ -163,7 +164,7 @@ def _ledger(app: App, progress: Progress, lead: LeaderCheck) -> Ledger:
         run_id=app.owner.run_id,
         found=inputs.ledger,
         max_mib=config.run.ledger_max_mib,
-        model=inputs.state.model_fingerprint,
+        model=sampled_by(inputs.state.model_fingerprint, app.reward_facts),
         rewards=text_digest(json.dumps(app.reward_facts, sort_keys=True)),
         max_staleness=max_staleness,
         waves_ahead=waves_ahead,

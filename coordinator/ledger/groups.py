@@ -24,7 +24,7 @@ def order_digest(prompts: Mapping[str, Prompt], order: Order, model: str) -> str
     """Return a digest of what groups are sampled from, but for the policy's version.
 
     Args:
-        model: fingerprint of the model that the run began with.
+        model: what they depend on besides prompts and order, e.g. the fingerprint of the model that the run began with.
     """
     asked = asdict(order) | {"policy_version": model}
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())

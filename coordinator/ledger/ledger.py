@@ -71,7 +71,7 @@ class Ledger:
     Args:
         run_id: of the run's folder.
         found: what earlier processes have written.
-        model: fingerprint of the model.
+        model: what completions depend on besides prompts and order.
         rewards: digest of what scores depend on.
         max_staleness: most versions between the policy that samples and the one that is trained.
         waves_ahead: how many waves may be under way besides the first one.

@@ -1,8 +1,9 @@
 """Compares a resumed run with its checkpoint: the order of its prompts, which must be the same; rewards; evaluations.
 
 A position in the data is meaningless in another order. Settings are compared by tandem_config/comparing/resuming.py;
-other code of a reward is reported, because the scores before and after it do not compare. An evaluation set that has
-other prompts, or is sampled or scored otherwise, begins anew: its baseline, its latest figures, the best policy by it.
+other code of a reward or environment is reported, because the scores before and after it do not compare. An evaluation
+set that has other prompts, or is sampled or scored otherwise, begins anew: its baseline, its latest figures, the best
+policy by it.
 """
 
 import json
@@ -17,7 +18,7 @@ from tandem_clients.flow import Prompt
 from tandem_clients.formatting import PromptFormat
 from tandem_config.comparing.resuming import MAY_CHANGE, difference
 from tandem_config.schema import EvaluationSet, RunConfig
-from tandem_config.sections.reward import FunctionReward, split_reference
+from tandem_config.sections.reward import CodeReference, FunctionReward, split_reference
 from tandem_config.sections.rewards.base import RewardSection
 from tandem_files.digests import file_digest, text_digest
 
@@ -30,6 +31,7 @@ _READING = "marked answers first, numbers as the file has them (docs/rewards.md,
 _READS_ANSWERS = {"exact_match", "regex", "math_verify"}
 # Settings that change no score.
 _NO_SCORE = {"trial"}
+_ENVIRONMENT = "environment: "
 # What is known of the prompts of an evaluation set: their contents, or in the checkpoint of an older release the names.
 _PROMPTS, _BY_CONTENT = "prompts", {"files", "num_prompts"}
 
@@ -85,10 +87,26 @@ def reward_facts(config: RunConfig) -> dict[str, str]:
     facts = {
         f"reward {section.label}: {name}": value
         for section in config.reward
-        for name, value in (*_settings(section), *_code(section))
+        for name, value in (
+            *_settings(section),
+            *_code([section.function] if isinstance(section, FunctionReward) else ()),
+        )
     }
+    if (answers := config.environment) is not None:
+        code = _code(answers.tools if answers.function is None else [answers.function])
+        facts |= {f"{_ENVIRONMENT}{name}": value for name, value in code}
     # Checkpoints of older releases lack it: they removed all.
     return facts if config.rollout.skip_special_tokens else facts | _KEPT
+
+
+def sampled_by(model: str, facts: Mapping[str, str]) -> str:
+    """Return what completions depend on besides prompts and order, for a ledger: the model, an environment's code.
+
+    Args:
+        model: its fingerprint.
+        facts: `reward_facts` of the run.
+    """
+    return " ".join([model, *(value for name, value in facts.items() if name.startswith(_ENVIRONMENT))])
 
 
 def reward_warning(old: Mapping[str, str], new: Mapping[str, str]) -> str:
@@ -184,7 +202,7 @@ def _changed_sets(
         {
             key: text
             for key, text in facts.items()
-            if key.startswith(reward) and f"reward.{key.removeprefix(reward)}" not in MAY_CHANGE
+            if key.startswith((reward, _ENVIRONMENT)) and f"reward.{key.removeprefix(reward)}" not in MAY_CHANGE
         }
         for facts in (state.rewards, reward_facts(config) if state.rewards else {})
     )
@@ -240,9 +258,8 @@ def _settings(section: RewardSection) -> Iterator[tuple[str, str]]:
         yield name, text if len(text) <= _SHOWN_CHARS else text_digest(text)[:_DIGEST_CHARS]
 
 
-def _code(section: RewardSection) -> Iterator[tuple[str, str]]:
-    if isinstance(section, FunctionReward):
-        place, _ = split_reference(section.function)
+def _code(references: Iterable[CodeReference]) -> Iterator[tuple[str, str]]:
+    for place in dict.fromkeys(split_reference(reference)[0] for reference in references):
         file = source_file(place)
         if file is not None:
             yield f"code of {place}", file_digest(file)["xxh3_128"][:_DIGEST_CHARS]

@@ -163,6 +163,23 @@ async def test_a_resume_restores_episodes_that_had_ended(
     assert rows(environment)[-1]["reward_mean"] >= 1.0
 
 
+async def test_a_resume_with_other_code_is_warned_of_and_asks_it_about_every_episode(
+    with_turns: RunConfig, environment: ServiceEnvironment, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Episodes that had ended would mix two environments in one batch."""
+    config = with_settings(with_turns, run={"iterations": 4, "checkpoint_every": 3})
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
+        fleet.trainer_service.before_step = fail_sync_after(fleet, 4)
+        assert await attempt(config, environment, resume=False) == 1
+    (tmp_path / "twice.py").write_text(TWICE.replace("[], 1.0, True", "[], 2.0, True"))
+    async with announced_fleet(environment.redis_url, environment.run_id):
+        assert await attempt(config, environment) == 0
+    assert caplog.text.count(f"environment: code of {tmp_path}/twice.py: ") == 1
+    assert caplog.text.count("the scores before and after this resume do not compare") == 1
+    assert (tmp_path / "log").read_text() == "x" * (5 * 32 * 2)
+    assert rows(environment)[-1]["reward_mean"] >= 2.0
+
+
 async def test_a_broken_environment_ends_the_run_by_name_when_most_episodes_fail(
     with_turns: RunConfig, environment: ServiceEnvironment, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

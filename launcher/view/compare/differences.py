@@ -1,4 +1,4 @@
-"""In what the runs to compare differ: settings by key; rewards by their names, however they are listed."""
+"""In what the runs to compare differ: settings by key; rewards by their names, however they are listed; own code."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ REWARDS = "rewards"
 
 
 def differing(runs: Sequence[RunCurves]) -> dict[str, list[str]]:
-    """Return the settings, and the files of rewards, in which the runs differ: by key, the value of each run."""
+    """Return the settings, and the files of own code, in which the runs differ: by key, the value of each run."""
     keys = sorted({key for run in runs for key in run.settings} - _OWN_SETTINGS)
     values = {key: [_text(run.settings, key) for run in runs] for key in keys}
     return _different(values | _differing_rewards(runs))
@@ -36,6 +36,7 @@ def _differing_rewards(runs: Sequence[RunCurves]) -> dict[str, list[str]]:
         differ = _different({key: [_text(settings, key) for settings in having] for key in keys})
         values |= {f"reward {name}: {key}": [_text(settings or {}, key) for settings in of_runs] for key in differ}
         values |= _differing_code(runs, f"reward {name}")
+    values |= _differing_code(runs, "environment")
     return _different(values)
 
 
@@ -49,15 +50,11 @@ def sum_of(rewards: Mapping[str, Mapping[str, Any]]) -> str:
     return " + ".join(name if weight == 1 else f"{weight:g} {name}" for name, weight in weights.items()) or NO_VALUE
 
 
-def _differing_code(runs: Sequence[RunCurves], reward: str) -> dict[str, list[str]]:
-    """Return the digests of a reward's file; nothing if a run has not recorded its rewards."""
-    codes = [run.code for run in runs if run.code is not None]
-    if len(codes) < len(runs):
-        return {}
-    found = [code.get(reward) for code in codes]
-    names = dict.fromkeys(file for file, _ in filter(None, found))
-    name = next(iter(names)) if len(names) == 1 else "code"
-    return {f"{reward}: {name}": [NO_VALUE if one is None else one[1] for one in found]}
+def _differing_code(runs: Sequence[RunCurves], owner: str) -> dict[str, list[str]]:
+    """Return the digests of the files of a reward or environment; nothing if a run has not recorded its rewards."""
+    found = [run.code.get(owner, {}) for run in runs if run.code is not None]
+    names = dict.fromkeys(name for files in found for name in files) if len(found) == len(runs) else ()
+    return {f"{owner}: {name}": [files.get(name, NO_VALUE) for files in found] for name in names}
 
 
 def _different(values: Mapping[str, list[str]]) -> dict[str, list[str]]:

@@ -16,8 +16,8 @@ from tandem_files.metrics_table import BY_NAME
 from tandem_files.run_config import RESOLVED_CONFIG
 from tandem_files.run_folder import metrics_rows, read_state
 
-# What a run records of its rewards' code (coordinator/record/resuming.py): its configuration does not say it.
-_CODE = re.compile(r"(?P<reward>.*): code of (?P<place>.*)", re.DOTALL)
+# What a run records of own code (coordinator/record/resuming.py): its configuration does not say it.
+_CODE = re.compile(r"(?P<owner>.*): code of (?P<place>.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class RunCurves:
         total: run.iterations.
         settings: its configuration without the rewards, by dotted key.
         rewards: the settings of each reward by dotted key, by the reward's name.
-        code: name and digest of each own reward's file, by the reward; None: an older release has not recorded them.
+        code: digests of own files by name, of each reward and the environment; None: an older release has none.
     """
 
     label: str
@@ -39,7 +39,7 @@ class RunCurves:
     baseline: Baseline
     settings: dict[str, Any]
     rewards: dict[str, dict[str, Any]]
-    code: dict[str, tuple[str, str]] | None
+    code: dict[str, dict[str, str]] | None
     troubles: tuple[str, ...]
 
     def points(self, metric: str) -> list[tuple[int, float]]:
@@ -153,12 +153,15 @@ def _label(entry: Mapping[str, Any]) -> str:
     return str(entry.get("name") or str(entry.get("function", "")).rpartition(":")[2] or entry.get("kind"))
 
 
-def _code_of(recorded: Any) -> dict[str, tuple[str, str]] | None:
-    """Return name and digest of each reward's file, by the reward; None if nothing is recorded."""
+def _code_of(recorded: Any) -> dict[str, dict[str, str]] | None:
+    """Return digests of files by name, by whose they are; None if nothing is recorded."""
     if not isinstance(recorded, dict) or not recorded:
         return None
-    found = {match: digest for key, digest in recorded.items() if (match := _CODE.fullmatch(key)) is not None}
-    return {match["reward"]: (Path(match["place"]).name, str(digest)) for match, digest in found.items()}
+    found: dict[str, dict[str, str]] = {}
+    for key, digest in recorded.items():
+        if match := _CODE.fullmatch(key):
+            found.setdefault(match["owner"], {})[Path(match["place"]).name] = str(digest)
+    return found
 
 
 def _flat(prefix: str, value: Any) -> list[tuple[str, Any]]:

@@ -26,6 +26,8 @@ MEASURED = {"eval/heldout/mean@1": 0.25, "eval/test/mean@4": 0.5, "eval/test/pas
 def config(tmp_path: Path) -> RunConfig:
     code = tmp_path / "mine.py"
     code.write_text("def right(completion, answer):\n    return 1.0\n\ndef other(completion):\n    return 0.0\n")
+    tools = tmp_path / "tools.py"
+    tools.write_text("def tool(a: str) -> str: return ''")
     test = {"name": "test", "data": write_data(tmp_path / "test.jsonl", ROWS), "samples": 4, "temperature": 0.8}
     return RunConfig.model_validate(
         {
@@ -35,6 +37,7 @@ def config(tmp_path: Path) -> RunConfig:
                 "heldout": write_data(tmp_path / "heldout.jsonl", ROWS[:4]),
             },
             "reward": [{"kind": "function", "function": f"{code}:right", "accuracy": True}],
+            "environment": {"tools": [f"{tools}:tool"]},
             "evaluation": {"sets": [test], "best": "test/mean@4"},
         }
     )
@@ -90,6 +93,11 @@ def other_code(config: RunConfig, folder: Path) -> RunConfig:
     return config
 
 
+def other_tools(config: RunConfig, folder: Path) -> RunConfig:
+    (folder / "tools.py").write_text("def tool(a: str) -> str: return a")
+    return config
+
+
 CHANGES: dict[str, tuple[Callable[[RunConfig, Path], RunConfig], set[str], str]] = {
     "nothing": (lambda config, _: config, set(), ""),
     "the same rows in another file": (moved, set(), ""),
@@ -121,6 +129,7 @@ CHANGES: dict[str, tuple[Callable[[RunConfig, Path], RunConfig], set[str], str]]
         "evaluation.right_from: 1.0 in the checkpoint, 0.5 in the run",
     ),
     "the accuracy's code": (other_code, {"heldout", "test"}, "reward right: code of"),
+    "the environment's code": (other_tools, {"heldout", "test"}, "environment: code of"),
 }
 
 

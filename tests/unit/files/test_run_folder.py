@@ -274,6 +274,28 @@ def test_the_code_of_a_module_is_compared_without_importing_it(tmp_path: Path, m
         assert f"reward score: code of {absent}" not in facts("", absent)
 
 
+@pytest.mark.parametrize("settings", ["function={code}:Env", "tools=['{code}:f', '{code}:g', '{other}:h']"])
+def test_other_code_of_an_environment_than_the_checkpoints_is_a_warning(tmp_path: Path, settings: str) -> None:
+    run_dir, file = make_run(tmp_path)
+    code, other = tmp_path / "mine.py", tmp_path / "other.py"
+    for place in (code, other):
+        place.write_text("before")
+    given = f"environment.{settings.format(code=code, other=other)}"
+    rewards = reward_facts(load_config(file, [given]))
+    state = RunState(cursor=CursorState(sources=()), batch_rng={}, model_fingerprint="", rewards=rewards)
+    state.save(step_folder(run_dir, 1) / "coordinator.json")
+    mark(step_folder(run_dir, 1), load_config(file, [given]))
+    assert resume(run_dir, file, given) == []
+    before = file_digest(code)["xxh3_128"][:12]
+    code.write_text("after")
+    (problem,) = resume(run_dir, file, given)
+    assert (problem.key, problem.severity) == ("--resume", "warning")
+    assert problem.message == (
+        f"environment: code of {code}: {before} in the checkpoint, {file_digest(code)['xxh3_128'][:12]} in the run: "
+        "the scores before and after this resume do not compare"
+    )
+
+
 def resume_with_data(run_dir: Path, file: Path, *changes: str) -> list[ConfigProblem]:
     found = preflight(draft_config(file, list(changes)), redis_url=None, resume=run_dir)
     return [problem for problem in found if problem.key == "--resume"]

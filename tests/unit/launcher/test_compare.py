@@ -99,6 +99,14 @@ def test_a_changed_reward_is_a_difference(code: str, other: str | None, differ: 
     assert differing(read_runs(folders)) == differ
 
 
+def test_a_changed_file_of_an_environment_is_a_difference(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name, [0.1]) for name in ("one", "two")]
+    for folder, digest in zip(folders, ("c2e4", "f70d"), strict=True):
+        recorded = {f"environment: code of /mine/{name}.py": f"{digest}" for name in ("tools", "more")}
+        (folder / "state.json").write_text(json.dumps({"rewards": recorded | {"environment: code of same.py": "a"}}))
+    assert differing(read_runs(folders)) == {f"environment: {name}.py": ["c2e4", "f70d"] for name in ("tools", "more")}
+
+
 @pytest.mark.parametrize(
     ("one", "two", "differ"),
     [
