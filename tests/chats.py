@@ -14,18 +14,25 @@ from tandem_files.tokenizer import TextCodec
 # Special tokens that end a turn, by the manner of the template; the first is the tokenizer's end of sequence.
 STOPS = {
     "qwen": ("<|im_end|>", "<|endoftext|>"),
+    "qwen_xml": ("<|im_end|>", "<|endoftext|>"),
+    "deepseek": ("<｜end▁of▁sentence｜>",),
     "llama": ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
     "glm": ("<|endoftext|>", "<|user|>", "<|observation|>"),
     "harmony": ("<|return|>", "<|call|>"),
     "mistral": ("</s>",),
 }
+# Tokens that begin a text, where it is not <|begin_of_text|>.
+BOS = {"mistral": "<s>", "deepseek": "<｜begin▁of▁sentence｜>"}
 _SPECIAL = [
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
     *("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
     *("<|eot_id|>", "<|eom_id|>", "<|python_tag|>"),
     *("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
     *("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>", "<|constrain|>"),
     *("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]"),
+    *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜tool▁sep｜>"),
+    *(f"<｜tool▁{what}▁{side}｜>" for what in ("calls", "call", "outputs", "output") for side in ("begin", "end")),
 ]
 _NAMES = ("think", "tool_call", "tool_response", "arg_key", "arg_value")
 _PLAIN = [f"<{slash}{name}>" for name in _NAMES for slash in ("", "/")]
@@ -78,6 +85,33 @@ QWEN = """{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
 {{- '<|im_start|>assistant\\n' + (block or '') }}
+{%- endif %}"""
+# In the manner of Qwen3-Coder: calls in XML, whose values have no quotes.
+QWEN_XML = QWEN.replace(
+    QWEN[QWEN.index("{{- '<tool_call>") : QWEN.index("{%- endfor %}\n{{- '<|im_end|>")],
+    """{{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+{%- for key, value in call.function.arguments.items() %}{{- '<parameter=' + key + '>\\n' }}
+{{- value if value is string else value | tojson }}{{- '\\n</parameter>\\n' }}{%- endfor %}
+{{- '</function>\\n</tool_call>' }}
+""",
+)
+# In the manner of DeepSeek V3.1: arguments are JSON as text, and nothing follows the results of tools.
+DEEPSEEK = """{{- bos_token }}{%- if tools %}{{- 'Tools: ' + tools | tojson }}
+{{- '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>name<｜tool▁sep｜>arguments<｜tool▁call▁end｜>' }}{%- endif %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{%- if messages[loop.index0 - 1].role != 'tool' %}{{- '<｜Assistant｜></think>' }}{%- endif %}
+{%- if m.content is not none %}{{- m.content + '' }}{%- endif %}
+{%- if m.tool_calls %}{{- '<｜tool▁calls▁begin｜>' }}
+{%- for call in m.tool_calls %}{{- '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' }}
+{{- call.function.arguments + '<｜tool▁call▁end｜>' }}{%- endfor %}{{- '<｜tool▁calls▁end｜>' }}{%- endif %}
+{{- '<｜end▁of▁sentence｜>' }}
+{%- elif m.role == 'tool' %}{{- '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}
+{%- else %}{{- '<｜User｜>' + m.content }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and messages[-1].role != 'tool' %}
+{{- '<｜Assistant｜>' + ('</think>' if block is not defined else block) }}
 {%- endif %}"""
 # In the manner of Llama 3: one call a turn, contents are trimmed, the first question must be there.
 LLAMA = """{{- bos_token }}
@@ -150,7 +184,15 @@ MISTRAL = """{{- bos_token }}
 {%- else %}{{- m.content + '</s>' }}
 {%- endif %}
 {%- endfor %}"""
-TEMPLATES = {"qwen": QWEN, "llama": LLAMA, "glm": GLM, "harmony": HARMONY, "mistral": MISTRAL}
+TEMPLATES = {
+    "qwen": QWEN,
+    "qwen_xml": QWEN_XML,
+    "llama": LLAMA,
+    "glm": GLM,
+    "harmony": HARMONY,
+    "mistral": MISTRAL,
+    "deepseek": DEEPSEEK,
+}
 
 
 def train_tokenizer(texts: Iterable[str], *, pattern: str = PATTERNS["qwen"], vocabulary: int = 1500) -> Tokenizer:
@@ -178,7 +220,7 @@ def renderer_of(
 ) -> TemplateRenderer:
     """Make a renderer in the manner of a known template; `text`: another template's."""
     stops = tuple(id_ for id_ in map(tokenizer.token_to_id, STOPS[manner]) if id_ is not None)
-    special = {"bos_token": "<s>" if manner == "mistral" else "<|begin_of_text|>", "eos_token": STOPS[manner][0]}
+    special = {"bos_token": BOS.get(manner, "<|begin_of_text|>"), "eos_token": STOPS[manner][0]}
     template = _compiled(TEMPLATES[manner] if text is None else text, tuple(special.items()), tuple(arguments.items()))
     return TemplateRenderer(template, TextCodec(tokenizer, stops), tools)
 

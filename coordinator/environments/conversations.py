@@ -165,6 +165,7 @@ class _Conversation:
     Attributes:
         due_s: the loop's time at which it ends.
         begin: the first token of the turn that is sampled.
+        behind: what was put before it; None: it is the first.
     """
 
     environments: Environments
@@ -172,6 +173,7 @@ class _Conversation:
     name: str
     due_s: float
     begin: int = 0
+    behind: "array[int] | None" = None
     episode: Episode | None = None
     transcript: Transcript = field(default_factory=Transcript)
     tree: Tree = field(init=False)
@@ -203,7 +205,7 @@ class _Conversation:
         """Return what follows, and why the episode ends; "": it does not. Raises: EpisodeFailed, TemplateFailure."""
         own, said = self.environments, self.transcript
         sampled = completion.token_ids[self.begin :]
-        turn = own.renderer.parse(sampled)
+        turn = own.renderer.parse(sampled, self.behind)
         self.tree.add(turn, completion)
         said.messages.append(turn.message(own.renderer.thought_key))
         episode = self.episode or await self._begun()
@@ -231,6 +233,7 @@ class _Conversation:
         if follow.begins:
             completion.branches += (len(completion.token_ids),)
         self.begin = len(completion.token_ids) + len(follow.token_ids)
+        self.behind = follow.token_ids
         return follow.token_ids, ""
 
     async def _begun(self) -> Episode:

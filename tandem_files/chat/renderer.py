@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import takewhile, zip_longest
 from typing import NamedTuple, Protocol
 
-from tandem_files.chat.parsing import PARSERS, ParsedTurn, ToolCall, Tools, parse_turn, parser_for
+from tandem_files.chat.parsing import ParsedTurn, parse_turn
 from tandem_files.chat.template import ChatTemplate, TemplateFailure
+from tandem_files.chat.tool_calls import PARSERS, ToolCall, Tools, parser_for
 from tandem_files.rows.messages import Message
 from tandem_files.tokenizer import TextCodec
 
@@ -23,6 +24,9 @@ _QUESTION: Message = {"role": "user", "content": "u"}
 _ID = "call00000"
 # Keys of messages in which templates look for thinking: the first that a template names.
 _THOUGHT_KEYS = ("reasoning_content", "thinking")
+# Tokens in which a mark that opens thinking is, at the end of what is put behind a turn. Some templates that open it
+# for a first turn do not behind tool results (DeepSeek's).
+_OPENING = 16
 
 
 class Renderer(Protocol):
@@ -32,8 +36,12 @@ class Renderer(Protocol):
         """Return the prompt of the first turn. Raises: TemplateFailure: the template refuses the messages."""
         ...
 
-    def parse(self, sampled_ids: Sequence[int]) -> ParsedTurn:
-        """Read a turn from its sampled ids, with the one that ends it if that was sampled."""
+    def parse(self, sampled_ids: Sequence[int], behind: Sequence[int] | None = None) -> ParsedTurn:
+        """Read a turn from its sampled ids, with the one that ends it if that was sampled.
+
+        Args:
+            behind: what `bridge` returned before them; None: the turn is the first.
+        """
         ...
 
     def bridge(self, sampled_ids: Sequence[int], turn: ParsedTurn, messages: Sequence[Message]) -> list[int]:
@@ -86,11 +94,14 @@ class TemplateRenderer:
         self._split = re.compile(f"({'|'.join(marks) or '(?!)'})")
         # Tools in the dummy conversation: the first alone, if what follows a turn is the same with it.
         self._dummy_tools = tools
+        self._as_text = False
         self._answer, self._call, self.no_calls = self._ending([]), None, ""
-        try:
-            self._call = self._ending([self.example])
-        except TemplateFailure as error:
-            self.no_calls = str(error)
+        for self._as_text in (False, True):  # DeepSeek's templates take arguments as text
+            try:
+                self._call, self.no_calls = self._ending([self.example]), ""
+                break
+            except TemplateFailure as error:
+                self.no_calls = self.no_calls or str(error)
         kinds = [[]] if self._call is None else [[], [self.example]]
         with_all = [self._follow_ups(calls) for calls in kinds]
         self._dummy_tools = tools and tools[:1]
@@ -105,12 +116,14 @@ class TemplateRenderer:
         """Return the template's text of a conversation before the next turn."""
         return self.template.render(messages, self.tools)
 
-    def parse(self, sampled_ids: Sequence[int]) -> ParsedTurn:
+    def parse(self, sampled_ids: Sequence[int], behind: Sequence[int] | None = None) -> ParsedTurn:
         """Read a turn from the text of its ids; where they are no UTF-8, that has replacement characters."""
         end = self._texts.get(sampled_ids[-1], "") if sampled_ids else ""
         ended = bool(end) and end in self._stops
-        (text,) = self.codec.decode_all([sampled_ids[:-1] if ended else sampled_ids])
-        turn = parse_turn(self.parser, text, tools=self.tools, opened=self.opened)
+        sequences = [sampled_ids[:-1] if ended else sampled_ids, () if behind is None else behind[-_OPENING:]]
+        text, before = self.codec.decode_all(sequences)
+        opened = self.opened and (behind is None or before.rstrip().endswith("<think>"))
+        turn = parse_turn(self.parser, text, tools=self.tools, opened=opened)
         return replace(turn, raw=text + end * ended, truncated=not ended)
 
     def bridge(self, sampled_ids: Sequence[int], turn: ParsedTurn, messages: Sequence[Message]) -> list[int]:
@@ -133,10 +146,14 @@ class TemplateRenderer:
             text = text.removeprefix(ending.mark or self._texts[sampled_ids[-1]])
         return text
 
+    def message(self, turn: ParsedTurn) -> Message:
+        """Return a turn as the template takes it."""
+        return turn.message(self.thought_key, as_text=self._as_text)
+
     def as_sampled(self, turn: ParsedTurn, around: str = "") -> list[int] | None:
         """Return the ids of a turn, `around` around its content, as the last; None: it does not continue the prompt."""
         prompt = self.template.render([_QUESTION], self.tools)
-        message = turn.message(self.thought_key)
+        message = self.message(turn)
         text = self.template.render([_QUESTION, message], self.tools, add_generation_prompt=False)
         if not text.startswith(prompt):
             return None
@@ -152,7 +169,7 @@ class TemplateRenderer:
             *others, last = (replace(call, arguments={"a": "b"}) for call in calls)
             turn = replace(turn, tool_calls=(*others, replace(last, arguments={"a": _SENTINEL})))
         try:
-            text = self.template.render([_QUESTION, turn.message(), *messages], self._dummy_tools)
+            text = self.template.render([_QUESTION, self.message(turn), *messages], self._dummy_tools)
             if _SENTINEL not in text:
                 what = "tool calls" if calls else "the assistant's answers"
                 raise TemplateFailure(f"the template does not write {what}")
@@ -253,7 +270,7 @@ def _follow_up(renderer: TemplateRenderer, kind: str, *, calls: bool, thinks: bo
         if bool(turn.tool_calls) != calls:
             raise TemplateFailure(f"the parser {renderer.parser!r} does not read the calls that the template writes")
         held += [*sampled, *renderer.bridge(sampled, turn, messages)]
-    whole = renderer.render([_QUESTION, turn.message(renderer.thought_key), *messages])
+    whole = renderer.render([_QUESTION, renderer.message(turn), *messages])
     pairs = zip_longest(held, whole)
     differing = next((pair for pair in pairs if pair[0] != pair[1]), ())
     texts = [renderer.codec.decode_all([[] if id_ is None else [id_]])[0] for id_ in differing]

@@ -5,11 +5,17 @@ import time
 
 import pytest
 
-from tandem_files.chat.parsing import PARSERS, ParsedTurn, parse_turn, parser_for
-from tests.chats import GLM, HARMONY, LLAMA, MISTRAL, QWEN, TOOLS
+from tandem_files.chat.parsing import ParsedTurn, parse_turn
+from tandem_files.chat.tool_calls import PARSERS, parser_for
+from tests.chats import DEEPSEEK, GLM, HARMONY, LLAMA, MISTRAL, QWEN, QWEN_XML, TOOLS
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 2,"b":  3}}\n</tool_call>'
 GLM_ADD = "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
+XML_ADD = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\nx\n y\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+DEEPSEEK_ADD = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a":2}\n```<｜tool▁call▁end｜>'
 ANALYSIS = "<|channel|>analysis<|message|>Use it."
 CALL = '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a":2}'
 
@@ -86,6 +92,34 @@ def calls(turn: ParsedTurn) -> list[tuple[str, object, str]]:
                 ("now", {}, ""),
             ],
         ),
+        ("qwen3_coder", f"I add.\n\n{XML_ADD}", "I add.", [("add", {"a": 2, "b": "x\n y"}, XML_ADD[27:-25])]),
+        (
+            "qwen3_coder",
+            "<tool_call><function=weather><parameter=city>5</parameter><parameter=dry>True</parameter><parameter=n>"
+            "[5]</parameter></function></tool_call><tool_call>\n<function=now>\n</function>\n</tool_call>",
+            "",
+            [
+                (
+                    "weather",
+                    {"city": "5", "dry": True, "n": [5]},
+                    "<parameter=city>5</parameter><parameter=dry>True</parameter><parameter=n>[5]</parameter>",
+                ),
+                ("now", {}, ""),
+            ],
+        ),
+        (
+            "deepseek",
+            f"I add.<｜tool▁calls▁begin｜>{DEEPSEEK_ADD}\n{DEEPSEEK_ADD}<｜tool▁calls▁end｜>Then.",
+            "I add.\nThen.",
+            [("add", {"a": 2}, '{"a":2}')] * 2,
+        ),
+        (
+            "deepseek",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            "",
+            [("add", {}, "{}")],
+        ),
+        ("deepseek", "It is 5. ", "It is 5. ", []),
         ("harmony", "<|channel|>final<|message|>It is 5.", "It is 5.", []),
         ("harmony", f"{ANALYSIS}<|end|>{CALL}", "", [("add", {"a": 2}, '{"a":2}')]),
         (
@@ -124,6 +158,14 @@ MALFORMED = [
     ("llama3_json", "<|python_tag|>print(5)", "'{' is missing"),
     ("llama3_json", '<|python_tag|>{"name": "f"}', "it has no name and arguments"),
     ("json", '[TOOL_CALLS][{"name": "f", "arguments": {}}', "']' is missing"),
+    ("qwen3_coder", "<tool_call>\n</tool_call>", "it has no name"),
+    ("qwen3_coder", '<tool_call>{"name": "add", "arguments": {}}</tool_call>', "it has no name"),
+    ("qwen3_coder", "<tool_call><function=add><parameter=a>2</function></tool_call>", "'</function>' is missing"),
+    ("qwen3_coder", "<tool_call><function=add></function>", "'</tool_call>' is missing"),
+    ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add", "'<｜tool▁sep｜>' is missing"),
+    ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>add<｜tool▁call▁end｜>", "it has no name and arguments"),
+    ("deepseek", "<｜tool▁call▁begin｜>add<｜tool▁sep｜>{}\n```", "'<｜tool▁call▁end｜>' is missing"),
+    ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>add```json\n[1]```<｜tool▁call▁end｜>", "a JSON object"),
     ("glm", "<tool_call></tool_call>", "it has no name"),
     ("glm", "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>2", "'</tool_call>' is missing"),
     ("glm", "<tool_call>add\n<arg_key>a</arg_key></tool_call>", "'</tool_call>' is missing"),
@@ -181,9 +223,10 @@ def test_thinking_is_what_a_turn_begins_with(text: str, opened: bool, reasoning:
 
 
 def test_the_parser_is_found_from_the_template() -> None:
-    found = {text: parser_for(text) for text in (QWEN, LLAMA, GLM, HARMONY, MISTRAL)}
-    assert list(found.values()) == ["hermes", "llama3_json", "glm", "harmony", "json"]
-    assert parser_for("<tool_call><function={{ name }}>") == "none"
+    found = {text: parser_for(text) for text in (QWEN, QWEN_XML, LLAMA, GLM, HARMONY, MISTRAL, DEEPSEEK)}
+    assert list(found.values()) == ["hermes", "qwen3_coder", "llama3_json", "glm", "harmony", "json", "deepseek"]
+    assert parser_for("<tool_call><function={{ name }}>") == "qwen3_coder"
+    assert parser_for("<function={{ name }}>{{ arguments }}</function>") == "none"
     assert parser_for("{{ messages }}") == "none"
 
 
@@ -194,7 +237,44 @@ def test_a_message_has_what_templates_look_for() -> None:
     assert message["reasoning_content"] == "Easy."
     assert "content" not in message
     assert turn.message("thinking")["thinking"] == "Easy."
+    message = turn.message(None, as_text=True)
+    assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 2, "b": 3}'}
+    assert message["content"] is None
     assert parse_turn("hermes", "").message() == {"role": "assistant", "content": ""}
+
+
+KINDS = [
+    ({"type": "string"}, "5", "5"),
+    ({"type": ["string"]}, "true", "true"),
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "5", "5"),
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+    ({"type": ["string", "null"]}, "None", None),
+    ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "5", 5),
+    ({"type": "string"}, "None", "None"),
+    ({"type": "boolean"}, "False", False),
+    ({"type": "number"}, "2.5", 2.5),
+    ({"type": "integer"}, "five", "five"),
+    ({"type": "array"}, '["a"]', ["a"]),
+    ({}, "{", "{"),
+    ("odd", "1", 1),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "value"), KINDS, ids=str)
+@pytest.mark.parametrize(
+    ("parser", "call"),
+    [
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>\n{}\n</parameter></function></tool_call>"),
+        ("glm", "<tool_call>f<arg_key>a</arg_key><arg_value>{}</arg_value></tool_call>"),
+    ],
+)
+def test_values_without_quotes_are_of_the_schemas_types(
+    parser: str, call: str, kind: object, text: str, value: object
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": kind}}}}]
+    (found,) = parse_turn(parser, call.replace("{}", text), tools=tools).tool_calls
+    assert found.arguments == {"a": value}
+    assert type(found.arguments["a"]) is type(value)
 
 
 @pytest.mark.parametrize("parser", PARSERS)
@@ -202,7 +282,8 @@ def test_long_texts_of_marks_are_read_in_one_pass(parser: str) -> None:
     """A policy may repeat a mark until it is cut off: 1 MB takes 0.2 s, and took minutes with a pass for each mark."""
     pieces = ["<tool_call>", '<tool_call>{"', "<tool_call>x<arg_key>", "<arg_key>a</arg_key><arg_value>", "{\n", "[\n",
               "\n" + " " * 50, '{"name":', "<|start|>", "<|python_tag|>", "}", "} \n{", "<|message|>", "<think>",
-              "</think>", '{"name":\n', '{"name": 1}\n', '{"a":\n']  # fmt: skip
+              "</think>", "<tool_call><function=a><parameter=", "<parameter=a>",
+              "<｜tool▁call▁begin｜>a", "<｜tool▁sep｜>{", '{"name":\n', '{"name": 1}\n', '{"a":\n']  # fmt: skip
     start_s = time.process_time()
     for piece in pieces:
         text = piece * (60_000 // len(piece))

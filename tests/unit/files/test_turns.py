@@ -15,7 +15,7 @@ from tandem_files.chat.renderer import FollowUp, TemplateRenderer, probe
 from tandem_files.chat.template import ChatTemplate, TemplateFailure
 from tandem_files.rows.reading import Row
 from tandem_files.tokenizer import TextCodec
-from tests.chats import STOPS, TEMPLATES, TOOLS, odd_ids, renderer_of, train_tokenizer
+from tests.chats import BOS, STOPS, TEMPLATES, TOOLS, odd_ids, renderer_of, train_tokenizer
 
 CORPUS = [*TEMPLATES.values(), "What is the answer? It is five. Add the numbers: 12, 345.\n\nThen call the tool again."]
 QUESTION = {"role": "user", "content": "  What is 2+3?\n"}
@@ -33,6 +33,11 @@ QWEN_RESULTS = (
     "<|im_start|>assistant\n"
 )
 QWEN_QUESTION = "\n<|im_start|>user\n  What is 2+3?\n<|im_end|>\n<|im_start|>assistant\n"
+XML_ADD = "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n</function>\n</tool_call>"
+DEEPSEEK_CALL = '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 2,"b":3}<｜tool▁call▁end｜>'
+DEEPSEEK_ADD = f"<｜tool▁calls▁begin｜>{DEEPSEEK_CALL}<｜tool▁calls▁end｜>"
+DEEPSEEK_RESULTS = "".join(f"<｜tool▁output▁begin｜>{text}<｜tool▁output▁end｜>" for text in ("5", "\n6 é"))
+DEEPSEEK_QUESTION = "<｜User｜>  What is 2+3?\n<｜Assistant｜></think>"
 LLAMA_HEAD = "<|start_header_id|>{}<|end_header_id|>\n\n"
 IPYTHON, ASSISTANT = LLAMA_HEAD.format("ipython"), LLAMA_HEAD.format("assistant")
 LLAMA_RESULTS = f"{IPYTHON}5<|eot_id|>{IPYTHON}6 é<|eot_id|>{ASSISTANT}"
@@ -99,6 +104,19 @@ BRIDGES = [
     ("harmony", "<|channel|>final<|message|>5<|return|>", [QUESTION], HARMONY_QUESTION),
     ("harmony", "<|channel|>final<|message|>5<|end|>", [QUESTION], HARMONY_QUESTION),
     ("harmony", "<|channel|>final<|message|>5", [QUESTION], f"<|end|>{HARMONY_QUESTION}"),
+    # Calls in XML: the same marks around turns as Qwen3's.
+    ("qwen_xml", f"{XML_ADD}\n{XML_ADD}<|im_end|>", RESULTS, QWEN_RESULTS),
+    ("qwen_xml", XML_ADD, RESULTS, f"<|im_end|>{QWEN_RESULTS}"),
+    # DeepSeek: the template takes arguments as text; behind results the turn continues without a mark.
+    ("deepseek", f"{DEEPSEEK_ADD}<｜end▁of▁sentence｜>", RESULTS, DEEPSEEK_RESULTS),
+    ("deepseek", DEEPSEEK_ADD, RESULTS, f"<｜end▁of▁sentence｜>{DEEPSEEK_RESULTS}"),
+    (
+        "deepseek",
+        f"I add.{DEEPSEEK_ADD}<｜end▁of▁sentence｜>",
+        [*RESULTS, QUESTION],
+        DEEPSEEK_RESULTS + DEEPSEEK_QUESTION,
+    ),
+    ("deepseek", "It is 5.<｜end▁of▁sentence｜>", [QUESTION], DEEPSEEK_QUESTION),
     # Mistral: tools stand before the last question, so they are part of what follows.
     ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {}}]</s>', RESULTS[:1], "[TOOL_RESULTS]5"),
 ]
@@ -144,7 +162,7 @@ def test_a_bridge_renders_one_dummy_turn_with_one_tool(tokenizer: Tokenizer) -> 
 def test_the_first_prompt_is_that_of_a_row(tokenizer: Tokenizer, manner: str) -> None:
     renderer = renderer_of(tokenizer, manner)
     section = DataSection.model_validate({"train": "rows.jsonl", "tools_key": "tools"})
-    special = {"bos_token": "<s>" if manner == "mistral" else "<|begin_of_text|>", "eos_token": STOPS[manner][0]}
+    special = {"bos_token": BOS.get(manner, "<|begin_of_text|>"), "eos_token": STOPS[manner][0]}
     formats = PromptFormat(section, renderer.codec, {"default": TEMPLATES[manner]}, special, "")
     row = Row(prompt=[QUESTION], answer="", file=Path("rows.jsonl"), number=1, tools=TOOLS, columns={})
     (expected,) = formats.encode([formats.text(row)])
@@ -180,6 +198,18 @@ def test_a_prompt_may_open_the_thinking_block(tokenizer: Tokenizer) -> None:
     assert (turn.reasoning, turn.content) == ("Easy.", "It is 5.")
     cut = bridged(renderer, ids(renderer, "Eas"), [QUESTION])
     assert cut == f"\n</think>\n\n<|im_end|>{QWEN_QUESTION}<think>\n"
+
+
+def test_thinking_that_is_not_opened_behind_results_is_not_expected_there(tokenizer: Tokenizer) -> None:
+    """DeepSeek-R1's prompts open it, and what follows results of tools does not."""
+    renderer = renderer_of(tokenizer, "deepseek", block="<think>\n")
+    turn = renderer.parse(sampled := ids(renderer, f"Easy.\n</think>\n{DEEPSEEK_ADD}<｜end▁of▁sentence｜>"))
+    assert (turn.reasoning, [call.name for call in turn.tool_calls]) == ("Easy.", ["add"])
+    behind = renderer.bridge(sampled, turn, [{"role": "tool", "content": "<think>"}])
+    turn = renderer.parse(sampled := ids(renderer, "It is 5.<｜end▁of▁sentence｜>"), behind)
+    assert (turn.reasoning, turn.content) == (None, "It is 5.")
+    behind = renderer.bridge(sampled, turn, [QUESTION])
+    assert renderer.parse(ids(renderer, "Easy.\n</think>\nNo.<｜end▁of▁sentence｜>"), behind).reasoning == "Easy."
 
 
 def test_bytes_that_are_no_text_stay_what_they_are(tokenizer: Tokenizer) -> None:
@@ -252,6 +282,8 @@ THOUGHT = ["tool results after thinking and a call", "a question after thinking 
         ("qwen", [FollowUp(kind=THOUGHT[1], held="<think>", rendered="It")]),
         ("llama", [FollowUp(kind=SPACES, held=" It", rendered="It")]),
         ("glm", [FollowUp(kind=SPACES, held=" It", rendered="It")]),
+        ("qwen_xml", [FollowUp(kind=THOUGHT[1], held="<think>", rendered="It")]),
+        ("deepseek", []),
         (
             "harmony",
             [
@@ -264,7 +296,7 @@ THOUGHT = ["tool results after thinking and a call", "a question after thinking 
 )
 def test_a_probe_names_what_is_not_append_only(tokenizer: Tokenizer, manner: str, differs: list[FollowUp]) -> None:
     found = probe(renderer_of(tokenizer, manner))
-    kinds = [*APPEND_ONLY, SPACES, *(THOUGHT if manner != "llama" else [])]
+    kinds = [*APPEND_ONLY, SPACES, *(THOUGHT if manner not in ("llama", "deepseek") else [])]
     assert [follow.kind for follow in found] == kinds
     assert [follow for follow in found if not follow.append_only] == differs
 
@@ -308,30 +340,49 @@ def test_a_probe_says_why_a_template_is_refused(tokenizer: Tokenizer) -> None:
     assert "tool calls" in first.refused
     assert not first.append_only
     assert all(follow.append_only for follow in others)
-    unread = renderer_of(tokenizer, "qwen", TEMPLATES["qwen"] + "{# <function= #}")
-    assert "the parser 'none' does not read the calls" in probe(unread)[0].refused
+    unread = renderer_of(tokenizer, "qwen", TEMPLATES["qwen"] + "{# <tool_call>\\n<function= #}")
+    assert "the parser 'qwen3_coder' does not read the calls" in probe(unread)[0].refused
 
 
 # What follows a turn with calls and one without, and what may close the turn before it.
 RESULT = {
+    "deepseek": "<｜tool▁output▁begin｜>7<｜tool▁output▁end｜>",
     "qwen": "\n<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
     "llama": f"{IPYTHON}7<|eot_id|>{ASSISTANT}",
     "glm": "\n<tool_response>\n7\n</tool_response><|assistant|>",
     "harmony": "<|start|>functions.{} to=assistant<|channel|>commentary<|message|>7<|end|><|start|>assistant",
 }
-ASKED = {"qwen": QWEN_QUESTION, "llama": LLAMA_QUESTION, "glm": GLM_QUESTION, "harmony": HARMONY_QUESTION}
+RESULT["qwen_xml"] = RESULT["qwen"]
+ASKED = {
+    "qwen": QWEN_QUESTION,
+    "qwen_xml": QWEN_QUESTION,
+    "llama": LLAMA_QUESTION,
+    "glm": GLM_QUESTION,
+    "harmony": HARMONY_QUESTION,
+    "deepseek": DEEPSEEK_QUESTION,
+}
+ADD = {
+    "qwen": QWEN_ADD,
+    "qwen_xml": XML_ADD,
+    "llama": LLAMA_ADD,
+    "glm": GLM_ADD,
+    "harmony": HARMONY_ADD,
+    "deepseek": DEEPSEEK_ADD,
+}
 CLOSES = {
     "qwen": {"", "<|im_end|>", "\n</think>\n\n<|im_end|>"},
     "llama": {"", "<|eot_id|>"},
     "glm": {"", "<|user|>", "<|observation|>", "</think>\n<|user|>"},
     "harmony": {"", "<|end|>", "<|call|>"},
+    "deepseek": {"", "<｜end▁of▁sentence｜>"},
 }
+CLOSES["qwen_xml"] = CLOSES["qwen"]
 
 
 def sampled_turn(renderer: TemplateRenderer, manner: str, draw: random.Random) -> list[int]:
     """Ids as an adversary may sample them: odd merges, half characters, half calls, special tokens, no end."""
     tokenizer = renderer.codec._tokenizer
-    call = {"qwen": QWEN_ADD, "llama": LLAMA_ADD, "glm": GLM_ADD, "harmony": HARMONY_ADD}[manner]
+    call = ADD[manner]
     pieces = [call, call[: draw.randrange(len(call))], "It is 5.", "  \n", "<think>\nEasy.\n</think>\n\n", "<think>",
               "\N{GRINNING FACE}", "<|im_start|>user\n", "<|start|>assistant", "</tool_call>", '{"name":',
               "é<|message|>"]  # fmt: skip
@@ -342,9 +393,9 @@ def sampled_turn(renderer: TemplateRenderer, manner: str, draw: random.Random) -
     return [*sampled, *draw.choice([[], ends[:1], draw.choices(ends)])]
 
 
-@pytest.mark.parametrize("manner", ["qwen", "llama", "glm", "harmony"])
+@pytest.mark.parametrize("manner", ADD)
 def test_no_token_of_a_held_prefix_changes(tokenizer: Tokenizer, manner: str) -> None:
-    """10,000 turns in all; rendering the messages anew would change most of them."""
+    """15,000 turns in all; rendering the messages anew would change most of them."""
     renderer, draw, broken = renderer_of(tokenizer, manner), random.Random(manner), 0
     ends = {*renderer.codec.stop_token_ids, tokenizer.token_to_id("<|end|>") if manner == "harmony" else None}
     for episode in range(500):
@@ -359,7 +410,7 @@ def test_no_token_of_a_held_prefix_changes(tokenizer: Tokenizer, manner: str) ->
             behind = renderer.bridge(sampled, turn, follow)
             held = [*held, *sampled, *behind]
             assert tuple(held[: len(prompt) + len(before)]) == prompt + before
-            messages = [*messages, turn.message(renderer.thought_key), *follow]
+            messages = [*messages, renderer.message(turn), *follow]
             if episode % 10 == 0:
                 broken += is_rendered_otherwise(renderer, messages, [*prompt, *before])
             expected = (
