@@ -21,6 +21,11 @@ class Transcript:
     error: str = ""
 
     @property
+    def num_turns(self) -> int:
+        """The number of turns of the policy."""
+        return sum(message["role"] == "assistant" for message in self.messages)
+
+    @property
     def reward(self) -> float | None:
         """The sum of what the turns got; None: none got any."""
         given = [reward for reward in self.rewards if reward is not None]

@@ -16,6 +16,7 @@ import xxhash
 
 from coordinator.environments.pool import EnvironmentPool, Episode, EpisodeFailed, row_of
 from coordinator.environments.tree import Tree
+from coordinator.watch import metrics
 from coordinator.workers.episodes.replies import AssistantTurn, Message
 from servicekit.errors import ConfigError
 from servicekit.logs import get_logger
@@ -185,6 +186,7 @@ class _Conversation:
     async def answer(self, completion: Completion) -> "array[int]":
         """Answer the last turn. Returns: ids that follow; none: the episode has ended."""
         completion.transcript = said = self.transcript
+        failure = ""
         context: array[int] = array("I")
         try:
             async with asyncio.timeout_at(self.due_s):
@@ -193,6 +195,9 @@ class _Conversation:
             said.end = "timeout"
         except (EpisodeFailed, TemplateFailure) as error:
             said.end, said.error = "failed", str(error)
+            failure = error.kind if isinstance(error, EpisodeFailed) else "template"
+        if said.end:
+            metrics.observe_episode(said, failure)
         completion.truncated = said.end in ("timeout", "max_turns", "max_tokens")
         return array("I") if said.end else context
 
@@ -217,7 +222,8 @@ class _Conversation:
             "truncated": completion.truncated,
             "index": len(said.rewards),
         }
-        reply = await episode.step(AssistantTurn(**given))
+        with metrics.ENVIRONMENT_STEP_SECONDS.time():
+            reply = await episode.step(AssistantTurn(**given))
         said.rewards.append(reply.reward)
         if unknown := own.renderer.codec.unknown(reply.token_ids):
             text = f"step returned the token id {unknown[0]}, for which the tokenizer has no token"

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from coordinator.watch import metrics
 from coordinator.workers.episodes.replies import AssistantTurn, Message
 from coordinator.workers.episodes.serving import CLOSE, RESET, STEP
 from coordinator.workers.own_code import read_source
@@ -141,6 +142,7 @@ class Episode:
         self._past: list[tuple[Sequence[Any], Any]] = []
         self._is_open = True
         slot.num_episodes += 1
+        metrics.EPISODES_OPEN.inc()
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
         """Begin it. Returns: messages to append. Raises: EpisodeFailed."""
@@ -159,6 +161,7 @@ class Episode:
             return
         self._is_open = False
         self._slot.num_episodes -= 1
+        metrics.EPISODES_OPEN.dec()
         running = self._in
         if running is not None and not running.ended:
             with contextlib.suppress(_CallLost):
@@ -193,6 +196,8 @@ class Episode:
         if self._in is running:
             return
         self._in = running
+        if self._past:
+            metrics.EPISODE_REPLAYS.inc()
         for turn, (job, recorded) in enumerate(self._past):
             try:
                 value = self._value(await running.call([self._number, *job]))
@@ -244,6 +249,7 @@ class _Slot:
                 if self._running is not None:
                     await self._running.settle()
                     log.warning("environment worker started again: the one before has ended")
+                    metrics.ENVIRONMENT_RESTARTS.inc()
                 self._running = _Running(await WorkerProcess.start(self._task))
                 self._most = CONCURRENCY if self._running.form["is_async"] else 1
             return self._running

@@ -91,7 +91,7 @@ def _turns_row(completions: Sequence[Completion]) -> Row:
     said = [completion.transcript for completion in completions if completion.transcript is not None]
     if not said:
         return {"turns_mean": None, "failed_episodes": None}
-    turns = sum(message["role"] == "assistant" for one in said for message in one.messages)
+    turns = sum(one.num_turns for one in said)
     return {"turns_mean": turns / len(said), "failed_episodes": sum(bool(one.error) for one in said)}
 
 

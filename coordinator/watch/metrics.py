@@ -10,6 +10,7 @@ from servicekit.buckets import fine_buckets
 from servicekit.errors import DigestMismatch, TandemError
 from servicekit.tracing import exemplar
 from tandem_clients.flow import DataKey, GroupScores, ReplicaOutcome, SyncResult
+from tandem_clients.transcript import Transcript
 from tandem_files.ledger.account import FATES, Account
 from tandem_files.metrics_table import METRICS
 
@@ -117,6 +118,21 @@ REWARD_CIRCUIT_OPEN = Gauge("tandem_reward_circuit_open",
     "1 while a reward's server gets no calls, because the last ones failed (reward.open_after), else 0.", ["reward"])
 UNREADABLE_ANSWERS = Counter("tandem_unreadable_answers_total",
     "Completions that scored 0 because their reference answer cannot be read.", ["data"])
+EPISODES = Counter("tandem_episodes_total",
+    "Episodes with an environment, in training and evaluations, by end (done, max_turns, max_tokens, timeout, "
+    "failed).", ["end"])
+EPISODE_FAILURES = Counter("tandem_episode_failures_total",
+    "Failed episodes by what happened (late, error, bad_reply, killed, not_repeatable; template: the chat template "
+    "refused what the environment returned).", ["kind"])
+EPISODE_TURNS = Histogram("tandem_episode_turns", "Turns of the policy in an episode.",
+    buckets=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128))
+EPISODES_OPEN = Gauge("tandem_episodes_open", "Episodes that worker processes hold now.")
+EPISODE_REPLAYS = Counter("tandem_episode_replays_total",
+    "Episodes that were built again, because their worker process was lost.")
+ENVIRONMENT_STEP_SECONDS = Histogram("tandem_environment_step_seconds",
+    "Seconds of a call of step, or of all calls of tools in a turn, with the wait for a worker.", buckets=_PART_BUCKETS)
+ENVIRONMENT_RESTARTS = Counter("tandem_environment_worker_restarts_total",
+    "Worker processes of the environment that were started again, because the one before had ended.")
 MISSED_CHECKPOINTS = Gauge("tandem_missed_checkpoints",
     "Checkpoints in a row that were not written; 0 after one that was.")
 WARNINGS = Counter("tandem_warnings_total", "Warnings by kind.", ["kind"])
@@ -139,12 +155,24 @@ for _data in get_args(DataKey):
         _counter.labels(data=_data)
 for _outcome in ReplicaOutcome:
     SYNC_OUTCOMES.labels(outcome=_outcome.value)
+for _end in ("done", "max_turns", "max_tokens", "timeout", "failed"):
+    EPISODES.labels(end=_end)
+for _kind in ("late", "error", "bad_reply", "killed", "not_repeatable", "template"):
+    EPISODE_FAILURES.labels(kind=_kind)
 for _kind in (
     *("logprob_difference", "nothing_to_train", "skipped_update", "training", "reward_error", "reward_timeout"),
     *("unreadable_answer", "reward_remark", "generate_retry", "replicas", "kubernetes", "dropped_prompts"),
     *("missed_checkpoint", "not_removed"),
 ):
     WARNINGS.labels(kind=_kind)
+
+
+def observe_episode(said: Transcript, failure: str) -> None:
+    """Count an episode that has ended. failure: its kind; "": it did not fail."""
+    EPISODES.labels(end=said.end).inc()
+    EPISODE_TURNS.observe(said.num_turns)
+    if failure:
+        EPISODE_FAILURES.labels(kind=failure).inc()
 
 
 def observe_state(current: str, states: Iterable[str]) -> None:

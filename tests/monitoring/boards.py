@@ -12,9 +12,10 @@ OF_A_REFERENCE = (
     *("tandem_kl_reference", "tandem_kl_loss", "tandem_kl_reward"),
     *("tandem_flip_abs_diff", "tandem_trained_length"),
 )
-# What has no data in a run without a reward that a server gives, without TLS, without a reference policy, and in which
-# no sample is of an older policy.
+# What has no data in a run without a reward that a server gives, an environment, TLS and a reference policy, and in
+# which no sample is of an older policy.
 OF_OTHER_RUNS = (
+    *("tandem_episodes_total", "tandem_episode_turns", "tandem_environment_step_seconds"),
     "tandem_policy_shift",
     "tandem_reward_call_seconds",
     "tandem_reward_circuit_open",

@@ -13,6 +13,7 @@ from tandem_config.schema import RunConfig
 from tandem_files.run_folder import read_state
 from tests.contract.coordinator_runs import variables_of, with_settings, write_config
 from tests.contract.test_coordinator_process import Start, fleet_arguments
+from tests.contract.test_coordinator_turns import TEMPLATE, TWICE
 from tests.kit.processes import free_port
 from tests.kit.waiting import until
 from tests.monitoring.boards import ALL, OF_A_REFERENCE, Query
@@ -39,12 +40,16 @@ def test_every_panel_of_the_coordinator_has_data(
     config: RunConfig, environment: ServiceEnvironment, start: Start, tmp_path: Path
 ) -> None:
     address = f"127.0.0.1:{(port := free_port())}"
+    (tmp_path / "twice.py").write_text(TWICE)
     config = with_settings(
         config,
+        # Of two turns, so that the panels of environments have data.
+        data={"prompt_as": "user_message", "chat_template": TEMPLATE},
+        environment={"function": f"{tmp_path}/twice.py:Twice", "args": {"log": "/dev/null"}, "workers": 1},
         run={"iterations": 1_000_000, "checkpoint_every": 100, "startup_timeout_s": 60},
         # Its first iteration has what a synchronous one measures, the others the shift of the policy.
         schedule={"kind": "one_step_off"},
-        grpo={"correction": "importance"},
+        grpo={"correction": "importance", "max_new_tokens": 24},
         reward=[{"kind": "exact_match"}, {"kind": "remote", "address": address, "security": "none", "weight": 0}],
     )
     start(*fleet_arguments(environment))

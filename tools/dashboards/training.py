@@ -12,6 +12,7 @@ from tools.dashboards.panels import (
     increase,
     mean,
     panel,
+    percentile,
     percentiles,
     rate,
 )
@@ -252,6 +253,57 @@ _REWARDS = Row(
         ),
     ),
 )
+_FAILED_EPISODES = " / ".join(
+    f"sum (increase(tandem_episodes_total{{{COORDINATOR}{only}}}[$window]))" for only in (', end="failed"', "")
+)
+_ENVIRONMENTS = Row(
+    title="Environments",
+    panels=(
+        panel(
+            "Episodes",
+            "Per second, by how they ended, in training and evaluations.",
+            rate("tandem_episodes_total", "{{end}}", by="end"),
+            unit="short",
+            stacked=True,
+        ),
+        panel(
+            "Share of failed episodes",
+            "Failed / all. Above environment.max_error_share of a batch the run ends.",
+            Series(expr=_FAILED_EPISODES, legend="failed"),
+            unit="percentunit",
+            alert="TandemEpisodesFail",
+        ),
+        panel(
+            "Failures of environments",
+            "By what happened; docs/environments.md, When an episode fails.",
+            increase("tandem_episode_failures_total", "{{kind}}", by="kind"),
+            unit="short",
+            alert="TandemEpisodesFail",
+        ),
+        panel(
+            "Turns",
+            "Of the policy in an episode.",
+            mean("tandem_episode_turns", "mean"),
+            percentile(0.95, "tandem_episode_turns", "p95"),
+            unit="short",
+        ),
+        panel(
+            "Seconds of a step",
+            "Of a call of step, or of all calls of tools in a turn, with the wait for a worker.",
+            *percentiles("tandem_environment_step_seconds", 0.5, 0.95, 0.99),
+            unit="s",
+        ),
+        heatmap("Steps by duration", "How many calls took how long.", "tandem_environment_step_seconds"),
+        panel(
+            "Workers of the environment",
+            "Episodes that they hold now; processes that were started again, and episodes that were built again then.",
+            gauge("tandem_episodes_open", "open episodes"),
+            increase("tandem_environment_worker_restarts_total", "processes started again"),
+            increase("tandem_episode_replays_total", "episodes built again"),
+            unit="short",
+        ),
+    ),
+)
 _TIME = Row(
     title="Time",
     panels=(
@@ -329,5 +381,5 @@ BOARD = Board(
     uid="tandem-training",
     title="Tandem: training",
     help="Rewards, evaluations, losses, samples, and where the time goes.",
-    rows=(_LEARNING, _REWARDS, _SAMPLES, _TIME),
+    rows=(_LEARNING, _REWARDS, _ENVIRONMENTS, _SAMPLES, _TIME),
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 from tokenizers import Tokenizer
 
 from coordinator.environments.conversations import Conversations, Environments
@@ -132,6 +133,21 @@ class Policy:
         return self.transcript.end, self.transcript.rewards, self.completion.truncated
 
 
+def counts() -> dict[tuple[str, str], float]:
+    """What Prometheus gets of episodes, by name and label."""
+    found = {
+        (sample.name.removeprefix("tandem_"), "".join(sample.labels.values())): sample.value
+        for family in REGISTRY.collect()
+        for sample in family.samples
+    }
+    names = ("episodes_total", "episode_failures_total", "episode_turns_", "environment_step_seconds_count")
+    return {
+        name: value
+        for name, value in found.items()
+        if name[0].startswith(names) and "_bucket" not in name[0] and not name[0].endswith("_created")
+    }
+
+
 def prompt(**columns: Any) -> Prompt:
     messages = [{"role": "user", "content": "How much?"}]
     return Prompt(row=1, token_ids=array("I", [1]), answer="7", text="How much?", messages=messages, columns=columns)
@@ -172,6 +188,7 @@ async def test_what_an_environment_says_first_is_in_the_prompt(tokenizer: Tokeni
         text = tokenizer.decode(opened["g"].token_ids.tolist(), skip_special_tokens=False)
         assert "How much?<|im_end|>\n<|im_start|>user\nGuess a number up to 5" in text
         assert await made.opened(opened) == opened
+        before = counts()
         policy = Policy(tokenizer, made, opened["g"])
         assert await policy.says("what?") == "\n<|im_start|>user\na number!<|im_end|>\n<|im_start|>assistant\n"
         assert await policy.says("3") == "\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"
@@ -181,6 +198,15 @@ async def test_what_an_environment_says_first_is_in_the_prompt(tokenizer: Tokeni
         assert await other.says("7") is None
         assert other.ended()[0] == "failed"
         assert "no game today" in other.transcript.error
+        grown = {name: value - before[name] for name, value in counts().items() if value != before[name]}
+        assert grown == {
+            ("episodes_total", "done"): 1,
+            ("episodes_total", "failed"): 1,
+            ("episode_failures_total", "error"): 1,
+            ("episode_turns_count", ""): 2,
+            ("episode_turns_sum", ""): 4,
+            ("environment_step_seconds_count", ""): 3,
+        }
 
 
 THOUGHT = "<think>\nmaybe\n</think>\n\n1"
