@@ -39,12 +39,14 @@ class Choices:
     Attributes:
         config: with all suggestions so far.
         reasons: why a key has its value, by dotted key or list; "" for what the user gave.
+        hints: lines of comments about a section that the run could have.
     """
 
     def __init__(self, config: RunConfig, given: Collection[str]) -> None:
         self.config = config
         self.given = frozenset(given)
         self.reasons: dict[str, str] = dict.fromkeys(given, "")
+        self.hints: list[str] = []
 
     def suggest(self, key: str, value: Any, why: str) -> None:
         """Set a key, or a whole list, unless the user gave it."""

@@ -131,6 +131,7 @@ def render(choices: Choices, folder: Path) -> str:
     written = choices.written(folder)
     sections = [name for name in RunConfig.model_fields if name in written]
     parts = ["\n".join(_section(choices, name, written[name])) for name in sections]
+    parts += ["\n".join(f"# {line}" for line in choices.hints)] if choices.hints else []
     return _HEADER + "".join(f"\n{part}\n" for part in parts)
 
 

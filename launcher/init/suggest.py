@@ -102,11 +102,15 @@ def _suggest_templated(choices: Choices, codec: TextCodec, place: str, record: M
     prompt = prompt_of(record, data.prompt_key)
     if not templates or (isinstance(prompt, str) and data.prompt_as == "text"):
         return
+    takes_tools = any(template.takes_tools for template in templates)
+    if choices.config.environment is None:
+        which = "tools: [my_tools.py:search]" if takes_tools else "function: my_env.py:Env"
+        choices.hints += ["For episodes of several turns (docs/environments.md):", f"environment: {{{which}}}"]
     system, tools = templated_column(record, SYSTEMS), templated_column(record, TOOLS)
     has_own = isinstance(prompt, list) and prompt[0]["role"] == "system"
     if system is not None and data.system_prompt is None and not has_own:
         choices.suggest("data.system_key", system, f"each row has a system prompt, as in {place}")
-    if tools is not None and any(template.takes_tools for template in templates):
+    if tools is not None and takes_tools:
         choices.suggest("data.tools_key", tools, f"the chat template writes a row's tools, as in {place}")
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -92,7 +93,7 @@ def _lines(report: "Report") -> Iterator["Text"]:
     from rich.text import Text
 
     from launcher.score.scoring import shown
-    from launcher.view.samples.draw import visible
+    from launcher.view.samples.draw import turns, visible
 
     for one in report.completions:
         reward = "left out" if one.reward is None else f"reward {one.reward:.4g}"
@@ -100,6 +101,8 @@ def _lines(report: "Report") -> Iterator["Text"]:
         seconds = f"{sum(one.seconds.values()):.3f} s" if one.seconds else ""
         yield Text.assemble((one.place, "bold cyan"), "  ".join(["", reward, *scores, *_texts(one.parts), seconds]))
         yield Text(f"    {visible(shown(one.completion))}", style="dim")
+        if one.transcript:
+            yield Text(indent(turns(one.transcript, full=False), " " * 6))
         for name, why in one.why.items():
             yield Text(f"    {name}: {visible(why)}")
     totals = report.totals

@@ -25,10 +25,11 @@ _OF_A_SAMPLE = frozenset({"group_id", "sample", "prompt", "completion", "columns
 
 @dataclass(kw_only=True)
 class Item:
-    """A completion to score, and where it is from."""
+    """A completion to score, where it is from, and the episode whose last turn it is, as stored; "": of none."""
 
     place: str
     text: ScoredText
+    transcript: str = ""
 
 
 class CompletionReader:
@@ -98,7 +99,8 @@ class CompletionReader:
             try:
                 sample = row.columns.keys() >= _OF_A_SAMPLE
                 prompt = self._prompt(row, sample=sample)
-                texts = _completions(row.columns, self._column)
+                transcript = _transcript_of(row.columns) if sample else ""
+                texts = [_last_turn(row.columns)] if transcript else _completions(row.columns, self._column)
                 columns = _columns_of_sample(row.columns) if sample else row.columns
             except BadRow as error:
                 problems.append(row.problem(str(error)))
@@ -110,7 +112,7 @@ class CompletionReader:
             for index, text in enumerate(texts):
                 item = replace(self._text(text, row, prompt), columns=columns, group=group)
                 item.sample_id = f"score.g{group}.row{row.number}#{index}"
-                items.append(Item(place=f"{row.file.name}:{row.number}#{index}", text=item))
+                items.append(Item(place=f"{row.file.name}:{row.number}#{index}", text=item, transcript=transcript))
         if problems or not items:
             raise DataError(problems or [RowProblem(file=Path("rows"), number=None, message="has no completions")])
         return items
@@ -160,6 +162,19 @@ def _completions(record: Mapping[str, Any], name: str) -> list[str]:
     if not found or any(one is None for one in found):
         raise BadRow(f"{name!r} is {value!r:.60}; it must be a text, messages, or a list of texts")
     return [one for one in found if one is not None]
+
+
+def _transcript_of(record: Mapping[str, Any]) -> str:
+    """Return the episode of a stored sample as JSON, as Parquet has it; "": there is none."""
+    said = record.get("transcript") or ""
+    return said if isinstance(said, str) else json.dumps(said)
+
+
+def _last_turn(record: Mapping[str, Any]) -> str:
+    """Return the text that rewards read of a stored episode: what follows the environment's last answer."""
+    spans = record.get("masked_spans") or [{"text_end": 0}]
+    text: str = record[COMPLETION][spans[-1]["text_end"] :]
+    return text
 
 
 def _text_of(value: Any) -> str | None:

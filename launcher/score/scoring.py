@@ -43,6 +43,7 @@ class ScoredCompletion:
         scores: unweighted, by the reward's name; None: it does not apply.
         parts: of the scores, by name.
         why: why a reward gave no score, or 0, by its name.
+        transcript: of the episode whose last turn it is, as stored (JSON); "": of none.
         seconds: of its scoring, by the reward's name; of the whole call where several were scored together.
     """
 
@@ -55,6 +56,7 @@ class ScoredCompletion:
     parts: Mapping[str, float]
     why: Mapping[str, str]
     seconds: Mapping[str, float]
+    transcript: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +183,7 @@ def _completion(
         prompt=item.text.prompt,
         completion=item.text.completion,
         answer=item.text.answer,
+        transcript=item.transcript,
         reward=reward,
         scores={part.name: None if place in scores.absent else scores.values[place] for part, scores in found},
         parts=parts,

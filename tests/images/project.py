@@ -27,13 +27,15 @@ class Project:
     Attributes:
         command: `docker compose` or `docker-compose`.
         name: unique on the engine.
-        job: folder with arithmetic.yaml, the model and the data, that containers may read.
+        job: folder with the configuration, the model and the data, that containers may read.
+        config: its name.
     """
 
     engine: Engine
     command: Sequence[str]
     name: str
     job: Path
+    config: str = "arithmetic.yaml"
 
     def compose(self, *arguments: str, timeout_s: float = STOP_S) -> str:
         """`docker compose ARGUMENTS`. Raises: AssertionError: it failed."""
@@ -48,7 +50,7 @@ class Project:
     def _environ(self) -> dict[str, str]:
         # Ports that the system chooses: 8080 may be taken here.
         ports = {"TANDEM_PAGE_PORT": "0", "TANDEM_PROMETHEUS_PORT": "0"}
-        return {**self.engine.environ, **ports, "TANDEM_JOB": str(self.job)}
+        return {**self.engine.environ, **ports, "TANDEM_JOB": str(self.job), "TANDEM_CONFIG": self.config}
 
     def address(self, service: str, port: int) -> str:
         """host:port of this machine at which a service's port is published."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 import subprocess
 import uuid
@@ -74,36 +75,37 @@ def test_a_wrong_setting_is_named_and_exit_code_2(docker: Engine, images: dict[s
 
 
 @contextlib.contextmanager
-def project_of(engine: Engine, command: Sequence[str], folder: Path, iterations: int) -> Iterator[Project]:
-    """A project of the example with so many iterations; goes away with its volumes."""
+def project_of(
+    engine: Engine, command: Sequence[str], folder: Path, iterations: int, example: str = "arithmetic"
+) -> Iterator[Project]:
+    """A project of an example with so many iterations; goes away with its volumes."""
     name = f"tandemtest{uuid.uuid4().hex[:8]}"
-    made = Project(engine=engine, command=command, name=name, job=make_job(folder, iterations))
+    job = make_job(folder, iterations, example)
+    made = Project(engine=engine, command=command, name=name, job=job, config=f"{example}.yaml")
     try:
         yield made
     finally:
         made.remove()
 
 
-def make_job(folder: Path, iterations: int) -> Path:
-    """The arithmetic example with a checkpoint after each of fewer iterations, for any user to read."""
+def make_job(folder: Path, iterations: int, example: str = "arithmetic") -> Path:
+    """An example with a checkpoint after each of fewer iterations, for any user to read."""
     job = folder / "job"
-    shutil.copytree(REPO / "examples" / "arithmetic", job, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    set_iterations(job, iterations)
+    ignored = shutil.ignore_patterns("*.py" if example == "arithmetic" else "m*.py", "__pycache__")
+    shutil.copytree(REPO / "examples" / example, job, ignore=ignored)
+    set_iterations(job, iterations, example)
     for path in (job, *job.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
     return job
 
 
-def set_iterations(job: Path, iterations: int) -> None:
+def set_iterations(job: Path, iterations: int, example: str = "arithmetic") -> None:
     """Changes run.iterations of a job, and run.checkpoint_every to 1."""
-    text = (REPO / "examples" / "arithmetic" / "arithmetic.yaml").read_text(encoding="utf-8")
-    for key, value in (
-        ("iterations: 40", f"iterations: {iterations}"),
-        ("checkpoint_every: 10", "checkpoint_every: 1"),
-    ):
-        assert text.count(f"  {key}\n") == 1, key
-        text = text.replace(f"  {key}\n", f"  {value}\n")
-    (job / "arithmetic.yaml").write_text(text, encoding="utf-8")
+    text = (REPO / "examples" / example / f"{example}.yaml").read_text(encoding="utf-8")
+    for key, value in (("iterations", iterations), ("checkpoint_every", 1)):
+        text, found = re.subn(rf"^  {key}: \d+$", f"  {key}: {value}", text, flags=re.MULTILINE)
+        assert found == 1, key
+    (job / f"{example}.yaml").write_text(text, encoding="utf-8")
 
 
 def never_waiting(config: Path) -> None:
@@ -140,6 +142,18 @@ def test_the_example_runs_to_its_end(
         ]
         assert f"iteration 2 of {RUN_DIR} is in {RUN_DIR}/at-2" in project.compose(*run)
         assert json.loads(project.read("at-2/tandem_export.json"))["iteration"] == 2
+
+
+@pytest.mark.runs("docker compose")
+def test_an_environment_beside_the_configuration_answers(
+    docker: Engine, redis_image: str, composes: list[list[str]], tmp_path: Path
+) -> None:
+    """The calculator: its tools are a file of the job's folder, which the coordinator's workers import."""
+    with project_of(docker, composes[0], tmp_path, iterations=2, example="calculator") as project:
+        assert project.exit_code("up", "--no-build", "--exit-code-from", "coordinator", "coordinator") == 0
+        rows = project.rows()
+        assert [row["failed_episodes"] for row in rows] == [0, 0]
+        assert min(row["turns_mean"] for row in rows) > 1.5
 
 
 def test_the_reward_server_of_the_compose_file_scores(

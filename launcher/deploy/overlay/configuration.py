@@ -1,4 +1,4 @@
-"""The run's YAML as pods will read it: `/etc/tandem/run.yaml`, with the reward files beside it."""
+"""The run's YAML as pods will read it: `/etc/tandem/run.yaml`, with the files of own code beside it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ def read_configuration(path: Path) -> PodConfiguration:
             )
     size = sum(map(len, files.values()))
     if size > _LARGEST_CONFIG:
-        text = f"{size} bytes with its reward files; a ConfigMap holds {_LARGEST_CONFIG}"
+        text = f"{size} bytes with its files of own code; a ConfigMap holds {_LARGEST_CONFIG}"
         problems.append(
             ConfigProblem(key=str(path), value="", message=text, suggestion=f"put the files below {MODELS}")
         )

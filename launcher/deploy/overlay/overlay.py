@@ -2,7 +2,7 @@
 
 kustomization.yaml      the run: kubectl apply -k FOLDER
 run/                    the same without what copies pod templates; only with jobset-trainer, lws-rollout
-run.yaml, *.py          the configuration and its reward files
+run.yaml, *.py          the configuration and its files of own code
 sizes.yaml, ...         patches
 deploy.yaml             the answers
 once/                   what the namespace needs once, before its first run: kubectl apply -k FOLDER/once

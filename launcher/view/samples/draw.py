@@ -123,13 +123,13 @@ def _sample(sample: StoredSample, *, full: bool) -> Iterator[Text | tuple[str, s
     for title, text in (("prompt", sample.prompt), (completion, _marked(sample)), ("answer", sample.answer)):
         yield title, shortened(visible(text), full=full)
     if sample.transcript:
-        yield "turns", _turns(sample.transcript, full=full)
+        yield "turns", turns(sample.transcript, full=full)
     columns = taken_columns(sample)
     if columns:
         yield "of the row, for rewards", _listed(columns, full=full)
 
 
-def _turns(transcript: str, *, full: bool) -> str:
+def turns(transcript: str, *, full: bool) -> str:
     """Return a line for each message of an episode, with what the policy's turns got, and why it has ended."""
     said, place, lines = json.loads(transcript), 0, list[str]()
     for message in said["messages"]:

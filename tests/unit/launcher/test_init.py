@@ -14,7 +14,7 @@ from launcher.cli import app
 from launcher.init import sample
 from launcher.init.choices import Choices
 from launcher.init.columns import answer_column, prompt_column, reward_for
-from launcher.init.command import InitRequest, init_command
+from launcher.init.command import InitRequest, choose, init_command, render
 from launcher.init.layout import HostMachine, suggest_layout, suggest_schedule
 from tandem_config.loading import load_config
 from tandem_config.problems import ConfigErrors
@@ -114,6 +114,31 @@ def test_what_only_a_template_writes_is_found(
     prompt = SUM["prompt"] if template is None else [USER]
     config = written(asked(tmp_path, [SUM | columns | {"prompt": prompt}] * 20, template=template))
     assert (config.data.system_key, config.data.tools_key) == (system, tools)
+
+
+@pytest.mark.parametrize(
+    ("template", "hint"),
+    [(TOOLED, "{tools: [my_tools.py:search]}"), (TEMPLATE, "{function: my_env.py:Env}"), (None, None)],
+)
+def test_an_environment_is_shown_where_prompts_are_messages(
+    tmp_path: Path, template: str | None, hint: str | None
+) -> None:
+    prompt = SUM["prompt"] if template is None else [USER]
+    request = asked(tmp_path, [SUM | {"prompt": prompt}] * 20, template=template)
+    assert written(request).environment is None
+    text = (tmp_path / "my.yaml").read_text()
+    assert (f"\n# environment: {hint}\n" in text) == ("environment:" in text) == (hint is not None)
+    (tmp_path / "my.yaml").write_text(text.replace("# environment:", "environment:"))
+    assert (load_config(tmp_path / "my.yaml").environment is None) == (hint is None)
+    if hint is not None:
+        given = asked(
+            tmp_path,
+            [SUM | {"prompt": prompt}] * 20,
+            template=template,
+            force=True,
+            overrides=["environment.function=own.py:Env"],
+        )
+        assert "# environment" not in render(choose(given, EIGHT), tmp_path)
 
 
 def test_sharegpt_is_found_and_its_system_prompt_may_be_given(tmp_path: Path) -> None:

@@ -158,6 +158,44 @@ def test_without_a_tokenizer_only_lengths_are_missed(tmp_path: Path, config: Pat
         score(file, ROWS, overrides=["reward.kind=no_such"])
 
 
+@pytest.mark.runs("tandem score")
+@pytest.mark.parametrize("as_text", [True, False])  # as Parquet has it, and as `tandem samples --json` writes it
+def test_of_a_stored_episode_the_last_turn_is_scored_and_all_are_shown(tmp_path: Path, as_text: bool) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    said = {
+        "messages": [
+            {"role": "assistant", "content": "9", "tool_calls": [call]},
+            {"role": "tool", "content": "3"},
+            {"role": "assistant", "content": "3"},
+        ],
+        "rewards": [None, 0.5],
+        "end": "done",
+        "error": "",
+    }
+    row = {
+        "group_id": "i1.g0.row7",
+        "sample": 0,
+        "prompt": "1+2=",
+        "answer": "3",
+        "columns": "{}",
+        "completion": "9=3=3<eos>",
+        "finish_reason": "stop",
+        "transcript": json.dumps(said) if as_text else said,
+        "masked_spans": [{"start": 1, "end": 4, "text_start": 1, "text_end": 4}],
+    }
+    file = configured(tmp_path, [{"kind": "exact_match"}])
+    first_turn_only = row | {"masked_spans": None, "completion": "4<eos>"}
+    report = score(file, written(tmp_path, [row, first_turn_only]))
+    assert [(one.completion, one.reward) for one in report.completions] == [("3", 1.0), ("4", 0.0)]
+    result = CliRunner().invoke(app, ["score", "-c", str(file), str(tmp_path / "out.jsonl")])
+    assert (
+        '      assistant: 9 add({"a": 1, "b": 2})\n      tool: 3\n      assistant (got 0.500): 3\n      ended: done\n'
+        in result.stdout
+    )
+    with pytest.raises(ConfigError, match="tandem evaluate runs them"):
+        score(configured(tmp_path, [{"kind": "environment"}]), [row], overrides=["environment.function=mine.py:Env"])
+
+
 def test_a_reward_that_cannot_start_is_named(tmp_path: Path) -> None:
     file = configured(tmp_path, [{"function": "mine.py:score"}])
     (tmp_path / "mine.py").write_text("def score(completion, depth): return 1")

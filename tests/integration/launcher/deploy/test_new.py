@@ -141,6 +141,34 @@ def test_a_reward_file_beside_the_configuration_goes_with_it(deploy: Deploy, tmp
     assert config["data"]["run.yaml"] == (tmp_path / "my.yaml").read_text()
 
 
+@pytest.mark.parametrize(
+    "setting", [{"function": "mine.py:Env"}, {"tools": ["mine.py:add", "mine.py:sub", "more.py:f"]}]
+)
+def test_files_of_an_environment_go_with_it_and_are_where_pods_read_them(
+    deploy: Deploy, tmp_path: Path, setting: dict[str, Any]
+) -> None:
+    for name in ("mine.py", "more.py"):
+        (tmp_path / name).write_text(f"# {name}\n")
+    built = build(new(deploy, tmp_path, environment=setting))
+    config = next(each for each in built if each["metadata"]["name"].startswith("math-run-config"))
+    files = {"run.yaml", "mine.py"} | ({"more.py"} if "tools" in setting else set())
+    assert {name: text for name, text in config["data"].items() if name != "run.yaml"} == {
+        name: f"# {name}\n" for name in files - {"run.yaml"}
+    }
+    (workload,) = [each for each in workloads(built) if component_of(pod_template(each)) == "coordinator"]
+    (container,) = containers(pod_template(workload))
+    (mounted,) = [each for each in container["volumeMounts"] if each["mountPath"] == "/etc/tandem"]
+    (volume,) = [each for each in pod_template(workload)["spec"]["volumes"] if each["name"] == mounted["name"]]
+    assert volume["configMap"]["name"] == config["metadata"]["name"]
+    assert "items" not in volume["configMap"]  # all files
+
+
+def test_a_tool_elsewhere_is_named(deploy: Deploy, tmp_path: Path) -> None:
+    done = deploy("new", "math", "-c", str(write_run(tmp_path, environment={"tools": ["/home/me/x.py:f"]})), *ANSWERS)
+    assert done.code == 2, done.text
+    assert "environment.tools = /home/me/x.py" in " ".join(done.text.split())
+
+
 def test_the_folder_needs_no_checkout(deploy: Deploy, tmp_path: Path) -> None:
     folder = new(deploy, tmp_path)
     before = build(folder)
