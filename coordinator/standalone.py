@@ -51,15 +51,16 @@ async def evaluate_model(config: RunConfig, environment: ServiceEnvironment) -> 
     """
     start_s = time.monotonic()
     await asyncio.to_thread(claim_run_dir, environment.run_dir, environment.run_id)
+    identity = environment.identity("coordinator")
     async with AsyncExitStack() as stack:
-        pool = await stack.enter_async_context(started_environment(config))
+        pool = await stack.enter_async_context(started_environment(config, environment.run_id, identity))
         try:
             codec = TextCodec.from_folders(config.model.path, config.model.tokenizer_path)
             prompts = {
                 chosen.name: evaluation_prompts(config, chosen, codec, environment.run_dir, tools_of(pool))
                 for chosen in config.evaluation_sets()
             }
-            rewards = build_rewards(config, environment.identity("coordinator"))
+            rewards = build_rewards(config, identity)
             await start_rewards(rewards, [scan for found in prompts.values() for scan in found.scans])
         except (OSError, ValueError) as error:
             raise ConfigError(str(error)) from error

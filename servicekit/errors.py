@@ -103,6 +103,13 @@ class AlreadyExists(TandemError):
     reason = "ALREADY_EXISTS"
 
 
+class NotFound(TandemError):
+    """What is asked for is not here: begin it again."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "NOT_FOUND"
+
+
 class TooLarge(TandemError):
     """A message, a batch or a queue is over its limit."""
 
@@ -191,6 +198,7 @@ ERRORS: tuple[type[TandemError], ...] = (
     ReleaseSkew,
     ConfigurationSkew,
     AlreadyExists,
+    NotFound,
     TooLarge,
     Unavailable,
     Aborted,

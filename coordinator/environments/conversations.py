@@ -14,18 +14,21 @@ from typing import Any
 
 import xxhash
 
-from coordinator.environments.pool import EnvironmentPool, Episode, EpisodeFailed, row_of
+from coordinator.environments.pool import EnvironmentPool, EpisodeFailed, row_of
+from coordinator.environments.remote import EpisodeHost, OpenEpisode, RemoteEnvironment
 from coordinator.environments.tree import Tree
 from coordinator.watch import metrics
 from coordinator.workers.episodes.replies import AssistantTurn, Message
 from servicekit.errors import ConfigError
 from servicekit.logs import get_logger
+from servicekit.security.tls import Identity
 from tandem_clients.flow import Completion, Prompt
 from tandem_clients.formatting import EpisodeTools, PromptFormat
 from tandem_clients.sample_stream import OpenGroup
 from tandem_clients.transcript import Transcript
 from tandem_config.schema import RunConfig
 from tandem_config.sections.environment import EnvironmentSection
+from tandem_config.sections.reward import EnvironmentReward
 from tandem_files.chat.renderer import TemplateRenderer
 from tandem_files.chat.template import TemplateFailure
 
@@ -44,7 +47,7 @@ class Environments:
         seed: of the run; the completions of a group begin alike.
     """
 
-    pool: EnvironmentPool
+    pool: EpisodeHost
     section: EnvironmentSection
     renderer: TemplateRenderer
     max_new_tokens: int
@@ -65,7 +68,7 @@ class Environments:
         """Return the environments of a dispatch."""
         return Conversations(self)
 
-    async def begin(self, group_id: str, prompt: Prompt, key: str) -> tuple[Episode, Sequence[Message]]:
+    async def begin(self, group_id: str, prompt: Prompt, key: str) -> tuple[OpenEpisode, Sequence[Message]]:
         """Begin an episode; every one of a group begins alike. Raises: EpisodeFailed."""
         own = list(prompt.messages or ())[: len(prompt.messages or ()) - len(prompt.opening or ())]
         row = row_of(prompt=prompt.text, messages=own, answer=prompt.answer, columns=prompt.columns)
@@ -89,7 +92,7 @@ class Environments:
         return replace(prompt, messages=messages, opening=tuple(opening), token_ids=array("I", token_ids))
 
 
-def environments_of(config: RunConfig, pool: EnvironmentPool | None, formats: PromptFormat) -> Environments | None:
+def environments_of(config: RunConfig, pool: EpisodeHost | None, formats: PromptFormat) -> Environments | None:
     """Connect the environment of a configuration, which is started, with the prompts' template.
 
     Returns: None: there is no environment. Raises: ConfigError: the template cannot continue conversations.
@@ -111,23 +114,47 @@ def environments_of(config: RunConfig, pool: EnvironmentPool | None, formats: Pr
 
 
 @asynccontextmanager
-async def started_environment(config: RunConfig) -> AsyncIterator[EnvironmentPool | None]:
-    """Run the worker processes of a configuration's environment, if it has one. Raises: ConfigError: it cannot work."""
+async def started_environment(
+    config: RunConfig, run_id: str, identity: Identity | None
+) -> AsyncIterator[EpisodeHost | None]:
+    """Run the worker processes of a configuration's environment, or connect to its server, if it has one.
+
+    Args:
+        identity: of this process, for mutual TLS with a server; None: no TLS.
+    Raises: ConfigError: it cannot work.
+    """
     if config.environment is None:
         yield None
         return
-    pool = EnvironmentPool(config.environment)
+    pool = host_of(config.environment, run_id=run_id, identity=identity)
     try:
         await pool.start()
     except ValueError as error:
         raise ConfigError(f"environment: {error}") from error
     try:
+        if why := unfit(config, pool.tools):
+            raise ConfigError(f"environment: {why}")
         yield pool
     finally:
         await pool.close()
 
 
-def tools_of(pool: EnvironmentPool | None) -> EpisodeTools | None:
+def host_of(
+    section: EnvironmentSection, *, run_id: str, identity: Identity | None = None, output: bool = True
+) -> EpisodeHost:
+    """Make what holds the episodes of an environment; arguments as for RemoteEnvironment and EnvironmentPool."""
+    if section.address is not None:
+        return RemoteEnvironment(section, run_id=run_id, identity=identity)
+    return EnvironmentPool(section, output=output)
+
+
+def unfit(config: RunConfig, tools: Sequence[Mapping[str, Any]] | None) -> str:
+    """Return why a run cannot have these tools, which only a server may be the first to say; "": it can."""
+    of_episodes = any(isinstance(reward, EnvironmentReward) for reward in config.reward)
+    return "the reward environment needs a class: tools give no reward" if of_episodes and tools is not None else ""
+
+
+def tools_of(pool: EpisodeHost | None) -> EpisodeTools | None:
     """Return what prompts must say of an environment; None: there is none."""
     return None if pool is None else EpisodeTools(schemas=pool.tools)
 
@@ -175,7 +202,7 @@ class _Conversation:
     due_s: float
     begin: int = 0
     behind: "array[int] | None" = None
-    episode: Episode | None = None
+    episode: OpenEpisode | None = None
     transcript: Transcript = field(default_factory=Transcript)
     tree: Tree = field(init=False)
 
@@ -242,7 +269,7 @@ class _Conversation:
         self.behind = follow.token_ids
         return follow.token_ids, ""
 
-    async def _begun(self) -> Episode:
+    async def _begun(self) -> OpenEpisode:
         prompt = self.group.prompt
         self.episode, opening = await self.environments.begin(self.group.group_id, prompt, self.name)
         if list(opening) != list(prompt.opening or ()):

@@ -8,9 +8,9 @@ worker was lost fails. If that is not known, each of those that were under way i
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from coordinator.watch import metrics
 from coordinator.workers.episodes.replies import AssistantTurn, Message
@@ -23,6 +23,7 @@ from servicekit.logs import get_logger
 from tandem_config.sections.environment import EnvironmentSection
 from tandem_config.sections.reward import split_reference
 
+Call = TypeVar("Call")
 FailureKind = Literal["late", "error", "killed", "not_repeatable", "bad_reply"]
 
 # Calls at a time in a worker, if a method is `async def`; else one.
@@ -198,15 +199,11 @@ class Episode:
         self._in = running
         if self._past:
             metrics.EPISODE_REPLAYS.inc()
-        for turn, (job, recorded) in enumerate(self._past):
-            try:
-                value = self._value(await running.call([self._number, *job]))
-            except EpisodeFailed as failed:
-                kind: FailureKind = "late" if failed.kind == "late" else "not_repeatable"
-                raise EpisodeFailed(self._key, kind, f"{_repeated(turn)}: {failed.text}") from failed
-            if value != recorded:
-                text = f"{_repeated(turn)}, it returned {_short(value)} where it had returned {_short(recorded)}"
-                raise EpisodeFailed(self._key, "not_repeatable", text)
+
+        async def again(job: Sequence[Any]) -> Any:
+            return self._value(await running.call([self._number, *job]))
+
+        await repeat(self._key, self._past, again, "its worker process was lost")
 
     def _value(self, answer: Answer) -> Any:
         """Return the value of an answer. Raises: EpisodeFailed."""
@@ -376,9 +373,22 @@ def _task_of(section: EnvironmentSection, *, output: bool) -> Task:
     )
 
 
-def _repeated(turn: int) -> str:
-    what = f"turn {turn - 1}" if turn else "reset"
-    return f"its worker process was lost, and when {what} was repeated"
+async def repeat(key: str, past: Sequence[tuple[Call, Any]], call: Callable[[Call], Awaitable[Any]], why: str) -> None:
+    """Make the calls of an episode again, which was lost. Raises: EpisodeFailed: one fails, or returns another value.
+
+    Args:
+        past: each call, and what it had returned.
+    """
+    for turn, (job, recorded) in enumerate(past):
+        what = f"{why}, and when {f'turn {turn - 1}' if turn else 'reset'} was repeated"
+        try:
+            value = await call(job)
+        except EpisodeFailed as failed:
+            kind = failed.kind if failed.kind in ("late", "killed") else "not_repeatable"
+            raise EpisodeFailed(key, kind, f"{what}: {failed.text}") from failed
+        if value != recorded:
+            text = f"{what}, it returned {_short(value)} where it had returned {_short(recorded)}"
+            raise EpisodeFailed(key, "not_repeatable", text)
 
 
 def _short(value: Any) -> str:

@@ -201,6 +201,21 @@ BOUNDS: Table = {
         "completion_token_ids": Items(most=2**24, each=None),
     },
     "tandem_api.reward.v1.ScoreBatchRequest": {"samples": Items(most=2**16, each=SubMessage())},
+    # ---- environments ----
+    "tandem_api.environment.v1.DescribeRequest": {},
+    "tandem_api.environment.v1.ResetRequest": {
+        "episode": _NAME,
+        "owner": _NAME,
+        "row_json": _TEXT,
+        "seed": Number(low=0, high=2**64 - 1),
+        "lifetime_s": Number(low=0.001, high=86_400),
+    },
+    "tandem_api.environment.v1.StepRequest": {
+        "episode": _NAME,
+        "index": Number(low=0, high=2**24),
+        "turn_json": _TEXT,
+    },
+    "tandem_api.environment.v1.CloseRequest": {"episode": _NAME},
     # ---- coordinator ----
     "tandem_api.coordinator.v1.GetStatusRequest": {},
     "tandem_api.coordinator.v1.GetOverviewRequest": {},

@@ -87,7 +87,7 @@ def _turns_can_continue(config: RunConfig) -> ConfigProblem | None:
 def _something_gives_the_reward(config: RunConfig) -> ConfigProblem | None:
     """Refuse a reward that nothing gives: tools answer calls, and an environment of one's own gives rewards."""
     of_episodes = [place for place, reward in enumerate(config.reward) if isinstance(reward, EnvironmentReward)]
-    if not of_episodes or (config.environment is not None and config.environment.function is not None):
+    if not of_episodes or (config.environment is not None and not config.environment.tools):
         return None
     why = "there is no environment" if config.environment is None else "tools give no reward"
     suggestion = "set environment.function, or score the last turn with another kind of reward"

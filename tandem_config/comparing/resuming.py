@@ -52,7 +52,7 @@ OF_THE_COORDINATOR = (
     | _keys("evaluation", "sets right_from best concurrent replicas")
     | _keys("samples", "enabled every max_mib token_ids")
     | _keys("environment", "turn_timeout_s episode_timeout_s start_timeout_s on_error max_error_share workers")
-    | _keys("environment", "memory_mib")
+    | _keys("environment", "memory_mib address security")
     | _keys("trackers", "kind uri experiment project entity group tags mode dir completions")
 )
 # How far, how fast and how carefully it learns: amounts that are tuned during a run.

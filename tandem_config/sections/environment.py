@@ -3,6 +3,8 @@
 environment: {function: my_env.py:Env, args: {depth: 3}}
 
 environment: {tools: [my_tools.py:search, my_tools.py:add]}
+
+environment: {address: "127.0.0.1:50071"}
 """
 
 from typing import Literal
@@ -12,6 +14,7 @@ from pydantic import JsonValue, field_validator, model_validator
 from tandem_config.sections.base import Fraction, ListOf, PositiveInt, Section, setting
 from tandem_config.sections.reward import CodeReference, Workers, checked_reference
 from tandem_config.sections.rewards.base import Timeout, wrong
+from tandem_config.sections.rewards.servers import Security, checked_address
 
 
 class EnvironmentSection(Section):
@@ -19,15 +22,22 @@ class EnvironmentSection(Section):
     (docs/environments.md)."""
 
     function: CodeReference | None = setting(None, "tools need no class")
-    """FILE.py:CLASS, the file relative to this one, or package.module:CLASS: your environment. Either this or tools."""
+    """FILE.py:CLASS, the file relative to this one, or package.module:CLASS: your environment. Either this, tools or
+    address."""
     args: dict[str, JsonValue] = setting(factory=dict, why="most environments need none")
     """Values for parameters of the class's constructor, by name."""
     tools: ListOf[CodeReference] = setting((), "an environment answers by itself")
     """Functions that the policy may call, each FILE.py:FUNCTION or package.module:FUNCTION."""
+    address: str | None = setting(None, "most environments run beside the coordinator")
+    """Of a server that has the environment or the tools: host:port, or unix:/path.sock."""
+    security: Security = setting("run", "a server that is started with the run has what the run has")
+    """run: as a service of the run is called, with its certificate (the server's must be for the role `environment`)
+    and its token, where it has them; none: plain, without either, for a server of others."""
     max_turns: PositiveInt = setting(8, "an episode that does not end by itself costs no more", "turns")
     """Most turns of the policy in an episode."""
     turn_timeout_s: Timeout = setting(60.0, "a search, a program that is run", "s")
-    """Seconds for a call of the environment, or for all calls of tools in a turn."""
+    """Seconds for a call of the environment, or for all calls of tools in a turn; with address, for the server's reply,
+    its queue included; the server has a limit of its own."""
     episode_timeout_s: Timeout = setting(600.0, "ten turns that take all of their time", "s")
     """Seconds for an episode, from its reset to its end."""
     history: Literal["template", "keep"] = setting(
@@ -46,16 +56,18 @@ class EnvironmentSection(Section):
     )
     """Share of a batch's episodes whose environment may fail; above it the run ends."""
     start_timeout_s: Timeout = setting(120.0, "large libraries on a busy machine", "s")
-    """Seconds for importing the files, once in each of the workers."""
+    """Seconds for importing the files, once in each of the workers; with address, for a server that does not answer,
+    also later, when an episode waits for it."""
     workers: Workers = setting(2, "a hang or a crash stops one of them only", "processes")
-    """Processes of the coordinator that hold the episodes; code that is not `async def` uses a core of each."""
+    """Processes of the coordinator that hold the episodes; code that is not `async def` uses a core of each. With
+    address the server has its own."""
     memory_mib: int = setting(4096, "one episode must not take the coordinator with it", "MiB", ge=64)
     """Memory that each of the workers may allocate; beyond it Python raises MemoryError."""
 
     @property
     def label(self) -> str:
         """The name in messages."""
-        return "tools" if self.function is None else self.function.rpartition(":")[2]
+        return self.address or ("tools" if self.function is None else self.function.rpartition(":")[2])
 
     @field_validator("function", "tools")
     @classmethod
@@ -66,11 +78,18 @@ class EnvironmentSection(Section):
             checked_reference(reference, "my_env.py:Env")
         return value
 
+    @field_validator("address")
+    @classmethod
+    def _is_an_address(cls, address: str | None) -> str | None:
+        return None if address is None else checked_address(address, "environment-server")
+
     @model_validator(mode="after")
-    def _is_one_of_both(self) -> "EnvironmentSection":
-        if (self.function is None) is not bool(self.tools):
-            which = "neither function nor tools" if self.function is None else "both function and tools"
-            raise wrong(f"has {which}", "name a class as function:, or functions as tools:, not both")
-        if self.tools and self.args:
-            raise wrong("has args, which tools do not get", "leave args out, or write a class as function:")
+    def _is_one_of_them(self) -> "EnvironmentSection":
+        given = [name for name in ("function", "tools", "address") if getattr(self, name)]
+        if len(given) != 1:
+            which = f"both {given[0]} and {given[1]}" if given else "neither function, tools nor address"
+            raise wrong(f"has {which}", "name a class as function:, functions as tools:, or a server as address:")
+        if self.args and self.function is None:
+            why = "tools do not get" if self.tools else "the server has itself"
+            raise wrong(f"has args, which {why}", "leave args out, or write a class as function:")
         return self

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tandem_api.coordinator.v1 import coordinator_pb2
+from tandem_api.environment.v1 import environment_pb2
 from tandem_api.reward.v1 import reward_pb2
 from tandem_api.rollout.v1 import rollout_pb2, worker_pb2
 from tandem_api.trainer.v1 import trainer_pb2
@@ -27,12 +28,13 @@ SERVICES = {
     "trainer": trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"],
     "rollout": rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"],
     "reward": reward_pb2.DESCRIPTOR.services_by_name["RewardService"],
+    "environment": environment_pb2.DESCRIPTOR.services_by_name["EnvironmentService"],
     "coordinator": coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"],
     "worker": worker_pb2.DESCRIPTOR.services_by_name["RolloutWorkerService"],
     "ranks": weights_pb2.DESCRIPTOR.services_by_name["ShardReceiverService"],
 }
 # A call that only asks; of a worker every call is its leader's.
-ASKS = {"reward": "Describe", "ranks": "GetChecksums", "worker": ""}
+ASKS = {"reward": "Describe", "environment": "Describe", "ranks": "GetChecksums", "worker": ""}
 # What trainer and replica serve beside their own.
 ROUNDS = weights_pb2.DESCRIPTOR.services_by_name["RoundService"]
 CALLS = 400

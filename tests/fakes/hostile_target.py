@@ -126,6 +126,20 @@ def reward(folder: Path, server: GrpcServer) -> None:
     asyncio.get_running_loop().create_task(servicer.load())
 
 
+async def environment(server: GrpcServer) -> None:
+    """EnvironmentService, of a tool, whose worker has started."""
+    from coordinator.environments.pool import EnvironmentPool
+    from coordinator.environments.remote import SERVICE
+    from environment_service.servicer import EnvironmentServicer
+    from tandem_api.environment.v1 import environment_pb2_grpc
+    from tandem_config.sections.environment import EnvironmentSection
+
+    section = EnvironmentSection(tools=("examples.calculator.tools:calculate",), workers=1)
+    servicer = EnvironmentServicer(EnvironmentPool(section), "calculate")
+    server.add(environment_pb2_grpc.add_EnvironmentServiceServicer_to_server, servicer, SERVICE)
+    await servicer.load()
+
+
 def worker(folder: Path, server: GrpcServer) -> None:
     """RolloutWorkerService of a host that nobody has joined yet, and that ends for none."""
     from rollout_service.hosts.host_ranks import HostRanks
@@ -175,8 +189,11 @@ async def main() -> None:
         threaded, address = serve_ranks()
     else:
         server = GrpcServer(name)
+        if name == "environment":
+            await environment(server)
         makes = {"trainer": trainer, "reward": reward, "coordinator": coordinator, "worker": worker}
-        makes[name](folder, server)
+        if name in makes:
+            makes[name](folder, server)
         address = await server.start()
     print(address, flush=True)
     gc.collect()

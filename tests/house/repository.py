@@ -15,6 +15,7 @@ PACKAGES = (
     "trainer_service",
     "rollout_service",
     "reward_service",
+    "environment_service",
     "coordinator",
     "launcher",
 )

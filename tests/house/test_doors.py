@@ -30,6 +30,7 @@ def loaded_by(module: str) -> set[str]:
         "tandem_config.loading",
         "launcher.cli",
         "reward_service",
+        "environment_service.serve",
     ],
 )
 def test_importing_it_loads_no_engine(module: str) -> None:

@@ -56,6 +56,9 @@ def test_our_packages_keep_the_contracts(tree: Path) -> None:
         ("servicekit/logs.py", "import tandem_files", "servicekit knows nothing of weights, files or configuration"),
         ("weightsync/transfer/session.py", "import tandem_config", "weightsync and tandem_files know nothing of the"),
         ("tandem_files/digests.py", "import weightsync", "tandem_files knows nothing of weight sync"),
+        ("coordinator/run.py", "import environment_service", "environment_service is imported by nothing of ours"),
+        ("environment_service/servicer.py", "import coordinator.run", "stands on the coordinator's episodes and on no"),
+        ("environment_service/servicer.py", "import environment_service.serve", "environment_service: no import runs"),
         ("weightsync/plans/cost.py", "import torch", "weightsync need no torch"),
         (
             "weightsync/membership/rendezvous.py",

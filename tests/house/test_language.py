@@ -22,6 +22,7 @@ FOLLOWS = (
     "weightsync",
     "rollout_service",
     "reward_service",
+    "environment_service",
     "servicekit",
     "tests/kit",
 )

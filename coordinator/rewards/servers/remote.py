@@ -6,23 +6,20 @@ import re
 from collections.abc import Mapping, Sequence
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.rewards.base import Reward, ScoredText, Scores, TakenColumns, parts_of
 from coordinator.rewards.servers.calls import CallFailed, CallFailedForNow, FailureBudget, ServerCalls
 from coordinator.rewards.servers.samples import batched, to_sample
-from servicekit.errors import Aborted, DeadlineExceeded, TandemError, TooLarge, Unavailable, from_rpc_error
+from servicekit.errors import from_rpc_error
 from servicekit.logs import get_logger
 from servicekit.rpc.channel import DeadlineChannel, open_channel
 from servicekit.security.tls import Identity
 from tandem_api.reward.v1 import reward_pb2, reward_pb2_grpc
+from tandem_clients.probing import ASK_S, PASSING, until_it_serves
 from tandem_config.sections.rewards.servers import RemoteReward
 
 ROLE = "reward"
 SERVICE = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
-# May pass; whatever else a server answers, it will answer again.
-_PASSING = (Unavailable, Aborted, DeadlineExceeded, TooLarge)
-_ASK_S, _PAUSE_S = 10.0, 0.5
 # How gRPC's implementations call a message that is over a limit of size, with RESOURCE_EXHAUSTED as for a full queue.
 _OVER_SIZE = re.compile(r"message (?:larger than max|exceeds maximum size|too large)", re.IGNORECASE)
 
@@ -58,8 +55,15 @@ class RemoteScores(Reward):
             peer=ROLE,
             token=None if own else "",
         )
-        self._stub = reward_pb2_grpc.RewardServiceStub(self._channel)
-        self._needs = await self._described(self._channel)
+        self._stub = stub = reward_pb2_grpc.RewardServiceStub(self._channel)
+        self._needs = await until_it_serves(
+            lambda: stub.Describe(reward_pb2.DescribeRequest(), timeout=ASK_S),
+            self._channel,
+            service=SERVICE,
+            kind=ROLE,
+            address=self._section.address,
+            timeout_s=self._section.start_timeout_s,
+        )
         missing = [name for name in self._needs.required_columns if name not in columns]
         if missing:
             raise ValueError(
@@ -96,32 +100,6 @@ class RemoteScores(Reward):
         if self._channel is not None:
             await self._channel.close()
 
-    async def _described(self, channel: DeadlineChannel) -> reward_pb2.DescribeResponse:
-        """Wait until the server serves. Raises: ValueError: it does not in time, with the reason, or it never can."""
-        why = "it did not answer"
-        try:
-            async with asyncio.timeout(self._section.start_timeout_s):
-                while True:
-                    try:
-                        if why := await _not_serving(channel):
-                            raise Unavailable(why)
-                        return await self._describe()
-                    except grpc.RpcError as error:
-                        why = _only_passing(from_rpc_error(error), self._section.address)
-                    except Unavailable as error:
-                        why = str(error)
-                    await asyncio.sleep(_PAUSE_S)
-        except TimeoutError:
-            raise ValueError(
-                f"no reward server at {self._section.address} within start_timeout_s = "
-                f"{self._section.start_timeout_s:g} s: {why}"
-            ) from None
-
-    async def _describe(self) -> reward_pb2.DescribeResponse:
-        assert self._stub is not None
-        described: reward_pb2.DescribeResponse = await self._stub.Describe(reward_pb2.DescribeRequest(), timeout=_ASK_S)
-        return described
-
     async def _score_batch(self, items: Sequence[ScoredText], budget: FailureBudget) -> "list[reward_pb2.Score | str]":
         """Return the score of each item, or why it has none."""
         try:
@@ -149,34 +127,13 @@ class RemoteScores(Reward):
             why = f"{self._section.address}: {type(failure).__name__}: {failure}"
             if _OVER_SIZE.search(why):
                 raise CallFailed(_over_size(items, request.ByteSize(), why)) from error
-            raise (CallFailedForNow(why) if isinstance(failure, _PASSING) else CallFailed(why)) from error
+            raise (CallFailedForNow(why) if isinstance(failure, PASSING) else CallFailed(why)) from error
         if [score.sample_id for score in response.scores] != [item.sample_id for item in items]:
             raise CallFailed(
                 f"{self._section.address} answered with {len(response.scores)} scores for {len(items)} samples, or in "
                 "another order: it must return one for each, with its sample_id"
             )
         return response
-
-
-async def _not_serving(channel: DeadlineChannel) -> str:
-    """Ask for the server's health. Returns: why it does not serve yet; "": it does, or it says nothing of it."""
-    request = health_pb2.HealthCheckRequest(service=SERVICE)
-    try:
-        answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=_ASK_S)
-    except grpc.RpcError as error:
-        if error.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):
-            return ""
-        raise
-    status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
-    return "" if status == "SERVING" else f"its health is {status}"
-
-
-def _only_passing(error: TandemError, address: str) -> str:
-    """Return the reason of a failure that may pass. Raises: ValueError: it is another one."""
-    if isinstance(error, _PASSING):
-        return str(error)
-    hint = f"; it must serve {SERVICE}" if "UNIMPLEMENTED" in str(error) else ""
-    raise ValueError(f"reward server {address}: {type(error).__name__}: {error}{hint}") from error
 
 
 def _over_size(items: Sequence[ScoredText], size: int, why: str) -> str:

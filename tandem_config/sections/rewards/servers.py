@@ -12,8 +12,20 @@ from tandem_config.sections.rewards.base import FailureSection, Timeout, compile
 
 _SOCKET = re.compile(r"unix:/.+")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+Security = Literal["run", "none"]
 # Fields of a request that have a setting of their own, or that the answer's reader cannot do without.
 _OWN_FIELDS = ("messages", "model", "temperature", "max_tokens", "stream", "n")
+
+
+def checked_address(address: str, example: str) -> str:
+    """Return an address, host:port or unix:/path.sock, for a validator; raises the error of what is none."""
+    if not _SOCKET.fullmatch(address):
+        try:
+            split_address(address)
+        except ValueError:
+            advice = f"host:port without a scheme, e.g. {example}:50051 or [fd00::5]:50051, or unix:/path.sock"
+            raise wrong("is no address", advice) from None
+    return address
 
 
 class ServerSection(FailureSection):
@@ -44,7 +56,7 @@ class RemoteReward(ServerSection):
     """Kind of reward."""
     address: str = setting(..., "no default: it is yours")
     """Of the server: host:port, or unix:/path.sock."""
-    security: Literal["run", "none"] = setting("run", "a server that is started with the run has what the run has")
+    security: Security = setting("run", "a server that is started with the run has what the run has")
     """run: as a service of the run is called, with its certificate (the server's must be for the role `reward`) and its
     token, where it has them; none: plain, without either, for a server of others."""
     batch_size: PositiveInt = setting(
@@ -55,13 +67,7 @@ class RemoteReward(ServerSection):
     @field_validator("address")
     @classmethod
     def _is_an_address(cls, address: str) -> str:
-        if not _SOCKET.fullmatch(address):
-            try:
-                split_address(address)
-            except ValueError:
-                advice = "host:port without a scheme, e.g. reward-server:50051 or [fd00::5]:50051, or unix:/path.sock"
-                raise wrong("is no address", advice) from None
-        return address
+        return checked_address(address, "reward-server")
 
 
 class JudgeReward(ServerSection):

@@ -9,7 +9,7 @@ import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,13 @@ from prometheus_client import REGISTRY
 from structlog.testing import capture_logs
 
 from coordinator.environments import pool as pool_module
-from coordinator.environments.pool import EnvironmentPool, Episode, EpisodeFailed, TurnReply
+from coordinator.environments.pool import EnvironmentPool, EpisodeFailed, TurnReply
+from coordinator.environments.remote import SERVICE, EpisodeHost, OpenEpisode, RemoteEnvironment
 from coordinator.workers import process, task
 from coordinator.workers.episodes.replies import AssistantTurn
+from environment_service.servicer import EnvironmentServicer
+from servicekit.rpc.server import GrpcServer
+from tandem_api.environment.v1.environment_pb2_grpc import add_EnvironmentServiceServicer_to_server
 from tandem_config.sections.environment import EnvironmentSection
 from tests.house.repository import REPO
 from tests.kit.waiting import until
@@ -83,16 +87,54 @@ def _short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task, "_SLACK_S", 1.0)
 
 
-@asynccontextmanager
-async def pool_of(folder: Path, code: str = COUNTER, **settings: Any) -> AsyncIterator[EnvironmentPool]:
+def settings_of(folder: Path, code: str, settings: dict[str, Any]) -> dict[str, Any]:
     (folder / "mine.py").write_text(code)
     given = {"workers": 1, "turn_timeout_s": 20.0, "function": f"{folder}/mine.py:Env"} | settings
-    pool = EnvironmentPool(EnvironmentSection(**{name: value for name, value in given.items() if value is not None}))
+    return {name: value for name, value in given.items() if value is not None}
+
+
+@asynccontextmanager
+async def pool_of(folder: Path, code: str = COUNTER, **settings: Any) -> AsyncIterator[EnvironmentPool]:
+    pool = EnvironmentPool(EnvironmentSection(**settings_of(folder, code, settings)))
     try:
         await pool.start()
         yield pool
     finally:
         await pool.close()
+
+
+@asynccontextmanager
+async def server_of(folder: Path, code: str = COUNTER, **settings: Any) -> AsyncIterator[RemoteEnvironment]:
+    """The same by a server in this process, which must have closed every episode in the end."""
+    given = settings_of(folder, code, settings)
+    servicer = EnvironmentServicer(EnvironmentPool(EnvironmentSection(**given)), "mine")
+    server = GrpcServer("environment")
+    server.add(add_EnvironmentServiceServicer_to_server, servicer, SERVICE)
+    limits = {name: value for name, value in given.items() if name not in ("function", "tools", "args", "workers")}
+    try:
+        address = await server.start()
+        await servicer.load()
+        server.set_ready(True)
+        host = RemoteEnvironment(EnvironmentSection(address=address, **limits), run_id="r")
+        await host.start()
+        try:
+            yield host
+        finally:
+            await host.close()
+        assert (servicer.num_open, [slot.num_episodes for slot in servicer._pool._slots]) == (0, [0])
+    finally:
+        await server.drain(0)
+        await servicer.close()
+
+
+Hosting = Callable[..., AbstractAsyncContextManager[EpisodeHost]]
+
+
+@pytest.fixture(params=[pool_of, server_of], ids=["workers", "server"])
+def hosted(request: pytest.FixtureRequest) -> Hosting:
+    """Where the episodes are: what holds of the one holds of the other."""
+    hosting: Hosting = request.param
+    return hosting
 
 
 def row(**columns: Any) -> dict[str, Any]:
@@ -104,7 +146,7 @@ def turn(index: int = 0, text: str = "1", calls: Sequence[Any] = ()) -> Assistan
     return AssistantTurn(text=text, message=message, tool_calls=calls, index=index)
 
 
-async def play(episode: Episode, begin: int = 0) -> float | None:
+async def play(episode: OpenEpisode, begin: int = 0) -> float | None:
     """Take the turns from `begin` to the end. Returns: the reward of the last."""
     reply = TurnReply(messages=[], reward=None, done=False)
     for index in range(begin, 3):
@@ -130,8 +172,8 @@ def workers() -> list[psutil.Process]:
     return found
 
 
-async def test_an_episode(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, args={"scale": 10}) as pool:
+async def test_an_episode(tmp_path: Path, hosted: Hosting) -> None:
+    async with hosted(tmp_path, args={"scale": 10}) as pool:
         assert pool.tools is None
         episode, messages = await pool.open(row(), 7, "e")
         assert messages == [{"role": "user", "content": "p 7"}]
@@ -142,7 +184,7 @@ async def test_an_episode(tmp_path: Path) -> None:
         await episode.close()
 
 
-async def test_methods_need_not_be_async_and_the_turn_has_what_the_policy_said(tmp_path: Path) -> None:
+async def test_methods_need_not_be_async_and_the_turn_has_what_the_policy_said(tmp_path: Path, hosted: Hosting) -> None:
     code = """
 class Env:
     def reset(self, row, seed):
@@ -153,7 +195,7 @@ class Env:
         return {"messages": [{"role": "tool", "content": repr(said), "tool_call_id": "c1"}], "done": False}
 """
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 5}}}
-    async with pool_of(tmp_path, code) as pool:
+    async with hosted(tmp_path, code) as pool:
         episode, messages = await pool.open(row(), 0, "e")
         reply = await episode.step(turn(3, "text", [call]))
         await episode.close()
@@ -209,9 +251,9 @@ async def test_code_that_cannot_be_used_is_named_at_the_start(
     ],
 )  # fmt: skip
 async def test_what_an_environment_does_wrong_fails_its_episode(
-    tmp_path: Path, methods: str, kind: str, part: str
+    tmp_path: Path, hosted: Hosting, methods: str, kind: str, part: str
 ) -> None:
-    async with pool_of(tmp_path, f"{BEGIN}    {methods}", turn_timeout_s=0.5) as pool:
+    async with hosted(tmp_path, f"{BEGIN}    {methods}", turn_timeout_s=0.5) as pool:
         (before,) = workers()
         episode, _ = await pool.open(row(), 0, "e")
         found = await failure(episode.step(turn()))
@@ -221,16 +263,17 @@ async def test_what_an_environment_does_wrong_fails_its_episode(
         assert workers() == [before]  # it was not replaced
 
 
-async def test_a_reset_that_fails_leaves_nothing_open(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, BEGIN.replace("return []", "return None") + "    def step(self, turn): pass") as pool:
+async def test_a_reset_that_fails_leaves_nothing_open(tmp_path: Path, hosted: Hosting) -> None:
+    async with hosted(tmp_path, BEGIN.replace("return []", "return None") + "    def step(self, turn): pass") as pool:
         assert await failure(pool.open(row(), 0, "e")) == (
             "bad_reply",
             "e: reset returned None, not a list of messages such as [{'role': 'user', 'content': '...'}]",
         )
-        assert [slot.num_episodes for slot in pool._slots] == [0]
+        if isinstance(pool, EnvironmentPool):  # a server says so in the end
+            assert [slot.num_episodes for slot in pool._slots] == [0]
 
 
-async def opened(stack: AsyncExitStack, pool: EnvironmentPool, *does: str, **columns: Any) -> list[Episode]:
+async def opened(stack: AsyncExitStack, pool: EpisodeHost, *does: str, **columns: Any) -> list[OpenEpisode]:
     """Open an episode for each, and take its first turn."""
     episodes = []
     for place, what in enumerate(does):
@@ -251,10 +294,12 @@ async def opened(stack: AsyncExitStack, pool: EnvironmentPool, *does: str, **col
         ("raises", "error", "e2: RuntimeError: boom (mine.py:30)"),
     ],
 )
-async def test_only_the_episode_that_breaks_fails(tmp_path: Path, does: str, kind: str, text: str) -> None:
+async def test_only_the_episode_that_breaks_fails(
+    tmp_path: Path, hosted: Hosting, does: str, kind: str, text: str
+) -> None:
     """Two mates are under way when it does, one is between its turns; all are built again in the next process."""
     async with AsyncExitStack() as stack:
-        pool = await stack.enter_async_context(pool_of(tmp_path, turn_timeout_s=1.5))
+        pool = await stack.enter_async_context(hosted(tmp_path, turn_timeout_s=1.5))
         first, second, broken, idle = await opened(stack, pool, "waits", "waits", does, "")
         playing = [asyncio.create_task(play(episode, 1)) for episode in (first, second)]
         assert await failure(broken.step(turn(1))) == (kind, text)
@@ -290,12 +335,11 @@ async def test_a_process_that_does_not_run_is_replaced_and_no_episode_fails(tmp_
 def exported(*names: str) -> list[float]:
     return [REGISTRY.get_sample_value(f"tandem_{name}") or 0.0 for name in names]
 
-
-async def test_one_that_ends_between_calls_fails_no_episode(tmp_path: Path) -> None:
+async def test_one_that_ends_between_calls_fails_no_episode(tmp_path: Path, hosted: Hosting) -> None:
     names = ("environment_worker_restarts_total", "episode_replays_total", "episodes_open")
     restarts, replays, num_open = exported(*names)
     async with AsyncExitStack() as stack:
-        pool = await stack.enter_async_context(pool_of(tmp_path))
+        pool = await stack.enter_async_context(hosted(tmp_path))
         episodes = await opened(stack, pool, "", "")
         assert exported(*names) == [restarts, replays, num_open + 2]
         (ended,) = workers()
@@ -307,9 +351,9 @@ async def test_one_that_ends_between_calls_fails_no_episode(tmp_path: Path) -> N
     assert exported(*names) == [restarts + 1, replays + 2, num_open]
 
 
-async def test_an_episode_that_cannot_be_repeated_fails_by_that_name(tmp_path: Path) -> None:
+async def test_an_episode_that_cannot_be_repeated_fails_by_that_name(tmp_path: Path, hosted: Hosting) -> None:
     async with AsyncExitStack() as stack:
-        pool = await stack.enter_async_context(pool_of(tmp_path))
+        pool = await stack.enter_async_context(hosted(tmp_path))
         other, broken = await opened(stack, pool, "differ", "exits")
         assert (await failure(broken.step(turn(1))))[0] == "killed"
         kind, text = await failure(other.step(turn(1)))
@@ -317,10 +361,10 @@ async def test_an_episode_that_cannot_be_repeated_fails_by_that_name(tmp_path: P
         assert "its worker process was lost, and when turn 0 was repeated, it returned [[{'role': 'user'" in text
 
 
-async def test_a_call_that_is_cancelled_ends_in_its_worker_too(tmp_path: Path) -> None:
+async def test_a_call_that_is_cancelled_ends_in_its_worker_too(tmp_path: Path, hosted: Hosting) -> None:
     file = tmp_path / "said"
     async with AsyncExitStack() as stack:
-        pool = await stack.enter_async_context(pool_of(tmp_path))
+        pool = await stack.enter_async_context(hosted(tmp_path))
         (episode,) = await opened(stack, pool, "hangs", file=str(file))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(episode.step(turn(1)), 0.3)
@@ -393,7 +437,9 @@ NAMES = ("add", "look", "fails", "sleeps", "waits")
 
 
 @pytest.mark.parametrize("names", [NAMES, ("add", "fails", "sleeps")], ids=["async", "plain"])
-async def test_calls_of_tools_are_answered_in_order_whatever_they_do(tmp_path: Path, names: Sequence[str]) -> None:
+async def test_calls_of_tools_are_answered_in_order_whatever_they_do(
+    tmp_path: Path, hosted: Hosting, names: Sequence[str]
+) -> None:
     tools = tuple(f"{tmp_path}/mine.py:{name}" for name in names)
     calls = [
         (call("add", {"a": "2", "b": 3}, "c7"), "5"),
@@ -406,7 +452,7 @@ async def test_calls_of_tools_are_answered_in_order_whatever_they_do(tmp_path: P
         (call("add", {"a": 1}), "error: the calls of this turn took longer than 0.9 s"),
     ]
     calls = [(given, text) for given, text in calls if given["function"]["name"] in (*names, "sub")]
-    async with pool_of(tmp_path, TOOLS, function=None, tools=tools, turn_timeout_s=1.0) as pool:
+    async with hosted(tmp_path, TOOLS, function=None, tools=tools, turn_timeout_s=1.0) as pool:
         assert pool.tools is not None
         assert [tool["function"]["name"] for tool in pool.tools] == list(names)
         episode, messages = await pool.open(row(), 0, "e")

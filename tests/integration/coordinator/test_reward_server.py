@@ -37,16 +37,17 @@ SCORES = [1.0, 0.0, 0.95, 1.0]
 
 
 class Servers(ExitStack):
-    """Starts the example; what it starts is killed in the end."""
+    """Starts the example, or another server; what it starts is killed in the end."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *command: str) -> None:
         super().__init__()
         self.folder = folder
+        self.command = command or (str(SERVER),)
 
     def start(self, port: int, **variables: str) -> "subprocess.Popen[bytes]":
         environ = os.environ | {"TANDEM_GRPC_PORT": str(port)} | variables
         with (self.folder / f"log-{port}").open("ab") as log:
-            process = self.enter_context(subprocess.Popen([sys.executable, str(SERVER)], env=environ, stderr=log))
+            process = self.enter_context(subprocess.Popen([sys.executable, *self.command], env=environ, stderr=log))
         self.callback(process.kill)
         return process
 

@@ -27,9 +27,13 @@ def drafted(folder: Path, text: str, *options: str) -> tuple[RunConfig, list[tup
 @pytest.mark.parametrize(
     ("text", "key", "value", "message"),
     [
-        ("environment: {max_turns: 3}", "environment", "{'max_turns': 3}", "has neither function nor tools"),
+        ("environment: {max_turns: 3}", "environment", "{'max_turns': 3}", "has neither function, tools nor address"),
         ("environment: {function: a.py:A, tools: [a.py:f]}", "environment", "{'function'", "has both function and"),
         ("environment: {tools: [a.py:f], args: {d: 3}}", "environment", "{'tools'", "has args, which tools do not get"),
+        ("environment: {address: 'a:1', args: {d: 3}}", "environment", "{'address'", "which the server has itself"),
+        ("environment: {address: 'a:1', tools: [a.py:f]}", "environment", "{'address'", "has both tools and address"),
+        ("environment: {address: 'http://a:1'}", "environment.address", "http://a:1", "is no address"),
+        ("environment: {address: 'a:1', security: mtls}", "environment.security", "mtls", "must be one of"),
         ("environment: {function: a.py}", "environment.function", "a.py", "needs the form FILE.py:FUNCTION"),
         ("environment: {tools: [a/b:f]}", "environment.tools", "['a/b:f']", "'a/b' is neither a .py file nor a module"),
         ("environment: {tools: a.py:f}", "environment.tools", "a.py:f", "must be a list"),
@@ -63,7 +67,7 @@ def test_code_is_relative_to_what_names_it(tmp_path: Path, monkeypatch: pytest.M
     assert (config.environment.tools, config.environment.workers) == ((f"{tmp_path.parent}/own.py:add",), 3)
 
 
-@pytest.mark.parametrize("text", ["", CLASS, TOOLS])
+@pytest.mark.parametrize("text", ["", CLASS, TOOLS, "environment: {address: 'a:1', security: none}"])
 def test_a_resolved_file_loads_to_the_same(tmp_path: Path, text: str) -> None:
     config, _ = drafted(tmp_path, text)
     (tmp_path / "resolved.yaml").write_text(dump_resolved(config), encoding="utf-8")
@@ -81,6 +85,9 @@ def test_a_resume_may_change_limits_and_nothing_else(tmp_path: Path) -> None:
 
     assert differences({"function": "/elsewhere/mine.py:Env"}) == ([], [])
     assert differences(given | {"workers": 7}) == ([], ["environment.workers: 2 in the checkpoint, 7 in the run"])
+    served = RunConfig.model_validate(base | {"environment": {"address": "a:1"}})
+    moved = ["environment.address: a:1 in the checkpoint, b:2 in the run"]
+    assert differences({"address": "b:2"}, served) == ([], moved)
     assert differences(given | {"max_turns": 3})[0] == ["environment.max_turns: 8 in the checkpoint, 3 in the run"]
     assert differences(given, none)[0] == ["environment.function: not set in the checkpoint, mine.py:Env in the run"]
     tools = RunConfig.model_validate(base | {"environment": {"tools": ("/a/t.py:f", "m:g")}})
@@ -104,6 +111,7 @@ def test_a_resume_may_change_limits_and_nothing_else(tmp_path: Path) -> None:
         ("reward: [{kind: exact_match}, {kind: environment}]", "reward[1].kind", "there is no environment"),
         (f"{CLASS}\nreward: {{kind: environment}}", "", ""),
         (f"{CLASS}\nreward: {{kind: exact_match}}", "", ""),
+        ("environment: {address: 'a:1'}\nreward: {kind: environment}", "", ""),
         ("environment: {tools: [t.py:add]}", "", ""),
     ],
 )

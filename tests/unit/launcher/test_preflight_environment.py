@@ -1,6 +1,11 @@
 """`tandem check` of environments and tools: loaded in a worker as the run will, and one turn before the run."""
 
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +15,14 @@ import yaml
 from launcher.check import environment
 from launcher.check.preflight import preflight
 from launcher.deploy.overlay.configuration import read_configuration
+from servicekit.rpc.probe import probe
+from servicekit.security.run_token import VARIABLE
 from tandem_config.loading import draft_config
 from tests.kit.folders import different, write_config
+from tests.kit.processes import free_port
+from tests.kit.waiting import until
 
-pytestmark = pytest.mark.timeout(60)  # imports in worker processes
+pytestmark = pytest.mark.timeout(120)  # imports in worker processes
 
 CODE = """
 import asyncio, pathlib
@@ -98,3 +107,63 @@ def test_its_files_go_to_the_pods(tmp_path: Path) -> None:
     assert [problem.key for problem in found.problems if problem.message == "is not in the pods"] == [
         "environment.tools"
     ]
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """`address = serving(*options)`: a process that serves the code, once it does."""
+    with ExitStack() as stack:
+
+        def start(*options: str, **variables: str) -> str:
+            address = f"127.0.0.1:{(port := free_port())}"
+            command = [sys.executable, "-m", "environment_service", *options, "--workers", "1"]
+            environ = os.environ | {"TANDEM_GRPC_PORT": str(port)} | variables
+            process = stack.enter_context(subprocess.Popen(command, env=environ, stderr=subprocess.DEVNULL))
+            stack.callback(process.kill)
+            until(lambda: not probe("readiness", {"TANDEM_GRPC_PORT": str(port)}), 60)
+            return address
+
+        yield start
+
+
+def found_at(folder: Path, **settings: Any) -> list[tuple[str, str, str]]:
+    """The problems of a server."""
+    found = preflight(draft_config(write(folder, **settings)), redis_url=None)
+    return [(each.key, each.severity, each.message) for each in found if each.key.startswith("environment")]
+
+
+def test_a_server_is_tried_as_code_is(tmp_path: Path, serving: Callable[..., str]) -> None:
+    write(tmp_path)
+    good = serving("--function", f"{tmp_path}/mine.py:Good", "--args", json.dumps({"trace": f"{tmp_path}/trace"}))
+    assert found_at(tmp_path, address=good) == []
+    assert (tmp_path / "trace").read_text() == "closed"
+    ((key, severity, text),) = found_at(tmp_path, address=serving("--function", f"{tmp_path}/mine.py:Bad"))
+    assert (key, severity) == ("environment.address", "error")
+    assert "with an empty turn: step returned a float, not (messages, reward, done)" in text
+
+
+def test_tools_of_a_server_are_in_prompts_and_give_no_reward(tmp_path: Path, serving: Callable[..., str]) -> None:
+    write(tmp_path)
+    address = serving("--tools", f"{tmp_path}/mine.py:add")
+    assert found_at(tmp_path, address=address) == []
+    file = write(tmp_path, address=address)
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"reward": {"kind": "environment"}}))
+    draft = draft_config(file)
+    tools, problems = environment.load_environment(draft.config, draft.usable) if draft.config else (None, [])
+    assert tools is not None
+    assert [tool["function"]["name"] for tool in tools.schemas or ()] == ["add"]
+    assert [each.message for each in problems] == ["the reward environment needs a class: tools give no reward"]
+
+
+def test_a_server_that_cannot_be_asked_here_is_a_warning(
+    tmp_path: Path, serving: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is started with the run, or that wants the run's token."""
+    monkeypatch.setattr(environment, "_REACH_S", 0.3)
+    ((key, severity, text),) = found_at(tmp_path, address="127.0.0.1:1")
+    assert (key, severity, text.startswith("cannot be tried now: ")) == ("environment.address", "warning", True)
+    monkeypatch.setattr(environment, "_REACH_S", 30.0)
+    address = serving("--function", f"{tmp_path}/mine.py:Good", **{VARIABLE: "a-token-of-this-run"})
+    ((key, severity, text),) = found_at(tmp_path, address=address)
+    assert (key, severity) == ("environment.address", "warning")
+    assert f"environment server {address}: Unauthenticated: " in text

@@ -1,0 +1,1 @@
+"""Generated from protos/ (make proto); do not edit."""
