@@ -57,7 +57,7 @@ _OLDEST = {"extra": "", "python_full_version": "3.11.2"}
 
 IMAGES = {
     "coordinator": Image(
-        packages=("coordinator", "launcher", "reward_service", "tandem_clients", *SHARED),
+        packages=("coordinator", "launcher", "reward_service", "environment_service", "tandem_clients", *SHARED),
         without={
             "torch": _ENGINE_SIDE,
             "safetensors": _ENGINE_SIDE,

@@ -34,6 +34,7 @@ COPY tandem_files tandem_files
 COPY servicekit servicekit
 COPY weightsync weightsync
 COPY reward_service reward_service
+COPY environment_service environment_service
 COPY coordinator coordinator
 COPY launcher launcher
 RUN PYTHONPATH=/opt/build python3 -m pip install --quiet --no-deps --no-index --no-build-isolation --target /opt/app .
@@ -63,6 +64,7 @@ ENTRYPOINT ["python", "-m", "coordinator"]
 COPY --from=packages /opt/tandem /opt/tandem
 COPY --from=app /opt/app /opt/app
 COPY examples/arithmetic /opt/tandem/examples/arithmetic
+COPY examples/calculator/tools.py /opt/tandem/examples/calculator/tools.py
 COPY examples/reward_server /opt/tandem/examples/reward_server
 ARG VERSION
 ARG REVISION=unknown

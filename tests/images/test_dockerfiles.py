@@ -20,7 +20,7 @@ BUILT = [(image, target) for image, targets in TARGETS.items() for target in tar
 LABELS = ("title", "description", "licenses", "version", "revision")
 # Of the version that is locked: SGLang's makers name their images so.
 # In the image as files, not as packages of ours.
-EXAMPLES = {"examples/arithmetic", "examples/reward_server"}
+EXAMPLES = {"examples/arithmetic", "examples/calculator/tools.py", "examples/reward_server"}
 GPU_BASE = f"lmsysorg/sglang:v{read_pins(REPO / 'requirements' / 'cuda-3.12.txt')['sglang']}"
 USER = re.compile(r"[1-9]\d*:[1-9]\d*")
 

@@ -33,7 +33,16 @@ def test_a_file_that_is_out_of_date_is_found(
 @pytest.mark.parametrize(
     ("image", "modules"),
     [
-        ("coordinator", ["coordinator.app", "launcher.cli", "launcher.checkpoints", "reward_service.serve"]),
+        (
+            "coordinator",
+            [
+                "coordinator.app",
+                "launcher.cli",
+                "launcher.checkpoints",
+                "reward_service.serve",
+                "environment_service.serve",
+            ],
+        ),
         ("trainer", ["trainer_service.host", "trainer_service.app", "trainer_service.worker"]),
         ("rollout", ["rollout_service.app", "rollout_service.worker_app"]),
     ],

@@ -38,6 +38,7 @@ VARIANTS = {
     ),
     "cluster + external-redis": ("cluster", ("names", "external-redis", "monitoring", "lws-rollout")),
     "cluster + reward-server": ("cluster", ("reward-server",)),
+    "cluster + environment-server": ("cluster", ("environment-server",)),
     "single-node-gpu + mtls": ("single-node-gpu", ("gpu-nccl", "mtls")),
     "dev-cpu + jobset": ("dev-cpu", ("jobset-trainer", "monitoring")),
 }

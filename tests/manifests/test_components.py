@@ -1,10 +1,12 @@
 """Components: each says what it is, each combination builds, and each does to the pods what it says."""
 
 import itertools
+import os
 import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from launcher.deploy.answers import LONGEST_RUN_ID
 from reward_service.serve import DRAIN_S
@@ -20,6 +22,7 @@ from tests.manifests.kustomize import (
     DEPLOY,
     OVERLAYS,
     Manifest,
+    build,
     combine,
     component_of,
     environment,
@@ -36,6 +39,7 @@ from tests.manifests.schemas import is_custom, problems
 PROMISED = {
     "autoscale-rollout",
     "disk-transport",
+    "environment-server",
     "external-redis",
     "gpu-nccl",
     "gpu-nodes",
@@ -53,7 +57,6 @@ PROMISED = {
 }
 # Below another component: a part of it that not every cluster wants.
 PARTS = {"gpu-nccl": ["ipc-lock"], "gpu-nodes": ["priority", "runtime-class", "selector"]}
-README = DEPLOY / "components/reward-server/README.md"
 DOCKERFILE = DEPLOY / "images/coordinator.Dockerfile"
 # In kustomize's order: what others change again, what is changed, then what removes or copies it.
 FIRST = ("names",)
@@ -102,7 +105,9 @@ def test_every_pair_builds_and_is_valid(names: tuple[str, ...], tmp_path: Path) 
 
 
 @pytest.mark.parametrize("base", OVERLAYS)
-@pytest.mark.parametrize("more", [("reward-server",), ("mtls", "jobset-trainer", "lws-rollout")], ids="+".join)
+@pytest.mark.parametrize(
+    "more", [("reward-server", "environment-server"), ("mtls", "jobset-trainer", "lws-rollout")], ids="+".join
+)
 def test_openshift_admits_all_pods_with_its_component_and_none_without(
     base: str, more: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -266,9 +271,11 @@ def test_mtls_gives_every_service_its_own_certificate(tmp_path: Path) -> None:
     assert names["operator-tls"] == ["operator.tandem"]
 
 
-def test_a_reward_server_is_found_where_its_readme_says(tmp_path: Path) -> None:
-    manifests = combine(tmp_path, "cluster", ["reward-server"])
-    (address,) = re.findall(r'address: "([\w.-]+):(\d+)"', README.read_text(encoding="utf-8"))
+@pytest.mark.parametrize("name", ["reward-server", "environment-server"])
+def test_a_server_of_the_users_is_found_where_its_readme_says(name: str, tmp_path: Path) -> None:
+    manifests = combine(tmp_path, "cluster", [name])
+    readme = (DEPLOY / "components" / name / "README.md").read_text(encoding="utf-8")
+    (address,) = re.findall(r'address: "([\w.-]+):(\d+)"', readme)
     service, deployment = (find(manifests, kind, address[0]) for kind in ("Service", "Deployment"))
     template = pod_template(deployment)
     assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
@@ -281,9 +288,27 @@ def test_a_reward_server_is_found_where_its_readme_says(tmp_path: Path) -> None:
     assert (ports[port["targetPort"]], ports["health"]) == (environ["TANDEM_GRPC_PORT"], environ["TANDEM_HEALTH_PORT"])
     assert ServerEnvironment.from_env(environ).bind == join_address(any_host(), address[1])
     assert template["spec"]["terminationGracePeriodSeconds"] > DRAIN_S
-    program = container["command"][1].removeprefix("/opt/tandem/")
+    (program,) = re.findall(r"/opt/tandem/([\w/]+\.py)", " ".join([*container["command"], *container.get("args", [])]))
     assert (REPO / program).is_file()
-    assert f"COPY {Path(program).parent} /opt/tandem/{Path(program).parent}\n" in DOCKERFILE.read_text(encoding="utf-8")
+    copied = re.findall(r"^COPY (\S+) /opt/tandem/\1$", DOCKERFILE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert {program, str(Path(program).parent)} & set(copied)
+
+
+def test_an_environment_server_takes_code_as_its_readme_says(tmp_path: Path) -> None:
+    readme = (DEPLOY / "components/environment-server/README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```yaml\n(\w+Generator:.*?|components:.*?)```", readme, flags=re.DOTALL)
+    own, components = map(yaml.safe_load, blocks)
+    (tmp_path / "my_env.py").write_text("class Guess: ...")
+    base = {"namespace": "tandem", "resources": [os.path.relpath(DEPLOY / "overlays/cluster", tmp_path)]}
+    places = [os.path.relpath(DEPLOY / "overlays/cluster" / place, tmp_path) for place in components["components"]]
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(base | own | {"components": places}))
+    manifests = build(tmp_path)
+    template = pod_template(find(manifests, "Deployment", "environment-server"))["spec"]
+    (code,) = (volume for volume in template["volumes"] if volume["name"] == "code")
+    files = find(manifests, "ConfigMap", "environment-code")
+    assert (files["data"], files["metadata"]["name"]) == ({"my_env.py": "class Guess: ..."}, code["configMap"]["name"])
+    (container,) = template["containers"]
+    assert container["args"][1].startswith(f"{container['volumeMounts'][-1]['mountPath']}/my_env.py:")
 
 
 def test_mtls_redis_differs_in_tls_alone(tmp_path: Path) -> None:

@@ -40,7 +40,19 @@ SHARED = {"redis-auth", "run", "models", "registry"}
 CASES = [
     ("cluster", ("names",)),
     ("cluster", ("names", "gpu-nccl", "mtls", "autoscale-rollout")),
-    ("cluster", ("names", "tracing", "pull-secret", "gpu-nodes", "disk-transport", "reward-server", "mtls")),
+    (
+        "cluster",
+        (
+            "names",
+            "tracing",
+            "pull-secret",
+            "gpu-nodes",
+            "disk-transport",
+            "reward-server",
+            "environment-server",
+            "mtls",
+        ),
+    ),
     ("cluster", ("names", "mtls", "jobset-trainer", "kueue")),
     ("cluster", ("names", "gpu-nccl", "mtls", "autoscale-rollout", "lws-rollout", "kueue")),
     ("cluster", ("names", "external-redis", "jobset-trainer", "lws-rollout", "kueue")),

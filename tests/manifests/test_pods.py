@@ -8,6 +8,7 @@ import pytest
 from kubernetes.utils.quantity import parse_quantity
 
 from coordinator import app as coordinator_app
+from environment_service import serve as environment_server
 from launcher.check.memory import host_memory
 from launcher.deploy.check.overlay import _host_memory
 from launcher.run import processes as plan_processes
@@ -41,7 +42,7 @@ ALL = ["base", *OVERLAYS, *VARIANTS]
 # trainer_service.app imports torch; these three are read from its text.
 TRAINER_DRAINS = 3
 # Services without an image of their own.
-IMAGE_OF = {"reward-server": "coordinator"}
+IMAGE_OF = {"reward-server": "coordinator", "environment-server": "coordinator"}
 
 
 @pytest.fixture(params=ALL)
@@ -109,7 +110,7 @@ def test_a_changed_template_reaches_pods_on_purpose_only(manifests: tuple[Manife
 def test_node_autoscalers_move_nothing_that_a_run_waits_for(manifests: tuple[Manifest, ...]) -> None:
     for owner, template in pod_templates(manifests).items():
         kept = template["metadata"].get("annotations", {})
-        moved = component_of(template) in ("rollout", "rollout-worker", "reward-server")
+        moved = component_of(template) in ("rollout", "rollout-worker", *IMAGE_OF)
         assert (kept.get("cluster-autoscaler.kubernetes.io/safe-to-evict") == "false") is not moved, owner
         assert (kept.get("karpenter.sh/do-not-disrupt") == "true") is not moved, owner
 
@@ -191,6 +192,7 @@ def grace_needed_s() -> dict[str, float]:
         "coordinator": (RunSection().stop_timeout_s + coordinator_app._DRAIN_S + plan_processes._COORDINATOR_GRACE_S),
         "redis": 10.0,
         "reward-server": reward_server.DRAIN_S,
+        "environment-server": environment_server.DRAIN_S,
     }
 
 

@@ -185,7 +185,7 @@ GROUPS: dict[str, Any] = {
 }
 # Those that go with each other, in an order in which people write them.
 TOGETHER = [
-    ("monitoring", "reward-server", "openshift", "autoscale-rollout"),
+    ("monitoring", "reward-server", "environment-server", "openshift", "autoscale-rollout"),
     ("mtls", "gpu-nccl", "disk-transport", "gpu-nodes"),
     ("external-redis", "tracing", "pull-secret", "gpu-nccl/ipc-lock"),
     ("jobset-trainer", "kueue", "gpu-nodes/priority", "gpu-nodes/runtime-class"),
@@ -219,7 +219,7 @@ def test_components_are_added(
     assert done.code == 0, done.text
 
 
-SERVICES = ("coordinator", "trainer", "rollout", "rollout-worker", "redis", "reward-server")
+SERVICES = ("coordinator", "trainer", "rollout", "rollout-worker", "redis", "reward-server", "environment-server")
 
 
 def test_components_are_all_in_one_of_these() -> None:
