@@ -23,7 +23,8 @@ endef
 WORKERS := -n 3 --dist loadfile
 
 .PHONY: help venv demo demo-env test test-fast test-all check check-format check-lint check-types check-imports check-protos
-.PHONY: format proto freeze-protos lock clean check-cuda gpu-check bench-sync bench-train bench-demo check-turns images
+.PHONY: format proto freeze-protos lock clean check-cuda gpu-check bench-sync bench-train bench-demo check-turns check-adapters
+.PHONY: images
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -102,6 +103,10 @@ bench-demo: venv ## measure whole iterations of the demo against TRL's (15 minut
 check-turns: venv ## compare turns with another renderer, on 1,000 conversations of each template (10 minutes)
 	@tools/make_side_venv.sh oracle
 	$(call pytest,check-turns,tests/contract/test_turns_oracle.py)
+
+check-adapters: venv ## run episodes of Gymnasium, TextArena, OpenEnv, verifiers and Reasoning Gym (5 minutes)
+	@tools/make_side_venv.sh adapters
+	$(call pytest,check-adapters,tests/contract/test_adapters.py)
 
 images: ## build the container images with Docker: VARIANT=gpu, REGISTRY=..., PUSH=1 (docs/docker.md)
 	@deploy/images/build.sh

@@ -20,8 +20,8 @@ REPO = Path(__file__).resolve().parent.parent
 # groups of several iterations, `tandem simulate` (650 lines), replicas that evaluate apart or are slow in a round, a
 # pause that recomputes, the page's time line (230), the plot of `tandem simulate` (100), and what check and init
 # foresee (250); by 31: turns whose ids are those that were sampled, and parsers of tool calls (600),
-# environments and tools in worker processes (1,040), conversations between them and the policy (700), and environments
-# in a server of their own (750).
+# environments and tools in worker processes (1,040), and conversations between them and the policy (700); by
+# adapters of five libraries of environments (670).
 PRODUCT_LINES = 79_000
 # Modules with one importer that are short and no extension point: each is a door to a closet.
 CLOSETS, CLOSET_LINES = 25, 60

@@ -26,6 +26,8 @@ PYTHONS = ("3.11", "3.12")
 # glibc 2.34 (Debian 12, Ubuntu 22.04): what SGLang's own wheel is built for.
 PLATFORM = "x86_64-manylinux_2_34"
 RESOLVE_S = 300.0
+# Extras that no lock holds: libraries of environments. Verifiers asks for another `openai` than SGLang.
+ENVIRONMENTS = ("gymnasium", "openenv", "reasoning-gym", "textarena", "verifiers")
 _BY = "# Written by `python -m tools.cuda.lock write`.\n"
 # Prefixes of a machine's own settings of pip and uv; certificates stay, because the index needs them.
 _SETTINGS = ("PIP_", "UV_")
@@ -63,8 +65,8 @@ def locks() -> dict[str, Lock]:
     """Return the locks by the name of their file."""
     project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     asked = [*project["dependencies"]]
-    for extra in project["optional-dependencies"].values():
-        asked += extra
+    for name, extra in project["optional-dependencies"].items():
+        asked += [] if name in ENVIRONMENTS else extra
     found = {
         f"cuda-{python}.txt": Lock(
             header=f"# Everything for NVIDIA GPUs on Python {python}, torch included; see gpu.md.\n",

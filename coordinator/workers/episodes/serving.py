@@ -12,7 +12,7 @@ from coordinator.workers.own_code import describe, find_code, import_code, kind_
 from coordinator.workers.signature import Unfit
 from coordinator.workers.task import Work
 
-RESET, STEP, CLOSE = "reset", "step", "close"
+RESET, STEP, CLOSE, CHECK = "reset", "step", "close", "check_args"
 # The parameters of an environment's methods.
 METHODS: Mapping[str, Sequence[str]] = {RESET: ("row", "seed"), STEP: ("turn",), CLOSE: ()}
 
@@ -47,6 +47,7 @@ def load(
     else:
         environment = find_code(modules[place][0], name, place, alike=inspect.isclass)
         _check_class(environment, f"{name} in {place}", args)
+        _check_args(environment, f"{name} in {place}", args, modules[place][1])
         make, schemas = partial(environment, **args), None
         is_async = any(inspect.iscoroutinefunction(getattr(environment, method, None)) for method in METHODS)
     return Work(
@@ -108,6 +109,15 @@ def _check_class(environment: Any, where: str, args: Mapping[str, Any]) -> None:
         is_bound = isinstance(inspect.getattr_static(environment, method), staticmethod | classmethod)
         _bind(code, [*([] if is_bound else [None]), *parameters], {}, f"{where}: {method}", f"it needs {wanted}")
     _bind(environment, [], args, f"{where}: its constructor", "it gets environment.args by name")
+
+
+def _check_args(environment: Any, where: str, args: Mapping[str, Any], folder: str) -> None:
+    """Let a class with a classmethod check_args look at the arguments. Raises: Unfit: it raises."""
+    if isinstance(inspect.getattr_static(environment, CHECK, None), classmethod):
+        try:
+            environment.check_args(**args)
+        except (Exception, SystemExit) as error:
+            raise Unfit(f"{where} refuses environment.args: {describe(error, folder)}") from error
 
 
 def _bind(code: Callable[..., Any], values: Sequence[Any], named: Mapping[str, Any], where: str, needed: str) -> None:

@@ -216,6 +216,11 @@ BEGIN = "class Env:\n    def reset(self, row, seed): return []\n"
         ("class Env(:", {}, "is not Python: "),
         ("import nonesuch", {}, "importing {folder}/mine.py failed: ModuleNotFoundError: No module named 'nonesuch'"),
         (BEGIN, {}, "Env in {folder}/mine.py has no method step: it needs def step(self, turn), async or not"),
+        (
+            f"{COUNTER}\n    @classmethod\n    def check_args(cls, scale):\n        raise ValueError(f'no {{scale}}')",
+            {"args": {"scale": 2}},
+            "Env in {folder}/mine.py refuses environment.args: ValueError: no 2 (mine.py:",
+        ),
         (COUNTER, {"args": {"skale": 2}}, "unexpected keyword argument 'skale'; it gets environment.args by name"),
         ("import time\ntime.sleep(60)", {"start_timeout_s": 1.0}, "not ready within 1 s"),
         ("import os\nos._exit(9)", {}, "its worker process exited with status 9"),
