@@ -193,8 +193,11 @@ async def _step(episode: Episode, turn: AssistantTurn) -> pb.StepResponse:
         reply = await episode.step(turn)
     except EpisodeFailed as failed:
         return pb.StepResponse(failure=_failure(failed))
-    messages = json.dumps(reply.messages)
-    return pb.StepResponse(reply=pb.Reply(messages_json=messages, reward=reply.reward, done=reply.done))
+    found = pb.Reply(messages_json=json.dumps(reply.messages), reward=reply.reward, done=reply.done)
+    if reply.conversation:
+        found.conversation_json = json.dumps(reply.conversation)
+    found.token_ids.extend(reply.token_ids)
+    return pb.StepResponse(reply=found)
 
 
 def _failure(failed: EpisodeFailed) -> pb.Failure:

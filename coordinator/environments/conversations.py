@@ -230,8 +230,10 @@ class _Conversation:
 
     async def close(self) -> None:
         """Close the environment."""
-        if self.episode is not None:
-            await self.episode.close()
+        episode, self.episode = self.episode, None
+        if episode is not None:
+            metrics.EPISODES_OPEN.dec()
+            await episode.close()
 
     async def _answer(self, completion: Completion) -> tuple["array[int]", str]:
         """Return what follows, and why the episode ends; "": it does not. Raises: EpisodeFailed, TemplateFailure."""
@@ -272,6 +274,7 @@ class _Conversation:
     async def _begun(self) -> OpenEpisode:
         prompt = self.group.prompt
         self.episode, opening = await self.environments.begin(self.group.group_id, prompt, self.name)
+        metrics.EPISODES_OPEN.inc()
         if list(opening) != list(prompt.opening or ()):
             text = "reset does not return the messages that it returned for the prompt, or these are too many tokens"
             raise EpisodeFailed(self.name, "not_repeatable", text)

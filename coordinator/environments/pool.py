@@ -66,6 +66,12 @@ class TurnReply:
     reward: float | None
     done: bool
 
+    @classmethod
+    def of(cls, value: Sequence[Any]) -> "TurnReply":
+        """Make it of what replies.step_of returns."""
+        follows, reward, done = value
+        return cls(**follows if isinstance(follows, dict) else {"messages": follows}, reward=reward, done=done)
+
 
 def row_of(
     *, prompt: str, messages: Sequence[Mapping[str, Any]] | None, answer: str, columns: Mapping[str, Any]
@@ -143,7 +149,6 @@ class Episode:
         self._past: list[tuple[Sequence[Any], Any]] = []
         self._is_open = True
         slot.num_episodes += 1
-        metrics.EPISODES_OPEN.inc()
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
         """Begin it. Returns: messages to append. Raises: EpisodeFailed."""
@@ -153,8 +158,7 @@ class Episode:
     async def step(self, turn: AssistantTurn) -> TurnReply:
         """Hand a turn of the policy over. Raises: EpisodeFailed; only close() may follow it, or `done`."""
         given = {name: getattr(turn, name) for name in AssistantTurn.__slots__}
-        follows, reward, done = await self._call([STEP, given])
-        return TurnReply(**follows if isinstance(follows, dict) else {"messages": follows}, reward=reward, done=done)
+        return TurnReply.of(await self._call([STEP, given]))
 
     async def close(self) -> None:
         """Let the environment release what it has; idempotent. What fails is logged."""
@@ -162,7 +166,6 @@ class Episode:
             return
         self._is_open = False
         self._slot.num_episodes -= 1
-        metrics.EPISODES_OPEN.dec()
         running = self._in
         if running is not None and not running.ended:
             with contextlib.suppress(_CallLost):
@@ -197,8 +200,6 @@ class Episode:
         if self._in is running:
             return
         self._in = running
-        if self._past:
-            metrics.EPISODE_REPLAYS.inc()
 
         async def again(job: Sequence[Any]) -> Any:
             return self._value(await running.call([self._number, *job]))
@@ -379,6 +380,8 @@ async def repeat(key: str, past: Sequence[tuple[Call, Any]], call: Callable[[Cal
     Args:
         past: each call, and what it had returned.
     """
+    if past:
+        metrics.EPISODE_REPLAYS.inc()
     for turn, (job, recorded) in enumerate(past):
         what = f"{why}, and when {f'turn {turn - 1}' if turn else 'reset'} was repeated"
         try:

@@ -211,8 +211,7 @@ class RemoteEpisode:
         """As Episode.step."""
         given = json.dumps({name: getattr(turn, name) for name in AssistantTurn.__slots__})
         request = pb.StepRequest(episode=self._name, index=len(self._past) - 1, turn_json=given)
-        messages, reward, done = await self._call(("Step", request))
-        return TurnReply(messages=messages, reward=reward, done=done)
+        return TurnReply.of(await self._call(("Step", request)))
 
     async def close(self) -> None:
         """As Episode.close; an episode that the server cannot be asked to close is closed after its lifetime."""
@@ -254,7 +253,10 @@ class RemoteEpisode:
                 return messages_of(json.loads(reply.messages_json), RESET)
             said = reply.reply
             reward = said.reward if said.HasField("reward") else None
-            return step_of((json.loads(said.messages_json), reward, said.done))
+            follows = {"messages": json.loads(said.messages_json), "token_ids": [*said.token_ids]}
+            if said.conversation_json:
+                follows["conversation"] = json.loads(said.conversation_json)
+            return step_of({**follows, "reward": reward, "done": said.done})
         except (ValueError, RecursionError) as error:
             raise EpisodeFailed(self._key, "bad_reply", f"{self._host.address}: {error}") from error
 

@@ -126,9 +126,9 @@ EPISODE_FAILURES = Counter("tandem_episode_failures_total",
     "refused what the environment returned).", ["kind"])
 EPISODE_TURNS = Histogram("tandem_episode_turns", "Turns of the policy in an episode.",
     buckets=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128))
-EPISODES_OPEN = Gauge("tandem_episodes_open", "Episodes that worker processes hold now.")
+EPISODES_OPEN = Gauge("tandem_episodes_open", "Episodes that are under way with an environment now.")
 EPISODE_REPLAYS = Counter("tandem_episode_replays_total",
-    "Episodes that were built again, because their worker process was lost.")
+    "Episodes that were built again, because their worker process or server was lost.")
 ENVIRONMENT_STEP_SECONDS = Histogram("tandem_environment_step_seconds",
     "Seconds of a call of step, or of all calls of tools in a turn, with the wait for a worker.", buckets=_PART_BUCKETS)
 ENVIRONMENT_RESTARTS = Counter("tandem_environment_worker_restarts_total",

@@ -1,6 +1,5 @@
 """Reads an assistant's turn from the text that was sampled: thinking, content, tool calls, and what is malformed."""
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,24 +27,17 @@ class ParsedTurn:
     truncated: bool = False
     errors: tuple[str, ...] = ()
 
-    def message(self, thought_key: str | None = "reasoning_content", *, as_text: bool = False) -> dict[str, Any]:
-        """Return the message that a chat template takes; arguments are objects, as some templates iterate over them.
-
-        Args:
-            as_text: whether arguments are JSON, and an empty content null, as in OpenAI's API.
-        """
+    def message(self, thought_key: str | None = "reasoning_content") -> dict[str, Any]:
+        """Return the message that a chat template takes; arguments are objects, as some templates iterate over them."""
         message: dict[str, Any] = {"role": "assistant"}
         if self.content or not self.tool_calls:  # some templates write calls only where there is no content
             message["content"] = self.content
-        elif as_text:
-            message["content"] = None
         if self.reasoning is not None and thought_key is not None:
             message[thought_key] = self.reasoning
         if self.tool_calls:
-            pairs = [(call, json.dumps(call.arguments) if as_text else call.arguments) for call in self.tool_calls]
             message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
-                for call, arguments in pairs
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
             ]
         return message
 

@@ -5,6 +5,7 @@ chat template's own text after an assistant's turn of that kind. For it a dummy 
 what follows the sentinel is taken.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -114,7 +115,7 @@ class TemplateRenderer:
 
     def text(self, messages: Sequence[Message]) -> str:
         """Return the template's text of a conversation before the next turn."""
-        return self.template.render(messages, self.tools)
+        return self.template.render([*map(self._taken, messages)], self.tools)
 
     def parse(self, sampled_ids: Sequence[int], behind: Sequence[int] | None = None) -> ParsedTurn:
         """Read a turn from the text of its ids; where they are no UTF-8, that has replacement characters."""
@@ -148,7 +149,17 @@ class TemplateRenderer:
 
     def message(self, turn: ParsedTurn) -> Message:
         """Return a turn as the template takes it."""
-        return turn.message(self.thought_key, as_text=self._as_text)
+        return self._taken(turn.message(self.thought_key))
+
+    def _taken(self, message: Message) -> Message:
+        """Write arguments as JSON, and no content as null, where the template takes calls so."""
+        if not self._as_text or not (calls := message.get("tool_calls")):
+            return message
+        functions = [call["function"] for call in calls]
+        texts = [one if isinstance(one := each["arguments"], str) else json.dumps(one) for each in functions]
+        pairs = zip(calls, functions, texts, strict=True)
+        taken = [{**call, "function": {**each, "arguments": text}} for call, each, text in pairs]
+        return {"content": None, **message, "tool_calls": taken}
 
     def as_sampled(self, turn: ParsedTurn, around: str = "") -> list[int] | None:
         """Return the ids of a turn, `around` around its content, as the last; None: it does not continue the prompt."""

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+tandem_api/environment/v1/environment.proto\x12\x19tandem_api.environment.v1\"\x11\n\x0f\x44\x65scribeRequest\"F\n\x10\x44\x65scribeResponse\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\ntools_json\x18\x03 \x01(\t\"b\n\x0cResetRequest\x12\x0f\n\x07\x65pisode\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12\x10\n\x08row_json\x18\x03 \x01(\t\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x12\n\nlifetime_s\x18\x05 \x01(\x01\"M\n\x07\x46\x61ilure\x12\x34\n\x04kind\x18\x01 \x01(\x0e\x32&.tandem_api.environment.v1.FailureKind\x12\x0c\n\x04text\x18\x02 \x01(\t\"j\n\rResetResponse\x12\x17\n\rmessages_json\x18\x01 \x01(\tH\x00\x12\x35\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\".tandem_api.environment.v1.FailureH\x00\x42\t\n\x07outcome\"@\n\x0bStepRequest\x12\x0f\n\x07\x65pisode\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x11\n\tturn_json\x18\x03 \x01(\t\"L\n\x05Reply\x12\x15\n\rmessages_json\x18\x01 \x01(\t\x12\x13\n\x06reward\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04\x64one\x18\x03 \x01(\x08\x42\t\n\x07_reward\"\x83\x01\n\x0cStepResponse\x12\x31\n\x05reply\x18\x01 \x01(\x0b\x32 .tandem_api.environment.v1.ReplyH\x00\x12\x35\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\".tandem_api.environment.v1.FailureH\x00\x42\t\n\x07outcome\"\x1f\n\x0c\x43loseRequest\x12\x0f\n\x07\x65pisode\x18\x01 \x01(\t\"\x0f\n\rCloseResponse*\xb0\x01\n\x0b\x46\x61ilureKind\x12\x1c\n\x18\x46\x41ILURE_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46\x41ILURE_KIND_LATE\x10\x01\x12\x16\n\x12\x46\x41ILURE_KIND_ERROR\x10\x02\x12\x17\n\x13\x46\x41ILURE_KIND_KILLED\x10\x03\x12\x1f\n\x1b\x46\x41ILURE_KIND_NOT_REPEATABLE\x10\x04\x12\x1a\n\x16\x46\x41ILURE_KIND_BAD_REPLY\x10\x05\x32\x8a\x03\n\x12\x45nvironmentService\x12\x63\n\x08\x44\x65scribe\x12*.tandem_api.environment.v1.DescribeRequest\x1a+.tandem_api.environment.v1.DescribeResponse\x12Z\n\x05Reset\x12\'.tandem_api.environment.v1.ResetRequest\x1a(.tandem_api.environment.v1.ResetResponse\x12W\n\x04Step\x12&.tandem_api.environment.v1.StepRequest\x1a\'.tandem_api.environment.v1.StepResponse\x12Z\n\x05\x43lose\x12\'.tandem_api.environment.v1.CloseRequest\x1a(.tandem_api.environment.v1.CloseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+tandem_api/environment/v1/environment.proto\x12\x19tandem_api.environment.v1\"\x11\n\x0f\x44\x65scribeRequest\"F\n\x10\x44\x65scribeResponse\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\ntools_json\x18\x03 \x01(\t\"b\n\x0cResetRequest\x12\x0f\n\x07\x65pisode\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12\x10\n\x08row_json\x18\x03 \x01(\t\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x12\n\nlifetime_s\x18\x05 \x01(\x01\"M\n\x07\x46\x61ilure\x12\x34\n\x04kind\x18\x01 \x01(\x0e\x32&.tandem_api.environment.v1.FailureKind\x12\x0c\n\x04text\x18\x02 \x01(\t\"j\n\rResetResponse\x12\x17\n\rmessages_json\x18\x01 \x01(\tH\x00\x12\x35\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\".tandem_api.environment.v1.FailureH\x00\x42\t\n\x07outcome\"@\n\x0bStepRequest\x12\x0f\n\x07\x65pisode\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x11\n\tturn_json\x18\x03 \x01(\t\"z\n\x05Reply\x12\x15\n\rmessages_json\x18\x01 \x01(\t\x12\x13\n\x06reward\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04\x64one\x18\x03 \x01(\x08\x12\x19\n\x11\x63onversation_json\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x03(\rB\t\n\x07_reward\"\x83\x01\n\x0cStepResponse\x12\x31\n\x05reply\x18\x01 \x01(\x0b\x32 .tandem_api.environment.v1.ReplyH\x00\x12\x35\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\".tandem_api.environment.v1.FailureH\x00\x42\t\n\x07outcome\"\x1f\n\x0c\x43loseRequest\x12\x0f\n\x07\x65pisode\x18\x01 \x01(\t\"\x0f\n\rCloseResponse*\xb0\x01\n\x0b\x46\x61ilureKind\x12\x1c\n\x18\x46\x41ILURE_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46\x41ILURE_KIND_LATE\x10\x01\x12\x16\n\x12\x46\x41ILURE_KIND_ERROR\x10\x02\x12\x17\n\x13\x46\x41ILURE_KIND_KILLED\x10\x03\x12\x1f\n\x1b\x46\x41ILURE_KIND_NOT_REPEATABLE\x10\x04\x12\x1a\n\x16\x46\x41ILURE_KIND_BAD_REPLY\x10\x05\x32\x8a\x03\n\x12\x45nvironmentService\x12\x63\n\x08\x44\x65scribe\x12*.tandem_api.environment.v1.DescribeRequest\x1a+.tandem_api.environment.v1.DescribeResponse\x12Z\n\x05Reset\x12\'.tandem_api.environment.v1.ResetRequest\x1a(.tandem_api.environment.v1.ResetResponse\x12W\n\x04Step\x12&.tandem_api.environment.v1.StepRequest\x1a\'.tandem_api.environment.v1.StepResponse\x12Z\n\x05\x43lose\x12\'.tandem_api.environment.v1.CloseRequest\x1a(.tandem_api.environment.v1.CloseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem_api.environment.v1.environment_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FAILUREKIND']._serialized_start=781
-  _globals['_FAILUREKIND']._serialized_end=957
+  _globals['_FAILUREKIND']._serialized_start=827
+  _globals['_FAILUREKIND']._serialized_end=1003
   _globals['_DESCRIBEREQUEST']._serialized_start=74
   _globals['_DESCRIBEREQUEST']._serialized_end=91
   _globals['_DESCRIBERESPONSE']._serialized_start=93
@@ -46,13 +46,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STEPREQUEST']._serialized_start=452
   _globals['_STEPREQUEST']._serialized_end=516
   _globals['_REPLY']._serialized_start=518
-  _globals['_REPLY']._serialized_end=594
-  _globals['_STEPRESPONSE']._serialized_start=597
-  _globals['_STEPRESPONSE']._serialized_end=728
-  _globals['_CLOSEREQUEST']._serialized_start=730
-  _globals['_CLOSEREQUEST']._serialized_end=761
-  _globals['_CLOSERESPONSE']._serialized_start=763
-  _globals['_CLOSERESPONSE']._serialized_end=778
-  _globals['_ENVIRONMENTSERVICE']._serialized_start=960
-  _globals['_ENVIRONMENTSERVICE']._serialized_end=1354
+  _globals['_REPLY']._serialized_end=640
+  _globals['_STEPRESPONSE']._serialized_start=643
+  _globals['_STEPRESPONSE']._serialized_end=774
+  _globals['_CLOSEREQUEST']._serialized_start=776
+  _globals['_CLOSEREQUEST']._serialized_end=807
+  _globals['_CLOSERESPONSE']._serialized_start=809
+  _globals['_CLOSERESPONSE']._serialized_end=824
+  _globals['_ENVIRONMENTSERVICE']._serialized_start=1006
+  _globals['_ENVIRONMENTSERVICE']._serialized_end=1400
 # @@protoc_insertion_point(module_scope)

@@ -5,8 +5,10 @@ Episodes of several turns, in a server beside the run. Served by whoever has an 
 coordinator's own: a sandbox, a simulator, a team's service in any language.
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -216,21 +218,31 @@ class Reply(_message.Message):
     MESSAGES_JSON_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
+    CONVERSATION_JSON_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
     messages_json: _builtins.str
-    """As of ResetResponse; empty if and only if the episode is done."""
+    """As of ResetResponse. The episode is done if and only if there is neither this nor one of the two below."""
     reward: _builtins.float
     """Finite; not set: this turn has none."""
     done: _builtins.bool
+    conversation_json: _builtins.str
+    """In place of messages, a JSON list of them: all that the next turn follows; the assistant may be in it, and is not last."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """In place of messages: ids to put behind the turn."""
+
     def __init__(
         self,
         *,
         messages_json: _builtins.str = ...,
         reward: _builtins.float | None = ...,
         done: _builtins.bool = ...,
+        conversation_json: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "done", b"done", "messages_json", b"messages_json", "reward", b"reward"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "conversation_json", b"conversation_json", "done", b"done", "messages_json", b"messages_json", "reward", b"reward", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

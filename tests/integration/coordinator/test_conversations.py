@@ -391,7 +391,10 @@ async def test_episodes_that_are_left_are_closed(tokenizer: Tokenizer, tmp_path:
     async with environments(tokenizer, function=f"{tmp_path}/env.py:Guess") as made:
         opened = (await made.opened({"g": prompt()}))["g"]
         policies = [Policy(tokenizer, made, opened) for _ in range(3)]
+        before = REGISTRY.get_sample_value("tandem_episodes_open") or 0.0
         await asyncio.gather(*(policy.says("1") for policy in policies))
+        assert REGISTRY.get_sample_value("tandem_episodes_open") == before + 3
         for policy in policies:
             await policy.talks.close()
+        assert REGISTRY.get_sample_value("tandem_episodes_open") == before
     assert (tmp_path / "closed").read_text() == "x" * 4  # that of the prompt too

@@ -401,6 +401,9 @@ def reply(messages: str, **fields: Any) -> pb.StepResponse:
         ({"Step": reply("[]")}, "bad_reply", "neither messages nor done"),
         ({"Step": reply('[{"role": "user"}]')}, "bad_reply", "step returned a message (0) without 'content'"),
         ({"Step": reply("[]", done=True, reward=float("nan"))}, "bad_reply", "which is not finite"),
+        ({"Step": reply("[]", conversation_json="{}")}, "bad_reply", "neither messages nor done"),
+        ({"Step": reply("[]", conversation_json="7")}, "bad_reply", "a int as conversation"),
+        ({"Step": reply("[]", token_ids=[3], done=True)}, "bad_reply", "token_ids and not done=False"),
         ({"Step": pb.StepResponse(failure=pb.Failure(kind=77, text="odd"))}, "error", "e: odd"),  # type: ignore[arg-type]
         ({"Step": ConfigError("no such level")}, "error", "ConfigError: no such level"),
         ({"Step": NotFound("who?")}, "killed", "has lost it 3 times, the last time with who?"),

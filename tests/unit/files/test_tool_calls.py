@@ -237,9 +237,6 @@ def test_a_message_has_what_templates_look_for() -> None:
     assert message["reasoning_content"] == "Easy."
     assert "content" not in message
     assert turn.message("thinking")["thinking"] == "Easy."
-    message = turn.message(None, as_text=True)
-    assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 2, "b": 3}'}
-    assert message["content"] is None
     assert parse_turn("hermes", "").message() == {"role": "assistant", "content": ""}
 
 
