@@ -126,8 +126,9 @@ def test_branches_of_an_episode_are_trained_as_they_were_sampled(tandem: Start, 
     rows = rows_of(folder)
     assert len(rows) == 3
     assert all(row["turns_mean"] > 2 for row in rows)
-    assert all(row["logprob_abs_diff_max"] <= 1e-4 for row in rows if "logprob_abs_diff_max" in row)
-    assert any("logprob_abs_diff_max" in row for row in rows)
+    differences = [row["logprob_abs_diff_max"] for row in rows if row["logprob_abs_diff_max"] is not None]
+    assert differences, "async: of samples of the trainer's own version only"
+    assert max(differences) <= 1e-4
     ledger = tandem("ledger", str(folder), "--verify")
     assert ledger.wait_end() == 0, ledger.output()
     samples = tandem("samples", str(folder), "--iteration", "3", "--json")
