@@ -10,9 +10,13 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", "-s", metavar="SECTION.KEY=VALUE", help="Override one key; repeat for more."),
 ]
-Run = Annotated[
+Runs = Annotated[
+    list[Path] | None,
+    typer.Option("--run", metavar="RUN_DIR", help="Take speeds and lengths from this run; repeat for more of them."),
+]
+Against = Annotated[
     Path | None,
-    typer.Option("--run", metavar="RUN_DIR", help="Take speeds and lengths from this run, with stored samples."),
+    typer.Option(metavar="RUN_DIR", help="Simulate the iterations of this run but its first, and show it beside."),
 ]
 Lengths = Annotated[
     str | None,
@@ -31,7 +35,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, with ever
 
 def simulate(
     config: Config,
-    run: Run = None,
+    run: Runs = None,
+    against: Against = None,
     lengths: Lengths = None,
     slots: Slots = None,
     step_ms: StepMs = None,
@@ -58,7 +63,8 @@ def simulate(
     from launcher.simulate.command import Given, simulate_command
 
     given = Given(
-        run=run,
+        runs=run or (),
+        against=against,
         lengths=lengths,
         slots=slots,
         step_ms=step_ms,

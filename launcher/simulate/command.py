@@ -6,8 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -43,9 +44,10 @@ _WITH_CORRECTION = "grpo.preset=decoupled"
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """The options of the command. None: measured in `run`, or a guess, which the output names."""
+    """The options of the command. None: measured in `runs`, or a guess, which the output names."""
 
-    run: Path | None
+    runs: Sequence[Path]
+    against: Path | None
     lengths: str | None
     slots: int | None
     step_ms: float | None
@@ -65,7 +67,11 @@ def simulate_command(config: Path, overrides: Sequence[str], given: Given, *, as
         speeds, remarks = speeds_of(own, given)
         schedules = _COMPARED if given.compare else {}
         named = {_name(own): own} | {name: _with(config, overrides, schedule) for name, schedule in schedules.items()}
-        figures = [simulate(one, speeds, given.iterations, name) for name, one in named.items()]
+        rows = [] if given.against is None else _steps_of(given.against)[1:]
+        figures = [
+            simulate(one, speeds, len(rows) or given.iterations, name, begins=bool(rows)) for name, one in named.items()
+        ]
+        measured = [_measured(f"measured in {given.against}", rows)] if rows else []
     except ConfigErrors as error:
         print_problems(complaints, error.problems)
         return EXIT_BAD_CONFIG
@@ -76,13 +82,17 @@ def simulate_command(config: Path, overrides: Sequence[str], given: Given, *, as
     plain = {name: value for name, value in asdict(speeds).items() if name != "lengths"}
     plain |= {"length_mean": float(speeds.lengths.mean()), "length_p99": float(np.quantile(speeds.lengths, 0.99))}
     if as_json:
-        result = {"speeds": plain, "remarks": remarks, "schedules": [_finite(asdict(one)) for one in figures]}
+        result = {
+            "speeds": plain,
+            "remarks": remarks,
+            "schedules": [_finite(asdict(one)) for one in figures + measured],
+        }
         console.file.write(json.dumps(result) + "\n")
         return EXIT_OK
     for line in remarks:
         console.print(line, style="dim", markup=False)
     console.print("  ".join(f"{name} {value:.4g}" for name, value in plain.items()), style="dim", markup=False)
-    for line in (*_table(figures), *plot(figures, console.width, ascii_only=console.options.ascii_only)):
+    for line in (*_table(figures + measured), *plot(figures, console.width, ascii_only=console.options.ascii_only)):
         console.print(line, markup=False, highlight=False)
     return EXIT_OK
 
@@ -107,7 +117,7 @@ def speeds_of(config: RunConfig, given: Given) -> tuple[ServiceSpeeds, list[str]
 
     Raises: ConfigError: an option or the run cannot be used.
     """
-    measured, remarks = ({}, []) if given.run is None else measured_in(given.run)
+    measured, remarks = measured_in(given.runs) if given.runs else ({}, [])
     lengths = None if given.lengths is None else read_lengths(given.lengths)
     lengths = measured.pop("lengths", None) if lengths is None else lengths
     if lengths is None:
@@ -160,34 +170,50 @@ def read_lengths(given: str) -> NDArray[np.int64]:
     return lengths
 
 
-def measured_in(run_dir: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return how fast the services of a run were. Raises: ConfigError: it does not say."""
-    rows = [row for row in MetricsFile(run_dir / METRICS_FILE).rows() if row.get("iteration")]
-    steps = [row for row in rows if row.get("train_s")]
+def measured_in(runs: Sequence[Path]) -> tuple[dict[str, Any], list[str]]:
+    """Return how fast the services of runs were, all together. Raises: ConfigError: one of them does not say."""
+    seconds: dict[str, list[float]] = {"train_s": [], "sync_s": [], "reward_s": []}
+    lengths: list[NDArray[np.int64]] = []
+    table: list[NDArray[np.float64]] = []
+    for run_dir in runs:
+        rows = _steps_of(run_dir)
+        ran, by_iteration = _config_of(run_dir), _lengths_of(run_dir)
+        for row in rows[1:] or rows:
+            compute_s, others = row["trainer_compute_s"], ("reward_s", "batch_s", "train_s")
+            seconds["train_s"].append(compute_s)
+            seconds["sync_s"].append(row.get("sync_s") or 0.0)
+            seconds["reward_s"].append(max(0.0, sum(row.get(name) or 0.0 for name in others) - compute_s))
+        lengths += by_iteration.values()
+        if ran.schedule.kind != "async":  # each batch begins with idle slots
+            table += _engine_table(
+                rows[1:] or rows, by_iteration, ran.rollout.replicas, ran.rollout.max_running_requests
+            )
+    measured: dict[str, Any] = {name: median(values) for name, values in seconds.items()}
+    measured["train_s"] = fmean(seconds["train_s"])  # it depends on the lengths of the batch, so no median
+    names = ", ".join(map(str, runs))
+    if not lengths:
+        return measured, [f"{names} has no stored samples: its engines' speeds and lengths are not known"]
+    measured["lengths"] = np.concatenate(lengths)
+    if not table:
+        return measured, [f"{names} has schedule.kind async: its engines' speeds are not known"]
+    return measured | _engine_fit(np.concatenate(table)), []
+
+
+def _steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    rows = MetricsFile(run_dir / METRICS_FILE).rows()
+    steps = [row for row in rows if row.get("iteration") and row.get("trainer_compute_s") and row["generated_tokens"]]
     if not steps:
         raise ConfigError(f"{run_dir}: has no finished iterations with a train step")
-    measured: dict[str, Any] = {}
-    for name in ("train_s", "sync_s", "reward_s"):
-        values = [float(value) for row in steps[1:] or steps if (value := row.get(name)) is not None]
-        measured[name] = median(values) if values else 0.0
-    try:
-        ran = RunConfig.model_validate(_yaml(run_dir / RESOLVED_CONFIG))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{run_dir / RESOLVED_CONFIG} cannot be read: {error}") from error
-    by_iteration = _lengths_of(run_dir)
-    if not by_iteration:
-        return measured, [f"{run_dir} has no stored samples: its engines' speeds and lengths are not known"]
-    measured["lengths"] = np.concatenate(list(by_iteration.values()))
-    if ran.schedule.kind != "sync":
-        return measured, [f"{run_dir} is not of schedule.kind sync: its engines' speeds are not known"]
-    fit = _engine_fit(steps, by_iteration, ran.rollout.replicas, ran.rollout.max_running_requests)
-    return measured | fit, []
+    return steps
 
 
-def _yaml(path: Path) -> Any:
+def _config_of(run_dir: Path) -> RunConfig:
     import yaml
 
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        return RunConfig.model_validate(yaml.safe_load((run_dir / RESOLVED_CONFIG).read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{run_dir / RESOLVED_CONFIG} cannot be read: {error}") from error
 
 
 def _lengths_of(run_dir: Path) -> dict[int, NDArray[np.int64]]:
@@ -197,47 +223,96 @@ def _lengths_of(run_dir: Path) -> dict[int, NDArray[np.int64]]:
     return found
 
 
-def _engine_fit(
-    rows: Sequence[Mapping[str, Any]], lengths: Mapping[int, NDArray[np.int64]], replicas: int, slots: int
-) -> dict[str, float]:
-    """Fit a and b, seconds of an engine's step a + b * rows of a replica, over iterations; both are at least 0.
+def _whole_s(row: Mapping[str, Any]) -> float:
+    """Return the seconds of an iteration without evaluation, checkpoint and report: what idle shares are shares of."""
+    return float(row["trainer_compute_s"] / (1.0 - row["trainer_idle_ratio"]))
 
-    A generation takes a * steps + b * tokens. Its slots are busy for a * tokens + b * (sum of rows^2 over steps).
-    The second is what tells a from b where lengths vary little.
+
+def _measured(name: str, rows: Sequence[Mapping[str, Any]]) -> Figures:
+    """Return the figures of a run's iterations, as those of a simulation."""
+    whole_s = np.array([_whole_s(row) for row in rows])
+    compute_s, idle, tokens, ages, masked, ratios = (
+        np.array([row.get(column) or instead for row in rows], np.float64)
+        for column, instead in (
+            ("trainer_compute_s", 0.0),
+            ("rollout_idle_ratio", 0.0),
+            ("generated_tokens", 0.0),
+            ("token_age_mean", 0.0),
+            ("masked_tokens", 0.0),
+            ("trained_length_ratio", 1.0),
+        )
+    )
+    return Figures(
+        schedule=name,
+        iteration_s=float(whole_s.mean()),
+        trainer_idle=1.0 - float(compute_s.sum() / whole_s.sum()),
+        slots_idle=float(idle @ whole_s / whole_s.sum()),
+        age_mean=float(ages @ tokens / tokens.sum()),
+        age_max=max(int(row.get("staleness_max") or 0) for row in rows),
+        wasted=float(masked.sum() / tokens.sum()),
+        length_ratio=float(ratios.mean()),
+        beat_s=0.0,
+        trainer_busy=(),
+        slots_busy=(),
+    )
+
+
+def _engine_table(
+    rows: Sequence[Mapping[str, Any]], lengths: Mapping[int, NDArray[np.int64]], replicas: int, slots: int
+) -> list[NDArray[np.float64]]:
+    """Return steps, rows, tokens in the KV cache and seconds of each generation, and of a replica.
+
+    In a second table the same are weighted by the rows of a step, so that seconds are those of busy slots. That tells
+    the cost of a step from that of its rows where lengths vary little. Both tables are shares of their mean seconds.
     """
     generated, busy = [], []
     for row in rows:
         if (found := lengths.get(row["iteration"])) is None:
             continue
-        steps, squares = _queued(found, slots * replicas)
-        generated.append((steps, found.sum() / replicas, row["generate_s"]))
-        if row.get("rollout_idle_ratio") and row.get("trainer_compute_s"):
-            whole_s = row["trainer_compute_s"] / (1.0 - row["trainer_idle_ratio"])
-            slots_s = (1.0 - row["rollout_idle_ratio"]) * slots * replicas * whole_s
-            busy.append((found.sum(), squares / replicas, slots_s))
-    if not generated:
-        return {}
+        steps, weighted = _queued(found, slots * replicas, replicas)
+        generated.append((*steps, row["engine_s"]))
+        if row.get("rollout_idle_ratio"):
+            busy.append((*weighted, (1.0 - row["rollout_idle_ratio"]) * slots * replicas * _whole_s(row)))
     tables = [np.array(table, np.float64) for table in (generated, busy) if table]
-    table = np.concatenate([table / table[:, 2].mean() for table in tables])
-    known, seconds = table[:, :2], table[:, 2]
-    both = np.linalg.lstsq(known, seconds, rcond=None)[0]
-    alone = [np.eye(2)[which] * (seconds @ known[:, which]) / (known[:, which] @ known[:, which]) for which in (0, 1)]
-    fits = [fit for fit in (both, *alone) if (fit >= 0).all()]
-    step_s, row_s = min(fits, key=lambda fit: float(((known @ fit - seconds) ** 2).sum()))
-    return {"step_s": float(step_s), "row_s": float(row_s)}
+    return [table / table[:, 3].mean() for table in tables]
 
 
-def _queued(lengths: NDArray[np.int64], slots: int) -> tuple[int, int]:
-    """Return the steps until all have run, in so many slots, and the sum of (rows of a step)^2."""
+def _engine_fit(table: NDArray[np.float64]) -> dict[str, float]:
+    """Fit seconds of a step, of each row and of each token in the KV cache to `_engine_table`; none is below 0.
+
+    A step in which completions begin takes as long as one without rows.
+    """
+    known, seconds = table[:, :3], table[:, 3]
+    fits = []
+    for columns in ([0], [1], [2], [0, 1], [0, 2], [1, 2], [0, 1, 2]):
+        fit = np.zeros(3)
+        fit[columns] = np.linalg.lstsq(known[:, columns], seconds, rcond=None)[0]
+        fits += [fit] if (fit >= 0).all() else []
+    step_s, row_s, kv_s = min(fits, key=lambda fit: float(((known @ fit - seconds) ** 2).sum())).tolist()
+    return {"step_s": step_s, "row_s": row_s, "kv_s": kv_s, "prefill_s": step_s}
+
+
+def _queued(lengths: NDArray[np.int64], slots: int, replicas: int) -> NDArray[np.float64]:
+    """Return steps, rows and tokens in the KV cache of a replica until all have run, and the same by rows of all."""
     ends = [0] * slots
-    changes: Counter[int] = Counter()
+    begun: Counter[int] = Counter()
+    ended: dict[int, list[int]] = {}
     for length in lengths.tolist():
         begin = heapq.heapreplace(ends, ends[0] + length)
-        changes.update({begin: 1})
-        changes.subtract({begin + length: 1})
-    times = np.array(sorted(changes))
-    rows = np.cumsum([changes[time] for time in times[:-1]])
-    return int(times[-1]), int((rows**2) @ np.diff(times))
+        begun[begin] += 1
+        ended.setdefault(begin + length, []).append(length)
+    found, rows, tokens = np.zeros((2, 3)), 0, 0
+    times = sorted({*begun, *ended})
+    for time, until in pairwise(times):
+        rows += begun[time] - len(ended.get(time, ()))
+        tokens -= sum(ended.get(time, ()))
+        steps = until - time
+        prefills = 1.0 - (1.0 - 1.0 / replicas) ** begun[time]  # of a replica
+        kv_tokens = steps * tokens + rows * steps * (steps - 1) / 2
+        one = np.array([steps + prefills, steps * rows / replicas, kv_tokens / replicas])
+        found += np.outer((1, rows), one)
+        tokens += steps * rows
+    return found
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:

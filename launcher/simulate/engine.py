@@ -1,4 +1,4 @@
-"""A replica whose engine is a formula: a step takes `a + b * rows` seconds and gives each row a token."""
+"""A replica whose engine is a formula: the seconds of a step that gives each row a token."""
 
 import asyncio
 import heapq
@@ -16,6 +16,30 @@ from tandem_clients.sample_stream import News, OpenGroup, SampleStream
 
 # Between two reports of the load, as of the real service.
 NEWS_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpeed:
+    """How long an engine's step takes.
+
+    Attributes:
+        step_s, row_s, kv_s: seconds of a step, and what each row adds, and each token in the KV cache of the rows.
+        prefill_s: seconds of a step in which rows begin, and none gets a token.
+    """
+
+    step_s: float
+    row_s: float
+    kv_s: float = 0.0
+    prefill_s: float = 0.0
+
+    def seconds(self, steps: float, rows: int, tokens: float) -> float:
+        """Return how long so many steps take, which add to the tokens."""
+        return steps * (self.step_s + self.row_s * rows + self.kv_s * (tokens + rows * steps / 2))
+
+    def steps(self, seconds: float, rows: int, tokens: float) -> float:
+        """Return the steps that so many seconds are enough for: `seconds` the other way round."""
+        first_s = self.step_s + self.row_s * rows + self.kv_s * tokens
+        return 2 * seconds / (first_s + math.sqrt(first_s**2 + 2 * self.kv_s * rows * seconds))
 
 
 @dataclass(order=True, slots=True)
@@ -37,7 +61,7 @@ class SimulatedReplica:
     Attributes:
         slots: completions that run at a time; others wait.
         kv_tokens: that its KV cache takes.
-        step_s: seconds of a step with so many rows.
+        speed: of its engine.
         length_of: tokens of a completion, by the group's id and its index.
         busy_row_s: seconds that rows have run, all together.
         flips: (steps done, version) of each change of the policy.
@@ -46,11 +70,13 @@ class SimulatedReplica:
     name: str
     slots: int
     kv_tokens: int
-    step_s: Callable[[int], float]
+    speed: EngineSpeed
     length_of: Callable[[str, int], int]
     busy_row_s: float = 0.0
     flips: list[tuple[float, int]] = field(default_factory=list)
     _steps: float = 0.0
+    _tokens: float = 0.0
+    _prefill_s: float = 0.0
     _looked_s: float = 0.0
     _is_paused: bool = False
     _running: list[_Job] = field(default_factory=list)
@@ -66,6 +92,7 @@ class SimulatedReplica:
         stream = _Stream(self, order)
         yield stream
         self._running = [job for job in self._running if job.stream is not stream]
+        self._tokens = sum(self._steps - job.ends + job.length for job in self._running)
         heapq.heapify(self._running)
 
     def working(self) -> "asyncio.Task[None]":
@@ -110,8 +137,13 @@ class SimulatedReplica:
         """Do the steps that were possible since the last look."""
         now_s = asyncio.get_running_loop().time()
         if self._running and not self._is_paused:
-            self.busy_row_s += (now_s - self._looked_s) * len(self._running)
-            self._steps += (now_s - self._looked_s) / self.step_s(len(self._running))
+            left_s, rows = now_s - self._looked_s, len(self._running)
+            self.busy_row_s += left_s * rows
+            prefill_s = min(left_s, self._prefill_s)
+            self._prefill_s -= prefill_s
+            steps = self.speed.steps(left_s - prefill_s, rows, self._tokens)
+            self._steps += steps
+            self._tokens += steps * rows
         self._looked_s = now_s
 
     async def _run(self) -> None:
@@ -119,18 +151,22 @@ class SimulatedReplica:
             self.advance()
             while self._running and self._running[0].ends <= self._steps + 1e-6:
                 self._end(heapq.heappop(self._running))
+            if self._waiting and len(self._running) < self.slots:
+                self._prefill_s += self.speed.prefill_s
             while self._waiting and len(self._running) < self.slots:
                 job = self._waiting.popleft()
-                job.ends = self._steps + job.length
+                job.ends = math.ceil(self._steps - 1e-6) + job.length  # it begins with the next step
                 heapq.heappush(self._running, job)
             self._changed.clear()
             timeout_s = None
             if self._running and not self._is_paused:
-                timeout_s = (self._running[0].ends - self._steps) * self.step_s(len(self._running))
+                steps = self._running[0].ends - self._steps
+                timeout_s = self._prefill_s + self.speed.seconds(steps, len(self._running), self._tokens)
             await first_of({"changed": self._changed}, timeout_s=timeout_s)
 
     def _end(self, job: _Job) -> None:
         first = job.ends - job.length
+        self._tokens -= job.length
         spans: list[tuple[int, int]] = []
         for at, version in self.flips:
             begin = min(max(0, round(at - first)), job.length)

@@ -1,6 +1,6 @@
 """A run in virtual time: the coordinator's own schedule, dispatch and ledger; the services only wait.
 
-What is left out: failures, evaluations, checkpoints, the engine's prefill.
+What is left out: failures, evaluations, checkpoints, the length of prompts.
 """
 
 import asyncio
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from coordinator.data.cursor import CursorState, DataCursor, SourcePosition
@@ -25,7 +24,7 @@ from coordinator.record.state import RunState
 from coordinator.schedule.choice import bounds_of, chosen
 from coordinator.schedule.sync import SyncSchedule
 from coordinator.sync.weight_sync import WeightSync
-from launcher.simulate.engine import SimulatedReplica
+from launcher.simulate.engine import EngineSpeed, SimulatedReplica
 from launcher.simulate.virtual_loop import Inline, passed, run
 from servicekit.lifecycle.background import BackgroundTask
 from servicekit.stopwatch import Stopwatch
@@ -38,19 +37,17 @@ BEATS = 240
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServiceSpeeds:
+class ServiceSpeeds(EngineSpeed):
     """How fast the modelled services are.
 
     Attributes:
         slots: completions that a replica's engine runs at a time.
-        step_s, row_s: seconds of an engine's step, and what each row adds.
-        train_s, sync_s, reward_s: seconds of a train step, a weight sync, and the scoring of a batch.
-        lengths: tokens of completions; they are drawn from these.
+        train_s: seconds of a train step of completions that are as long as all are on average, left-out ones included.
+        sync_s, reward_s: seconds of a weight sync, and of the scoring of a batch and what else is before a train step.
+        lengths: tokens of completions, in the order in which they begin; behind the last one they begin again.
     """
 
     slots: int
-    step_s: float
-    row_s: float
     train_s: float
     sync_s: float
     reward_s: float
@@ -106,11 +103,11 @@ class _Cursor:
 
 @dataclass(kw_only=True)
 class _Iteration:
-    """An iteration. ages: trained tokens by age; lengths: of trained completions; row_s: of all rows until its end."""
+    """An iteration. ages: trained tokens by age; lengths: of trained completions; running_s: of all completions."""
 
     end_s: float = 0.0
-    row_s: float = 0.0
-    steps: int = 0
+    running_s: float = 0.0
+    trained_s: float = 0.0
     taken_tokens: int = 0
     ages: dict[int, int] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
@@ -136,17 +133,19 @@ class _World:
             replica = SimulatedReplica(
                 name=f"rollout-{index}",
                 slots=speeds.slots,
-                kv_tokens=speeds.slots * (config.grpo.max_new_tokens + 1),
-                step_s=lambda rows: speeds.step_s + rows * speeds.row_s,
+                kv_tokens=max(config.rollout.max_total_tokens or 0, speeds.slots * (config.grpo.max_new_tokens + 1)),
+                speed=speeds,
                 length_of=self.length_of,
             )
             replica.flips.append((0.0, 0))
             self.replicas.append(replica)
 
     def length_of(self, group_id: str, index: int) -> int:
-        """Draw the length of a completion: the same whatever the schedule."""
-        draw = xxhash.xxh3_64_intdigest(f"{self.config.run.seed}/{group_id}/{index}".encode())
-        return min(int(self.speeds.lengths[draw % len(self.speeds.lengths)]), self.config.grpo.max_new_tokens)
+        """Return the length of a completion: the same whatever the schedule."""
+        lengths, (_, is_row, row) = self.speeds.lengths, group_id.rpartition("row")
+        begun = int(row) - 1 if is_row else 0  # others compare log-probs
+        place = (begun * self.config.grpo.group_size + index) % len(lengths)
+        return min(int(lengths[place]), self.config.grpo.max_new_tokens)
 
     def serving(self) -> Sequence[SimulatedReplica]:
         return self.replicas
@@ -162,13 +161,14 @@ class _World:
     async def train_step(self, batch: TrainBatch, sent: asyncio.Event) -> TrainResult:
         sent.set()
         self.training_since_s = asyncio.get_running_loop().time()
-        await passed(self.speeds.train_s)
-        self.trained_s, self.training_since_s = self.trained_s + self.speeds.train_s, None
-        now = self.iterations[-1]
+        now, grpo = self.iterations[-1], self.config.grpo
         for sample in [sample for update in batch.updates for sample in update]:
             self._count(sample, batch.policy_version, now.ages)
             now.lengths.append(len(sample.completion.token_ids))
-        now.steps += 1
+        expected = grpo.prompts_per_iteration * grpo.group_size * self.mean_length
+        now.trained_s = self.speeds.train_s * now.taken_tokens / expected
+        await passed(now.trained_s)
+        self.trained_s, self.training_since_s = self.trained_s + now.trained_s, None
         self.version += 1
         return TrainResult(step_id=batch.step_id, policy_version=self.version, metrics={}, seconds={})
 
@@ -206,13 +206,16 @@ class _World:
             await replica.close()
 
     @property
+    def mean_length(self) -> float:
+        return float(np.minimum(self.speeds.lengths, self.config.grpo.max_new_tokens).mean())
+
+    @property
     def beat_s(self) -> float:
         """Return the seconds of a beat: all of them last about as long as four iterations that take turns."""
         speeds, grpo = self.speeds, self.config.grpo
-        lengths = np.minimum(speeds.lengths, grpo.max_new_tokens)
         step_s = (speeds.step_s + speeds.slots * speeds.row_s) / (speeds.slots * len(self.replicas))
-        work_s = grpo.prompts_per_iteration * grpo.group_size * float(lengths.mean()) * step_s
-        slowest_s = int(lengths.max()) * (speeds.step_s + speeds.row_s)
+        work_s = grpo.prompts_per_iteration * grpo.group_size * self.mean_length * step_s
+        slowest_s = min(int(speeds.lengths.max()), grpo.max_new_tokens) * (speeds.step_s + speeds.row_s)
         return 4 * (work_s + slowest_s + speeds.train_s + speeds.sync_s + speeds.reward_s) / BEATS
 
     async def beat(self) -> None:
@@ -227,14 +230,19 @@ class _World:
             self.beats.append((self.trained_s + now_s - begun_s, row_s))
 
 
-def simulate(config: RunConfig, speeds: ServiceSpeeds, iterations: int, name: str) -> Figures:
-    """Run so many iterations of a configuration's schedule, and some around them that do not count."""
-    around = config.schedule.max_staleness + 2
-    config = config.model_copy(update={"run": config.run.model_copy(update={"iterations": iterations + 2 * around})})
+def simulate(config: RunConfig, speeds: ServiceSpeeds, iterations: int, name: str, *, begins: bool = False) -> Figures:
+    """Run so many iterations of a configuration's schedule, and some around them that do not count.
+
+    Args:
+        begins: the iterations are those of a run from its second one on; its first one alone does not count.
+    """
+    before, after = (1, 0) if begins else (config.schedule.max_staleness + 2,) * 2
+    all_of_them = before + iterations + after
+    config = config.model_copy(update={"run": config.run.model_copy(update={"iterations": all_of_them})})
     world = _World(config=config, speeds=speeds)
     with tempfile.TemporaryDirectory(prefix="tandem-simulate-") as folder:
         run(_all_iterations(world, Path(folder)))
-    return _figures(world, range(around, around + iterations), name)
+    return _figures(world, range(before, before + iterations), name)
 
 
 async def _all_iterations(world: _World, folder: Path) -> None:
@@ -254,7 +262,10 @@ async def _all_iterations(world: _World, folder: Path) -> None:
     cursor = _Cursor()
     await ledger.open(RunState(cursor=cursor.state(), batch_rng={}, model_fingerprint=""), saved=0)
     rollouts = Rollouts(
-        fleet=world, max_groups_per_call=config.rollout.max_groups_per_call, timeout_s=config.rollout.generate_timeout_s
+        fleet=world,
+        max_groups_per_call=config.rollout.max_groups_per_call,
+        timeout_s=config.rollout.generate_timeout_s,
+        slots=world.speeds.slots,
     )
     sync = SyncSchedule(
         grpo=config.grpo,
@@ -272,35 +283,33 @@ async def _all_iterations(world: _World, folder: Path) -> None:
     try:
         async with BackgroundTask(world.beat):
             for number in range(1, config.run.iterations + 1):
-                version = (await schedule.iterate(number, version, Stopwatch())).policy_version
-                world.iterations[-1].end_s = asyncio.get_running_loop().time()
-                world.iterations[-1].row_s = sum(replica.busy_row_s for replica in world.replicas)
+                record = await schedule.iterate(number, version, Stopwatch())
+                version, done = record.policy_version, world.iterations[-1]
+                done.end_s, done.running_s = asyncio.get_running_loop().time(), record.generation.running_s
     finally:
         await schedule.close()
         await world.close()
 
 
 def _figures(world: _World, counted: range, name: str) -> Figures:
-    speeds, before, last = world.speeds, world.iterations[counted.start - 1], world.iterations[counted.stop - 1]
     iterations = world.iterations[counted.start : counted.stop]
-    took_s = last.end_s - before.end_s
+    took_s = iterations[-1].end_s - world.iterations[counted.start - 1].end_s
     ages: Counter[int] = Counter()
     for one in iterations:
         ages.update(one.ages)
     trained_tokens = max(1, ages.total())
     lengths = [length for one in iterations for length in one.lengths]
-    population = np.minimum(speeds.lengths, world.config.grpo.max_new_tokens)
-    slots = speeds.slots * len(world.replicas)
+    slots = world.speeds.slots * len(world.replicas)
     trained_s, row_s = np.diff(np.array(world.beats).reshape(-1, 2), axis=0).T / world.beat_s
     return Figures(
         schedule=name,
         iteration_s=took_s / len(counted),
-        trainer_idle=1.0 - speeds.train_s * sum(one.steps for one in iterations) / took_s,
-        slots_idle=1.0 - (last.row_s - before.row_s) / (took_s * slots),
+        trainer_idle=1.0 - sum(one.trained_s for one in iterations) / took_s,
+        slots_idle=1.0 - sum(one.running_s for one in iterations) / (took_s * slots),
         age_mean=sum(age * tokens for age, tokens in ages.items()) / trained_tokens,
         age_max=max((age for age, tokens in ages.items() if tokens), default=0),
         wasted=1.0 - ages.total() / sum(one.taken_tokens for one in iterations),
-        length_ratio=float(np.mean(lengths) / population.mean()) if lengths else math.nan,
+        length_ratio=float(np.mean(lengths) / world.mean_length) if lengths else math.nan,
         beat_s=world.beat_s,
         trainer_busy=tuple(trained_s.tolist()),
         slots_busy=tuple((row_s / slots).tolist()),
