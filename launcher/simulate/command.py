@@ -67,7 +67,7 @@ def simulate_command(config: Path, overrides: Sequence[str], given: Given, *, as
         speeds, remarks = speeds_of(own, given)
         schedules = _COMPARED if given.compare else {}
         named = {_name(own): own} | {name: _with(config, overrides, schedule) for name, schedule in schedules.items()}
-        rows = [] if given.against is None else _steps_of(given.against)[1:]
+        rows = [] if given.against is None else _steps_of(given.against, at_least=2)[1:]
         figures = [
             simulate(one, speeds, len(rows) or given.iterations, name, begins=bool(rows)) for name, one in named.items()
         ]
@@ -199,11 +199,15 @@ def measured_in(runs: Sequence[Path]) -> tuple[dict[str, Any], list[str]]:
     return measured | _engine_fit(np.concatenate(table)), []
 
 
-def _steps_of(run_dir: Path) -> list[dict[str, Any]]:
+def _steps_of(run_dir: Path, *, at_least: int = 1) -> list[dict[str, Any]]:
     rows = MetricsFile(run_dir / METRICS_FILE).rows()
-    steps = [row for row in rows if row.get("iteration") and row.get("trainer_compute_s") and row["generated_tokens"]]
-    if not steps:
-        raise ConfigError(f"{run_dir}: has no finished iterations with a train step")
+    steps = [
+        row for row in rows if row.get("iteration") and row.get("trainer_compute_s") and row.get("generated_tokens")
+    ]
+    if len(steps) < at_least:
+        raise ConfigError(
+            f"{run_dir}: has {len(steps) or 'no'} finished iterations with a train step; {at_least} needed"
+        )
     return steps
 
 

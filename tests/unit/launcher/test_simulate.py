@@ -316,6 +316,7 @@ def test_the_command_prints_a_table_and_what_was_guessed(tmp_path: Path) -> None
         ([], "--lengths"),
         (["--lengths", "constant:50", "--set", "schedule.kind=async"], "grpo.preset: decoupled"),
         (["--run", "nowhere"], "no finished iterations"),
+        (["--lengths", "constant:50", "--against", "nowhere"], "no finished iterations with a train step; 2 needed"),
         (["--lengths", "constant:50", "--step-ms", "0", "--row-ms", "0"], "a step that takes some"),
         (["--lengths", "constant:50", "--train-s", "inf"], "need finite seconds"),
     ],
