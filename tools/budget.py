@@ -19,9 +19,10 @@ REPO = Path(__file__).resolve().parent.parent
 # ledger, and the stream of samples beside GenerateGroups; by 30: two more schedules, a ledger whose steps take
 # groups of several iterations, `tandem simulate` (750 lines), replicas that evaluate apart or are slow in a round, a
 # pause that recomputes, the page's time line (230), the plot of `tandem simulate` (100), and what check and init
-# foresee (250); by 31: turns whose ids are those that were sampled, and parsers of tool calls (600),
-# environments and tools in worker processes (1,040), and conversations between them and the policy (700).
-PRODUCT_LINES = 79_000
+# foresee (250); by 31: turns whose ids are those that were sampled, and parsers of tool calls (700), environments and
+# tools in worker processes (1,040), conversations between them and the policy (700), as a tree (400), in a server of
+# their own (750), with metrics (50) and adapters of other libraries (470).
+PRODUCT_LINES = 77_300
 # Modules with one importer that are short and no extension point: each is a door to a closet.
 CLOSETS, CLOSET_LINES = 25, 60
 # Lines of the two paths, so that each can be read in an afternoon. Raised by 29: what becomes of a prompt is noted,

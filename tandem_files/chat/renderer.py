@@ -155,10 +155,11 @@ class TemplateRenderer:
         """Write arguments as JSON, and no content as null, where the template takes calls so."""
         if not self._as_text or not (calls := message.get("tool_calls")):
             return message
-        functions = [call["function"] for call in calls]
-        texts = [one if isinstance(one := each["arguments"], str) else json.dumps(one) for each in functions]
-        pairs = zip(calls, functions, texts, strict=True)
-        taken = [{**call, "function": {**each, "arguments": text}} for call, each, text in pairs]
+        taken = []
+        for call in calls:
+            given = call["function"]["arguments"]
+            arguments = given if isinstance(given, str) else json.dumps(given)
+            taken.append({**call, "function": {**call["function"], "arguments": arguments}})
         return {"content": None, **message, "tool_calls": taken}
 
     def as_sampled(self, turn: ParsedTurn, around: str = "") -> list[int] | None:
