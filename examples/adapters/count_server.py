@@ -40,5 +40,5 @@ class Counting(Environment[By, Count, State]):
 
 
 if __name__ == "__main__":
-    app = create_fastapi_app(Counting, By, Count, max_concurrent_envs=256)
+    app = create_fastapi_app(Counting, By, Count, max_concurrent_envs=int(sys.argv[2]))
     uvicorn.run(app, port=int(sys.argv[1]), log_level="warning")

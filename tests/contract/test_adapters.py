@@ -118,7 +118,7 @@ async def test_a_missing_library_is_named_with_its_extra(
 
 @needs_libraries
 async def test_gymnasium(libraries: str) -> None:
-    way = ["I go down.", "DOWN", "right, no: up. Wrong, right", "right", "down", "right"]
+    way = ["I go down.", "DOWN", "up? No: right", "right", "down", "right"]
     async with pool_of("frozen_lake") as pool:
         first, replies = await play(pool, way)
         assert first == "SFFF\nFHFH\nFFFH\nHFFG"
@@ -176,7 +176,14 @@ async def test_textarena(libraries: str, tmp_path: Path) -> None:
         assert together == alone[::-1]
         assert len({number for number, _ in alone}) > 1
         assert {reward for _, reward in alone} == {1.0}
-    (tmp_path / "other.py").write_text("def play(seen):\n    return '[4]' if 'Player 1' in seen else '[8]'\n")
+    # What a game draws later depends on its own seed and moves only.
+    async with pool_of("guess_number", id="Bandit-v0") as pool:
+        pulls = said((await play(pool, ["[red]"] * 8, seed=1))[1])
+        episodes = [(await pool.open(row(), 1, str(place)))[0] for place in range(2)]
+        texts = [said([await episode.step(turn(index, "[red]"))])[0] for index in range(8) for episode in episodes]
+        assert [texts[::2], texts[1::2]] == [pulls, pulls]
+        assert len(set(pulls)) > 1
+    (tmp_path / "other.py").write_text("def play(seen):\n    return '[4]' if 'You are Player 1' in seen else '[8]'\n")
     async with pool_of("guess_number", id="TicTacToe-v0", players=2, opponent=f"{tmp_path}/other.py:play") as pool:
         first, replies = await play(pool, ["[0]", "[1]", "[2]"])
         assert "You are Player 0" in first
@@ -208,7 +215,7 @@ def server(libraries: str) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [str(SIDE / "bin/python"), str(EXAMPLES / "count_server.py"), str(port)]
+    command = [str(SIDE / "bin/python"), str(EXAMPLES / "count_server.py"), str(port), "2"]
     process = subprocess.Popen(command, env={"PYTHONPATH": libraries, "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"})
     try:
 
@@ -249,8 +256,12 @@ async def test_openenv(server: str) -> None:
         assert "ConnectionRefusedError" in str(raised.value)
 
 
-def call(country: str) -> Mapping[str, Any]:
-    return {"type": "function", "function": {"name": "look_up", "arguments": {"country": country}}}
+def call(country: str, place: int = 0) -> Mapping[str, Any]:
+    return {
+        "id": f"call0000{place}",
+        "type": "function",
+        "function": {"name": "look_up", "arguments": {"country": country}},
+    }
 
 
 def run(libraries: str, *arguments: str, given: str = "") -> "subprocess.CompletedProcess[str]":
@@ -271,10 +282,13 @@ async def test_verifiers(libraries: str) -> None:
     async with pool_of("capitals") as pool:
         episode, opening = await pool.open(given, 0, "e")
         assert opening == []
-        reply = await episode.step(turn(0, "", [call("Peru"), call("Atlantis")]))
+        reply = await episode.step(turn(0, "", [call("Peru"), call("Atlantis", 1)]))
         assert [message["content"] for message in reply.messages] == ["Lima", "no such country"]
         assert [message["role"] for message in reply.messages] == ["tool", "tool"]
-        reply = await episode.step(turn(1, "It is Lima."))
+        assert [message["tool_call_id"] for message in reply.messages] == ["call00000", "call00001"]
+        reply = await episode.step(turn(1, "", [call("Japan")]))
+        assert [message["content"] for message in reply.messages] == ["Tokyo"]
+        reply = await episode.step(turn(2, "It is Lima."))
         assert (reply.messages, reply.reward, reply.done) == ([], 1.5, True)
         await episode.close()
         episodes = [(await pool.open(given, 0, str(place)))[0] for place in range(3)]
