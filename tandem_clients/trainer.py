@@ -145,7 +145,7 @@ class Trainer:
         return out_T
 
     async def _logprobs(self, samples: Sequence[Sample], reference: bool) -> NDArray[np.float32]:
-        chunks = sample_chunks(samples)
+        chunks = sample_chunks(samples, says_episodes=False)  # each message is judged by itself
         requests = (trainer_pb2.ComputeLogprobsRequest(chunk=chunk, reference=reference) for chunk in chunks)
         with rpc_errors(self.name):
             call = self._stub.ComputeLogprobs(requests, timeout=STEP_TIMEOUT_S)
@@ -252,10 +252,22 @@ def step_requests(batch: TrainBatch, chunk_bytes: int = SAMPLE_CHUNK_BYTES) -> I
 
 
 def sample_chunks(
-    samples: Sequence[Sample], update_index: int = 0, chunk_bytes: int = SAMPLE_CHUNK_BYTES
+    samples: Sequence[Sample],
+    update_index: int = 0,
+    chunk_bytes: int = SAMPLE_CHUNK_BYTES,
+    *,
+    says_episodes: bool = True,
 ) -> Iterator[trainer_pb2.SampleChunk]:
-    """Yield samples, divided at their branches, in messages of at most chunk_bytes, but of at least one sequence."""
-    parts = [(number > 0, part) for sample in samples for number, (_, part) in enumerate(sequences_of(sample))]
+    """Yield samples, divided at their branches, in messages of at most chunk_bytes, but of at least one sequence.
+
+    Args:
+        says_episodes: whether sequences say which of them are of one episode, wherever the messages are cut.
+    """
+    parts = [
+        (says_episodes and number > 0, part)
+        for sample in samples
+        for number, (_, part) in enumerate(sequences_of(sample))
+    ]
     starts = chunk_starts([_wire_bytes(part) for _, part in parts], chunk_bytes)
     for start, end in pairwise([0, *starts, len(parts)]):
         yield _chunk(update_index, [part for _, part in parts[start:end]], [goes for goes, _ in parts[start:end]])

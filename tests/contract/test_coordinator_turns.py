@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from coordinator.app import conduct
 from servicekit.environment import ServiceEnvironment
+from tandem_clients.trainer import sample_chunks
 from tandem_config.schema import RunConfig
 from tandem_files.samples.folder import SampleFolder
 from tests.contract.coordinator_runs import attempt, rows, saved_state, with_settings
@@ -121,6 +123,25 @@ async def test_a_turn_whose_history_the_template_changes_is_trained_behind_what_
     assert {row["turns_mean"] for row in rows(environment)} == {2.0}
     kept = SampleFolder(environment.run_dir).load(1, "train", range(32))
     assert {json.loads(sample.transcript)["messages"][1]["branch"] for sample in kept} == {True}
+
+
+async def test_the_reference_measures_every_branch(
+    with_turns: RunConfig, environment: ServiceEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the messages are cut; tokens that only repeat what was said count nowhere."""
+    monkeypatch.setattr(sample_chunks, "__defaults__", (0, 1))
+    config = with_settings(
+        with_turns,
+        run={"iterations": 1},
+        data={"chat_template": FORGETS},
+        grpo={"kl_in": "reward", "kl_coefficient": 0.5, "kl_estimator": "k1"},
+    )
+    trainer = FakeTrainer(reference_logprob=-0.625)
+    async with announced_fleet(environment.redis_url, environment.run_id, trainer):
+        assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 0
+    assert trainer.measured.count((1, True)) == 2 * 32
+    (row,) = rows(environment)
+    assert row["kl_reference"] == pytest.approx(math.exp(-0.5) + 0.5 - 1)
 
 
 async def test_a_history_that_is_kept_has_no_branches(with_turns: RunConfig, environment: ServiceEnvironment) -> None:

@@ -2,6 +2,7 @@
 
 from array import array
 from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from servicekit.rpc.arrays import read_array
 from servicekit.rpc.limits import SAMPLE_CHUNK_BYTES
 from tandem_api.trainer.v1 import trainer_pb2
 from tandem_clients.flow import Completion, Prompt, Sample, TrainBatch
-from tandem_clients.trainer import sample_chunks, step_requests
+from tandem_clients.trainer import Trainer, sample_chunks, step_requests
 from tandem_config.schema import GrpoSection
 from trainer_service.micro_batches.checks import Limits, check_updates
 from trainer_service.micro_batches.merge import check_counts, merge
@@ -133,6 +134,32 @@ def test_a_branch_is_a_sequence_of_its_own() -> None:
     assert samples.loss_mask.tolist() == [True, True, False, True, True, False, True, *[True] * len(ids)]
     assert samples.rollout_logprobs.tolist() == [0, 1, 2, 3, 6, 7, 8, *range(len(ids))]
     assert samples.advantages.tolist() == [0.5] * 3
+
+
+async def test_log_probs_are_where_their_tokens_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a branch too; 0 for what it repeats."""
+    rng = np.random.default_rng(3)
+    samples = random_samples(rng) + [replace(one, sample_id=f"b.{one.sample_id}") for one in random_samples(rng)]
+    chunks = list(sample_chunks(samples, chunk_bytes=1, says_episodes=False))
+    parts = [merge([chunk], LIMITS) for chunk in chunks]  # each is good by itself
+
+    async def found(self: Trainer, samples: Any, reference: bool) -> Any:
+        return np.concatenate([part.rollout_logprobs for part in parts])
+
+    monkeypatch.setattr(Trainer, "_logprobs", found)
+    got = iter((await Trainer("localhost:1").logprobs(samples)).tolist())
+    num_branches = 0
+    for sample in samples:
+        completion, bounds = sample.completion, [0, *sample.completion.branches, len(sample.completion.token_ids)]
+        num_branches += len(completion.branches)
+        mask = list(completion.loss_mask or [1] * len(completion.token_ids))
+        for begin, end in pairwise(bounds):
+            first = 0 if begin == 0 else next((place for place in range(begin, end) if mask[place]), end)
+            for place in range(begin, end):
+                trained = any(mask[begin:end]) and place >= first
+                assert next(got) == (completion.logprobs[place] if trained else 0.0)
+    assert next(got, None) is None
+    assert num_branches > 2
 
 
 def test_an_episode_is_in_one_update() -> None:

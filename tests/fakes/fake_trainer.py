@@ -115,6 +115,8 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
             value = self.reference_logprob if request.reference else self.own_logprob
             if value is None:
                 raise InvalidRequest("there is no reference policy")
+            if request.chunk.continues[:1] == [True]:
+                raise InvalidRequest("the first sample of a message continues an episode")
             self.measured.append((len(request.chunk.sample_ids), request.reference))
             yield pb.ComputeLogprobsResponse(
                 logprobs_f32=packed("logprobs_f32", [value] * sum(request.chunk.completion_lengths))
