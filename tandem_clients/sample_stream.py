@@ -146,6 +146,11 @@ class OpenGroup:
             [len(self.found[index].token_ids) for index in (*self.running, *self.waiting) if index in self.found]
         )
 
+    def num_resumed(self, indices: Iterable[int]) -> int:
+        """Count the tokens of completions that were interrupted; behind an answer the next turn begins by itself."""
+        cut = [index for index in indices if index in self.found and (self.found[index].loss_mask or [1])[-1]]
+        return sum([len(self.held(index)[1]) for index in cut])
+
     def group(self) -> Group:
         """Return the whole group."""
         completions = tuple([self.found[index] for index in range(self.num_completions)])

@@ -30,7 +30,7 @@ CLOSETS, CLOSET_LINES = 25, 60
 # dispatch may last as long as the run, an engine drops the KV cache of what it keeps; a round has stragglers. By 29:
 # what a step needs of the trainer is a protocol, so that what stands in for it is checked. By 31: which template,
 # tools in prompts, answers between turns, and what an episode gets.
-PROMPT_LINES, WEIGHT_LINES = 7_490, 5_720
+PROMPT_LINES, WEIGHT_LINES = 7_500, 5_720
 SUBJECT_CHARACTERS = 72
 
 # Folders that are not the product.

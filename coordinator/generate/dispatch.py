@@ -371,7 +371,7 @@ class Dispatch:
             group = source.popleft()
             taken = lane.take(group, room)
             if group.found:
-                self._tally.resumed_tokens += sum(len(group.found[i].token_ids) for i in taken if i in group.found)
+                self._tally.resumed_tokens += group.num_resumed(taken)
             self._num_running += len(taken)
             parts.append((group, taken))
         self._num_reserved -= lane.reserved

@@ -201,6 +201,7 @@ def test_completions_of_several_turns_continue_after_each_answer(
                 assert completion.num_sampled == sum(mask)
         assert set(answers.given.values()) == {1}, "a turn was answered twice"
         assert answers.closed
+        assert kinds or not generation.resumed_tokens, "behind an answer nothing is resumed"
         assert branches is any(one.branches for group in generation.groups for one in group.completions)
 
 
