@@ -75,7 +75,7 @@ async def conduct(
     async with AsyncExitStack() as stack:
         try:
             owner = await asyncio.to_thread(claim_run_dir, environment.run_dir, environment.run_id)
-            pool = await stack.enter_async_context(started_environment(config, environment.run_id, identity))
+            pool = await stack.enter_async_context(started_environment(config, environment.run_id, identity, stop))
             inputs = await asyncio.to_thread(
                 read_inputs, config, environment.run_dir, resume=resume, episodes=tools_of(pool)
             )

@@ -20,6 +20,7 @@ from coordinator.environments.tree import Tree
 from coordinator.watch import metrics
 from coordinator.workers.episodes.replies import AssistantTurn, Message
 from servicekit.errors import ConfigError
+from servicekit.lifecycle.tasks import first_of
 from servicekit.logs import get_logger
 from servicekit.security.tls import Identity
 from tandem_clients.flow import Completion, Prompt
@@ -115,12 +116,13 @@ def environments_of(config: RunConfig, pool: EpisodeHost | None, formats: Prompt
 
 @asynccontextmanager
 async def started_environment(
-    config: RunConfig, run_id: str, identity: Identity | None
+    config: RunConfig, run_id: str, identity: Identity | None, stop: asyncio.Event | None = None
 ) -> AsyncIterator[EpisodeHost | None]:
     """Run the worker processes of a configuration's environment, or connect to its server, if it has one.
 
     Args:
         identity: of this process, for mutual TLS with a server; None: no TLS.
+        stop: once it is set, the start is not waited for: the run ends before an episode begins.
     Raises: ConfigError: it cannot work.
     """
     if config.environment is None:
@@ -128,11 +130,11 @@ async def started_environment(
         return
     pool = host_of(config.environment, run_id=run_id, identity=identity)
     try:
-        await pool.start()
+        first = await first_of({"started": pool.start()} | ({} if stop is None else {"stop": stop}))
     except ValueError as error:
         raise ConfigError(f"environment: {error}") from error
     try:
-        if why := unfit(config, pool.tools):
+        if first.name == "started" and (why := unfit(config, pool.tools)):
             raise ConfigError(f"environment: {why}")
         yield pool
     finally:

@@ -201,6 +201,17 @@ async def test_a_resume_with_other_code_is_warned_of_and_asks_it_about_every_epi
     assert rows(environment)[-1]["reward_mean"] >= 2.0
 
 
+async def test_a_run_that_is_stopped_while_its_environment_starts_does_not_wait_for_it(
+    with_turns: RunConfig, environment: ServiceEnvironment, tmp_path: Path
+) -> None:
+    (tmp_path / "twice.py").write_text(f"import time\ntime.sleep(100)\n{TWICE}")
+    stop = asyncio.Event()
+    asyncio.get_running_loop().call_later(1.0, stop.set)
+    async with announced_fleet(environment.redis_url, environment.run_id), asyncio.timeout(60):
+        assert await conduct(with_turns, environment, resume=False, stop=stop) == 0
+    assert saved_state(environment)["status"] == "interrupted"
+
+
 async def test_a_broken_environment_ends_the_run_by_name_when_most_episodes_fail(
     with_turns: RunConfig, environment: ServiceEnvironment, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
