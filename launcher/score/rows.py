@@ -111,6 +111,9 @@ class CompletionReader:
             self.columns |= dict.fromkeys(columns)
             for index, text in enumerate(texts):
                 item = replace(self._text(text, row, prompt), columns=columns, group=group)
+                if transcript and isinstance(num_tokens := row.columns.get("num_tokens"), int):
+                    masked = row.columns.get("masked_spans") or ()
+                    item.num_tokens = num_tokens - sum(span["end"] - span["start"] for span in masked)
                 item.sample_id = f"score.g{group}.row{row.number}#{index}"
                 items.append(Item(place=f"{row.file.name}:{row.number}#{index}", text=item, transcript=transcript))
         if problems or not items:

@@ -182,7 +182,11 @@ def test_of_a_stored_episode_the_last_turn_is_scored_and_all_are_shown(tmp_path:
         "finish_reason": "stop",
         "transcript": json.dumps(said) if as_text else said,
         "masked_spans": [{"start": 1, "end": 4, "text_start": 1, "text_end": 4}],
+        "num_tokens": 6,
     }
+    (tmp_path / "lengths.py").write_text("def score(completion, num_tokens): return num_tokens")
+    lengths = score(configured(tmp_path, [{"function": "lengths.py:score"}]), written(tmp_path, [row]))
+    assert [one.reward for one in lengths.completions] == [3.0], "the tokens of all turns, as in the run"
     file = configured(tmp_path, [{"kind": "exact_match"}])
     first_turn_only = row | {"masked_spans": None, "completion": "4<eos>"}
     report = score(file, written(tmp_path, [row, first_turn_only]))
