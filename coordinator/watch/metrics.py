@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import get_args
 
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram, Summary
 
 from servicekit.buckets import fine_buckets
 from servicekit.errors import DigestMismatch, TandemError
@@ -124,8 +124,7 @@ EPISODES = Counter("tandem_episodes_total",
 EPISODE_FAILURES = Counter("tandem_episode_failures_total",
     "Failed episodes by what happened (late, error, bad_reply, killed, not_repeatable; template: the chat template "
     "refused what the environment returned).", ["kind"])
-EPISODE_TURNS = Histogram("tandem_episode_turns", "Turns of the policy in an episode.",
-    buckets=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128))
+EPISODE_TURNS = Summary("tandem_episode_turns", "Turns of the policy in an episode.")
 EPISODES_OPEN = Gauge("tandem_episodes_open", "Episodes that are under way with an environment now.")
 EPISODE_REPLAYS = Counter("tandem_episode_replays_total",
     "Episodes that were built again, because their worker process or server was lost.")

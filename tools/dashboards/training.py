@@ -12,7 +12,6 @@ from tools.dashboards.panels import (
     increase,
     mean,
     panel,
-    percentile,
     percentiles,
     rate,
 )
@@ -282,9 +281,8 @@ _ENVIRONMENTS = Row(
         ),
         panel(
             "Turns",
-            "Of the policy in an episode.",
+            "Of the policy in an episode; mean.",
             mean("tandem_episode_turns", "mean"),
-            percentile(0.95, "tandem_episode_turns", "p95"),
             unit="short",
         ),
         panel(
