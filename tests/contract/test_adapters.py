@@ -116,6 +116,7 @@ async def test_a_missing_library_is_named_with_its_extra(
     assert f"needs: pip install 'tandem[{extra}]'" in str(raised.value)
 
 
+@pytest.mark.slow
 @needs_libraries
 async def test_gymnasium(libraries: str) -> None:
     way = ["I go down.", "DOWN", "up? No: right", "right", "down", "right"]
@@ -139,6 +140,7 @@ async def test_gymnasium(libraries: str) -> None:
         assert any(game != games[0] for game in games)
 
 
+@pytest.mark.slow
 @needs_libraries
 @pytest.mark.parametrize(
     ("name", "args", "part"),
@@ -163,6 +165,7 @@ async def test_wrong_arguments_are_named_before_the_run(
     assert "refuses environment.args" in str(raised.value)
 
 
+@pytest.mark.slow
 @needs_libraries
 async def test_textarena(libraries: str, tmp_path: Path) -> None:
     async with pool_of("guess_number") as pool:
@@ -231,6 +234,7 @@ def server(libraries: str) -> Iterator[str]:
         process.wait()
 
 
+@pytest.mark.slow
 @needs_libraries
 async def test_openenv(server: str) -> None:
     async with pool_of("counting", url=server) as pool:
@@ -270,6 +274,7 @@ def run(libraries: str, *arguments: str, given: str = "") -> "subprocess.Complet
     return subprocess.run(command, input=given, capture_output=True, text=True, cwd=REPO, env=env, timeout=300)
 
 
+@pytest.mark.slow
 @needs_libraries
 async def test_verifiers(libraries: str) -> None:
     written = run(libraries, "-m", f"{ADAPTERS}.verifiers", "capitals", "--size", "9")
@@ -306,6 +311,7 @@ async def test_verifiers(libraries: str) -> None:
         assert (reply.messages, reply.reward, reply.done) == ([], 1.0, True)
 
 
+@pytest.mark.slow
 @needs_libraries
 def test_reasoning_gym(libraries: str) -> None:
     module = (libraries, "-m", f"{ADAPTERS}.reasoning_gym")
