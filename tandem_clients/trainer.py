@@ -243,7 +243,7 @@ def step_requests(batch: TrainBatch, chunk_bytes: int = SAMPLE_CHUNK_BYTES) -> I
             step_id=batch.step_id,
             policy_version=batch.policy_version,
             num_updates=len(batch.updates),
-            num_samples=sum(len(sequences_of(sample)) for samples in batch.updates for sample in samples),
+            num_samples=sum(len(_divided(samples)) for samples in batch.updates),
         )
     )
     for update_index, samples in enumerate(batch.updates):
@@ -263,14 +263,18 @@ def sample_chunks(
     Args:
         says_episodes: whether sequences say which of them are of one episode, wherever the messages are cut.
     """
-    parts = [
-        (says_episodes and number > 0, part)
-        for sample in samples
-        for number, (_, part) in enumerate(sequences_of(sample))
-    ]
+    parts = _divided(samples)
     starts = chunk_starts([_wire_bytes(part) for _, part in parts], chunk_bytes)
     for start, end in pairwise([0, *starts, len(parts)]):
-        yield _chunk(update_index, [part for _, part in parts[start:end]], [goes for goes, _ in parts[start:end]])
+        continues = [continued for continued, _ in parts[start:end]] if says_episodes else ()
+        yield _chunk(update_index, [part for _, part in parts[start:end]], continues)
+
+
+def _divided(samples: Sequence[Sample]) -> list[tuple[bool, Sample]]:
+    """Divide samples at their branches. Returns: sequences, each with whether it continues the one before."""
+    if not [sample for sample in samples if sample.completion.branches]:
+        return [(False, sample) for sample in samples]
+    return [(number > 0, part) for sample in samples for number, (_, part) in enumerate(sequences_of(sample))]
 
 
 def _wire_bytes(sample: Sample) -> int:

@@ -49,9 +49,9 @@ def group_record(group: Group, order: str) -> Record:
         content += [completion.token_ids.tobytes(), completion.logprobs.tobytes()]
         content += [] if mask is None else [mask.tobytes()]
     fields: dict[str, Any] = {"group": group.group_id, "order": order, "completions": completions}
-    if any(one.branches for one in group.completions):
+    if [one for one in group.completions if one.branches]:
         fields["branches"] = [one.branches for one in group.completions]
-    if any(one.transcript is not None for one in group.completions):
+    if [one for one in group.completions if one.transcript is not None]:
         fields["transcripts"] = [one.transcript and asdict(one.transcript) for one in group.completions]
     return Record(kind="group", fields=fields, content=b"".join(content))
 
