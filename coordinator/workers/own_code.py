@@ -106,12 +106,17 @@ def score_of(value: Any) -> Score:
 
 def _part(value: Any) -> float | None:
     """Return a part as a number; None: it is none."""
-    if not isinstance(value, bool | int | float) and getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()
+    value = plain(value)
     try:
         return float(value) if isinstance(value, bool | numbers.Real) else None
     except OverflowError:
         return math.inf
+
+
+def plain(value: Any) -> Any:
+    """Return a scalar of NumPy or torch as Python's; any other value as it is."""
+    is_scalar = not isinstance(value, bool | int | float) and getattr(value, "shape", None) == ()
+    return value.item() if is_scalar and hasattr(value, "item") else value
 
 
 def number(value: Any) -> float:
@@ -119,12 +124,14 @@ def number(value: Any) -> float:
 
     Raises: BadScore: it is none, or not finite.
     """
-    if not isinstance(value, bool | int | float) and getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()
+    value = plain(value)
     if not isinstance(value, bool | numbers.Real):
         hint = ": declare it `async def`" if inspect.isawaitable(value) else ""
         raise BadScore(f"it returned {kind_of(value)}, not a number{hint}")
-    score = float(value)
+    try:
+        score = float(value)
+    except OverflowError:
+        score = math.inf if value > 0 else -math.inf
     if not math.isfinite(score):
         raise BadScore(f"it returned {score}, which is not finite")
     return score
@@ -235,7 +242,9 @@ def _importing(what: str, folder: str) -> Iterator[None]:
         ) from error
     except (Exception, SystemExit) as error:
         place = _place(error, folder) if folder else ""
-        raise Unfit(f"importing {what} failed: {type(error).__name__}: {error}{place}") from error
+        is_relative = isinstance(error, ImportError) and "relative import" in str(error)
+        hint = "; name it as package.module:NAME, to import it within its package" if is_relative and folder else ""
+        raise Unfit(f"importing {what} failed: {type(error).__name__}: {error}{place}{hint}") from error
 
 
 def find_code(
@@ -259,7 +268,8 @@ def _listed(value: Mapping[Any, Any]) -> str:
 
 def kind_of(value: Any) -> str:
     """Name a value's type, with its article, for messages."""
-    return "None" if value is None else f"a {type(value).__name__}"
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
 
 
 def source_file(place: str) -> Path | None:

@@ -78,6 +78,8 @@ class WorkerProcess:
             await worker.end()
             if lost.answer.late:
                 raise WorkerLost(Answer(error=f"not ready within {task.start_timeout_s:g} s"), lost.why) from None
+            if lost.why == "died":
+                raise WorkerLost(Answer(error=f"{lost.answer.error} before it was ready"), lost.why) from None
             raise
         except BaseException:
             await worker.end()

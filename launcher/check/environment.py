@@ -1,26 +1,32 @@
 """Tries a run's environment: loads it in a worker as the run will, or asks its server; takes a turn of an episode."""
 
 import asyncio
+from array import array
 from collections.abc import Callable, Iterator
 
 from coordinator.environments.conversations import host_of, unfit
-from coordinator.environments.pool import EpisodeFailed, row_of
+from coordinator.environments.pool import EpisodeFailed, TurnReply, row_of
 from coordinator.environments.remote import EpisodeHost
+from coordinator.environments.tree import Tree
 from coordinator.workers.episodes.replies import AssistantTurn
 from launcher.check.data.rows import CheckedData
 from launcher.check.trial import MOST_S
 from servicekit.errors import PermissionDenied, Unauthenticated
-from tandem_clients.formatting import EpisodeTools, PromptText
+from tandem_clients.flow import Completion, Prompt
+from tandem_clients.formatting import EpisodeTools
 from tandem_clients.probing import NotServing
 from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
 from tandem_config.sections.environment import EnvironmentSection
-from tandem_files.rows.reading import Row
+from tandem_files.chat.renderer import TemplateRenderer
+from tandem_files.chat.template import TemplateFailure
+from tandem_files.rows.messages import Message
 
 _EMPTY = AssistantTurn(text="", message={"role": "assistant", "content": "", "tool_calls": []})
 
 # A server that is started with the run may not serve yet: its start is not waited for.
 _REACH_S = 3.0
+_TURN = ", with an empty turn"
 
 
 def load_environment(config: RunConfig, usable: Callable[..., bool]) -> tuple[EpisodeTools | None, list[ConfigProblem]]:
@@ -69,48 +75,88 @@ def _named(section: EnvironmentSection) -> tuple[str, str]:
     return "environment.function", section.function
 
 
-def check_environment(config: RunConfig, data: CheckedData) -> Iterator[ConfigProblem]:
+def check_environment(config: RunConfig, usable: Callable[..., bool], data: CheckedData) -> Iterator[ConfigProblem]:
     """Take a turn without a text on the first row, if there is one, of an environment that can be loaded.
 
-    What it raises there is a warning: it may refuse such a turn, or need what only the run has.
+    What it raises there is a warning: it may refuse such a turn, or need what only the run has. What it says must fit
+    into prompts and completions as the run renders them.
+
+    Args:
+        usable: whether all of the given keys have valid values.
     """
     section = config.environment
     if section is None or data.episodes is None:
         return
-    key, value = _named(section)
     try:
-        failed = asyncio.run(_failure(section, data.first))
+        yield from asyncio.run(_tried(config, section, usable, data))
     except ValueError as error:
-        yield problem(key, value, str(error))
-        return
-    if failed is not None and failed.kind == "bad_reply":
-        yield problem(key, value, f"tried on {failed}")
-    elif failed is not None:
-        advice = "correct it, if it should take an empty turn"
-        yield problem(key, value, f"tried on {failed}", advice, severity="warning")
+        yield problem(*_named(section), str(error))
 
 
-async def _failure(section: EnvironmentSection, first: tuple[Row, PromptText] | None) -> EpisodeFailed | None:
-    """Return why an episode fails; None: it does not, or there is no row. Raises: ValueError: it cannot be used."""
+async def _tried(
+    config: RunConfig, section: EnvironmentSection, usable: Callable[..., bool], data: CheckedData
+) -> list[ConfigProblem]:
+    """Return what is wrong with an episode. Raises: ValueError: the environment cannot be used."""
+    named, first = _named(section), data.first
     pool = _host(section)
     await pool.start()
     try:
         if first is None:
-            return None
+            return []
         row, prompt = first
-        key = f"{row.file}:{row.number}, with an empty turn"
+        where, advice = f"{row.file}:{row.number}", "no episode begins, unless it has in the run what it lacks here"
         try:
             async with asyncio.timeout(MOST_S):
                 given = row_of(prompt=prompt.text, messages=prompt.messages, answer=row.answer, columns=row.columns)
-                episode, _ = await pool.open(given, 0, key)
+                episode, opening = await pool.open(given, 0, where)
+                where, advice = f"{where}{_TURN}", "correct it, if it should take an empty turn"
                 try:
-                    await episode.step(_EMPTY)
+                    reply = await episode.step(_EMPTY)
                 finally:
                     await episode.close()
         except TimeoutError:
-            return EpisodeFailed(key, "late", f"no reply after {MOST_S:g} s; its turn_timeout_s was not waited for")
+            why = f"tried on {where}: no reply after {MOST_S:g} s; its turn_timeout_s was not waited for"
+            return [problem(*named, why, advice, severity="warning")]
         except EpisodeFailed as failed:
-            return failed
-        return None
+            if failed.kind == "bad_reply":
+                return [problem(*named, f"tried on {where}: {failed.text}")]
+            return [problem(*named, f"tried on {where}: {failed.text}", advice, severity="warning")]
     finally:
         await pool.close()
+    if data.formats is None or not usable("grpo.max_new_tokens"):
+        return []
+    try:
+        renderer = data.formats.renderer()
+    except ValueError:  # check_turns says why
+        return []
+    try:
+        return [*_unfit_said(config, renderer, [*(prompt.messages or ()), *opening], reply, where)]
+    except TemplateFailure as error:
+        return [problem(*named, f"tried on {where}: {error}", "such an episode fails", severity="warning")]
+
+
+def _unfit_said(
+    config: RunConfig, renderer: TemplateRenderer, messages: list[Message], reply: TurnReply, where: str
+) -> Iterator[ConfigProblem]:
+    """Yield what a run could not use of an episode's first messages, and of its reply to the empty turn.
+
+    Raises: TemplateFailure: the chat template refuses them.
+    """
+    assert config.environment is not None
+    named, most = _named(config.environment), config.grpo.max_new_tokens
+    begun, ended = array("I", renderer.render(messages)), array("I", renderer.codec.stop_token_ids[:1])
+    if len(begun) > config.data.max_prompt_tokens:
+        why = f"with what the environment says first, the prompt of {where} has {len(begun)} tokens"
+        advice = "such an episode fails: raise it to what the longest one has"
+        yield problem("data.max_prompt_tokens", config.data.max_prompt_tokens, why.replace(_TURN, ""), advice)
+    if unknown := renderer.codec.unknown(reply.token_ids):
+        yield problem(*named, f"tried on {where}: step returned the token id {unknown[0]}, which the tokenizer lacks")
+    elif not reply.done:
+        completion = Completion(token_ids=ended, logprobs=array("f", [0.0]), truncated=False, oldest_version=0)
+        prompt = Prompt(row=1, token_ids=begun, answer="", messages=messages)
+        tree = Tree(renderer, prompt, keeps=config.environment.history == "keep")
+        tree.add(renderer.parse(ended), completion)
+        follow = tree.follow(reply, completion)
+        if follow.num_before + len(follow.token_ids) >= len(begun) + most:
+            why = f"what follows a turn has {len(follow.token_ids)} tokens ({where}): no turn after it has room"
+            yield problem("grpo.max_new_tokens", most, why, "it holds all turns of an episode", severity="warning")

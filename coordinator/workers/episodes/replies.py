@@ -1,10 +1,13 @@
 """What an environment gets and returns: a turn of the policy in, messages, a reward and an end out, all checked."""
 
+import inspect
+import json
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.workers.own_code import BadScore, kind_of, number
+from coordinator.workers.own_code import BadScore, kind_of, number, plain
 
 Message = dict[str, Any]
 
@@ -43,7 +46,7 @@ def messages_of(value: Any, method: str) -> list[Message]:
     """Take what a method returned as messages to append. Raises: BadReply."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
         example = "[{'role': 'user', 'content': '...'}]"
-        raise BadReply(f"{method} returned {kind_of(value)}, not a list of messages such as {example}")
+        raise BadReply(f"{method} returned {_kind(value)}, not a list of messages such as {example}")
     return [_message(message, f"{method} returned a message ({place})") for place, message in enumerate(value)]
 
 
@@ -59,6 +62,7 @@ def step_of(value: Any) -> tuple[list[Message] | dict[str, Any], float | None, b
             why = f"with {unknown[0]!r}" if unknown else "without 'done'"
             names = "messages (or conversation, or token_ids), reward and done"
             raise BadReply(f"step returned a dict {why}; its keys are {names}")
+        value = {name: part.tolist() if hasattr(part, "tolist") else part for name, part in value.items()}
         if given := [name for name in ("messages", *FOLLOWS) if value.get(name)][1:]:
             raise BadReply(f"step returned a dict with {given[0]!r} beside another thing to follow the turn; one can")
         other = next((name for name in FOLLOWS if value.get(name)), None)
@@ -70,24 +74,32 @@ def step_of(value: Any) -> tuple[list[Message] | dict[str, Any], float | None, b
         value = (value.get("messages", []), value.get("reward"), value["done"])
     if not isinstance(value, tuple | list) or len(value) != len(_STEP):
         size = f" of {len(value)}" if isinstance(value, tuple | list) else ""
-        raise BadReply(f"step returned {kind_of(value)}{size}, not (messages, reward, done)")
+        raise BadReply(f"step returned {_kind(value)}{size}, not (messages, reward, done)")
     given, reward, done = value
+    done = plain(done)
     if not isinstance(done, bool):
         raise BadReply(f"step returned {kind_of(done)} as done, which must be True or False")
     messages = messages_of(given, "step")
     if bool(messages) is done:
         why = "messages after done, which no turn would answer" if done else "neither messages nor done"
         raise BadReply(f"step returned {why}: the next turn answers messages, and an episode that is done has none")
+    if inspect.isawaitable(reward):
+        raise BadReply(f"step returned as its reward {_kind(reward)}, not a number")
     try:
         return messages, None if reward is None else number(reward), done
     except BadScore as error:
         raise BadReply(str(error).replace("it returned", "step returned as its reward")) from error
 
 
+def _kind(value: Any) -> str:
+    """Name a value's type, and what was forgotten if it is a coroutine."""
+    return f"{kind_of(value)}{' (without `await`?)' if inspect.isawaitable(value) else ''}"
+
+
 def _conversation(value: Any) -> list[Message]:
     """Take a whole conversation, in which the assistant may have spoken. Raises: BadReply."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
-        raise BadReply(f"step returned {kind_of(value)} as conversation, not a list of messages")
+        raise BadReply(f"step returned {_kind(value)} as conversation, not a list of messages")
     messages = []
     for place, message in enumerate(value):
         where = f"step returned a conversation with a message ({place})"
@@ -95,6 +107,7 @@ def _conversation(value: Any) -> list[Message]:
             messages.append(_message(message, where))
         elif isinstance(message.get("content", ""), str | None) and (message.get("content") or len(message) > 1):
             messages.append(dict(message))
+            _check_json(messages[-1], where)
         else:
             raise BadReply(f"{where} of the assistant whose content is no text; turn.message has what it said")
     if messages[-1]["role"] == "assistant":
@@ -103,9 +116,12 @@ def _conversation(value: Any) -> list[Message]:
 
 
 def _token_ids(value: Any) -> list[int]:
-    if not isinstance(value, Sequence) or not all(type(id_) is int and 0 <= id_ < 2**31 for id_ in value):
-        raise BadReply(f"step returned {kind_of(value)} as token_ids, which must be a list of ids, 0 or more")
-    return list(value)
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise BadReply(f"step returned {_kind(value)} as token_ids, which must be a list of ids")
+    for place, id_ in enumerate(value):
+        if not isinstance(id_, numbers.Integral) or isinstance(id_, bool) or not 0 <= id_ < 2**31:
+            raise BadReply(f"step returned token_ids with {id_!r:.40} ({place}), {kind_of(id_)}: no id of a token")
+    return [*map(int, value)]
 
 
 _FOLLOWS: Mapping[str, Callable[[Any], Any]] = {"conversation": _conversation, "token_ids": _token_ids}
@@ -128,5 +144,17 @@ def _message(value: Any, where: str) -> Message:
         if name not in _KEYS:
             raise BadReply(f"{where} with {name!r:.40}; its keys are {', '.join(_KEYS)}")
         if not isinstance(part, str):
-            raise BadReply(f"{where} whose {name} is {kind_of(part)}, not a text")
+            raise BadReply(f"{where} whose {name} is {_kind(part)}, not a text")
+    _check_json(message, where)
     return message
+
+
+def _check_json(message: Message, where: str) -> None:
+    """Refuse what is not JSON, and half a surrogate pair, which no tokenizer takes. Raises: BadReply."""
+    try:
+        json.dumps(message, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}, half of a surrogate pair"
+        raise BadReply(f"{where} that is not Unicode: it holds {half}") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadReply(f"{where} that is not JSON: {error}") from None

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 from pydantic.json_schema import GenerateJsonSchema
-from pydantic_core import ArgsKwargs, CoreSchema
+from pydantic_core import ArgsKwargs, CoreSchema, to_jsonable_python
 
 from coordinator.workers.episodes.replies import AssistantTurn, Message
 from coordinator.workers.limits import Late, WallTimer
@@ -60,6 +60,8 @@ def read_tools(functions: Sequence[tuple[str, Any]]) -> dict[str, UserTool]:
 
 
 def _tool(function: Callable[..., Any], where: str) -> UserTool:
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise Unfit(f"{where} yields its result: it must return it")
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind not in _BY_NAME:
             raise Unfit(f"{where} takes {str(parameter).partition(':')[0]}; each of its parameters needs a name")
@@ -154,6 +156,7 @@ class ToolEnvironment:
         function = call.get("function") or {}
         name = str(function.get("name", ""))
         text = await self._result(name, function.get("arguments") or {}, until_s)
+        text = text.encode(errors="replace").decode()  # half a surrogate pair, of a file's name for instance
         return {"role": "tool", "tool_call_id": str(call.get("id") or place), "name": name, "content": text}
 
     async def _result(self, name: str, arguments: Any, until_s: float) -> str:
@@ -190,7 +193,7 @@ class ToolEnvironment:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return value if isinstance(value, str) else json.dumps(to_jsonable_python(value, fallback=str), ensure_ascii=False)
 
 
 def _first_line(error: BaseException) -> str:

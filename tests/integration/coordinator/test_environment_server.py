@@ -395,14 +395,14 @@ def reply(messages: str, **fields: Any) -> pb.StepResponse:
     ("replies", "kind", "part"),
     [
         ({"Reset": pb.ResetResponse()}, "bad_reply", "Expecting value"),
-        ({"Reset": pb.ResetResponse(messages_json="5")}, "bad_reply", "reset returned a int, not a list of messages"),
+        ({"Reset": pb.ResetResponse(messages_json="5")}, "bad_reply", "reset returned an int, not a list of messages"),
         ({"Step": pb.StepResponse()}, "bad_reply", "Expecting value"),
         ({"Step": reply("[" * 100_000)}, "bad_reply", "recursion"),
         ({"Step": reply("[]")}, "bad_reply", "neither messages nor done"),
         ({"Step": reply('[{"role": "user"}]')}, "bad_reply", "step returned a message (0) without 'content'"),
         ({"Step": reply("[]", done=True, reward=float("nan"))}, "bad_reply", "which is not finite"),
         ({"Step": reply("[]", conversation_json="{}")}, "bad_reply", "neither messages nor done"),
-        ({"Step": reply("[]", conversation_json="7")}, "bad_reply", "a int as conversation"),
+        ({"Step": reply("[]", conversation_json="7")}, "bad_reply", "an int as conversation"),
         ({"Step": reply("[]", token_ids=[3], done=True)}, "bad_reply", "token_ids and not done=False"),
         ({"Step": pb.StepResponse(failure=pb.Failure(kind=77, text="odd"))}, "error", "e: odd"),  # type: ignore[arg-type]
         ({"Step": ConfigError("no such level")}, "error", "ConfigError: no such level"),

@@ -243,7 +243,7 @@ async def test_code_that_cannot_be_used_is_named_at_the_start(
 @pytest.mark.parametrize(
     ("methods", "kind", "part"),
     [
-        ("def step(self, turn): return 1", "bad_reply", "e: step returned a int, not (messages, reward, done)"),
+        ("def step(self, turn): return 1", "bad_reply", "e: step returned an int, not (messages, reward, done)"),
         ("def step(self, turn): return [], float('nan'), True", "bad_reply", "which is not finite"),
         ("def step(self, turn): return [{'role': 'user', 'content': 'x'}], 1, True", "bad_reply", "after done"),
         ("def step(self, turn): return [], None, False", "bad_reply", "neither messages nor done"),

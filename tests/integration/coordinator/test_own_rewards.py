@@ -247,7 +247,7 @@ async def test_a_function_finds_its_neighbours_and_keeps_its_name(tmp_path: Path
 
 UNUSABLE = [
     ("def scorre(completion): return 1", {}, r"mine.py has no score; did you mean scorre\?"),
-    ("score = 5", {}, "score in .*mine.py is a int, not a function"),
+    ("score = 5", {}, "score in .*mine.py is an int, not a function"),
     ("def score(completion:", {}, r"mine.py is not Python: .* \(mine.py:1\)"),
     ("import no_such_library\ndef score(): pass", {}, r"ModuleNotFoundError: No module .* \(mine.py:1\)"),
     ("import sys\nsys.exit('not today')", {}, r"failed: SystemExit: not today \(mine.py:2\)"),

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Optional
 
+import numpy as np
 import pytest
 
 from coordinator.workers.episodes.replies import BadReply, messages_of, step_of
@@ -25,6 +26,10 @@ SAID = {"role": "assistant", "content": "hello!", "reasoning_content": "hm"}
         ({"reward": True, "done": True}, ([], 1.0, True)),
         ({"token_ids": (3, 0), "reward": 2, "done": False}, ({"token_ids": [3, 0]}, 2.0, False)),
         ({"conversation": [HELLO, SAID, HELLO], "done": False}, ({"conversation": [HELLO, SAID, HELLO]}, None, False)),
+        (([HELLO], np.float32(0.5), np.bool_(False)), ([HELLO], 0.5, False)),
+        ({"reward": np.int64(2), "done": np.bool_(True)}, ([], 2.0, True)),
+        ({"token_ids": np.array([3, 0]), "done": False}, ({"token_ids": [3, 0]}, None, False)),
+        ({"token_ids": [np.int32(3)], "done": False}, ({"token_ids": [3]}, None, False)),
     ],
 )
 def test_a_step_returns_a_tuple_or_a_dict(value: Any, found: Any) -> None:
@@ -44,9 +49,11 @@ def test_a_step_returns_a_tuple_or_a_dict(value: Any, found: Any) -> None:
         ),
         ({"token_ids": [1], "done": True}, "step returned token_ids and not done=False: the next turn answers it"),
         ({"token_ids": [1], "messages": [HELLO], "done": False}, "'token_ids' beside another thing to follow the turn"),
-        ({"token_ids": [1, -1], "done": False}, "a list as token_ids, which must be a list of ids, 0 or more"),
-        ({"token_ids": [True], "done": False}, "which must be a list of ids"),
-        ({"token_ids": 7, "done": False}, "a int as token_ids"),
+        ({"token_ids": [1, -1], "done": False}, "step returned token_ids with -1 (1), an int: no id of a token"),
+        ({"token_ids": [2**31], "done": False}, "step returned token_ids with 2147483648 (0), an int"),
+        ({"token_ids": [True], "done": False}, "token_ids with True (0), a bool"),
+        ({"token_ids": "77", "done": False}, "a str as token_ids"),
+        ({"token_ids": 7, "done": False}, "an int as token_ids, which must be a list of ids"),
         ({"conversation": "text", "done": False}, "a str as conversation, not a list of messages"),
         ({"conversation": [HELLO, SAID], "done": False}, "ends with the assistant, whose turn it is"),
         (
@@ -59,11 +66,15 @@ def test_a_step_returns_a_tuple_or_a_dict(value: Any, found: Any) -> None:
         ),
         ({"conversation": [{"role": "assistant"}, HELLO], "done": False}, "of the assistant whose content is no text"),
         ({"conversation": [HELLO], "reward": "1", "done": False}, "step returned as its reward a str"),
-        (([], 0.0, 1), "a int as done, which must be True or False"),
+        (([], 0.0, 1), "an int as done, which must be True or False"),
         (("text", 0.0, False), "step returned a str, not a list of messages such as [{'role'"),
         ((HELLO, 0.0, False), "step returned a dict, not a list of messages"),
         (([], math.nan, True), "step returned as its reward nan, which is not finite"),
         (([], "1", True), "step returned as its reward a str, not a number"),
+        (([], -(10**400), True), "step returned as its reward -inf, which is not finite"),
+        (([{"role": "user", "content": "a\ud800"}], None, False), r"is not Unicode: it holds \ud800, half of a surrogate"),
+        ({"conversation": [SAID | {"x": "\udfff"}, HELLO], "done": False}, r"a message (0) that is not Unicode: it"),
+        ({"conversation": [SAID | {"x": {1}}, HELLO], "done": False}, "(0) that is not JSON: Object of type set"),
         (([HELLO], 1.0, True), "messages after done"),
         (([], None, False), "neither messages nor done"),
         ((["hello"], None, False), "a message (0) that is a str, not a dict with role and content"),
@@ -74,7 +85,7 @@ def test_a_step_returns_a_tuple_or_a_dict(value: Any, found: Any) -> None:
             "of the role 'assistant'; those of an environment are",
         ),
         (([{"role": "user", "content": None}], None, False), "whose content is None, not a text"),
-        (([{"role": "tool", "content": "x", "tool_call_id": 3}], None, False), "whose tool_call_id is a int"),
+        (([{"role": "tool", "content": "x", "tool_call_id": 3}], None, False), "whose tool_call_id is an int"),
         (([HELLO | {"cache": "x"}], None, False), "with 'cache'; its keys are role, content, name, tool_call_id"),
         (([HELLO | {"images": ["x"]}], None, False), "with an image; only texts"),
         (([{"role": "user", "content": [{"type": "image_url"}]}], None, False), "with an image; only texts"),
@@ -84,6 +95,28 @@ def test_a_step_returns_a_tuple_or_a_dict(value: Any, found: Any) -> None:
 def test_what_a_step_must_not_return_is_named(value: Any, part: str) -> None:
     with pytest.raises(BadReply) as raised:
         step_of(value)
+    assert part in str(raised.value)
+
+
+async def forgotten() -> Any:
+    return [HELLO], 1.0, False
+
+
+@pytest.mark.parametrize(
+    ("reply", "part"),
+    [
+        (lambda it: it, "step returned a coroutine (without `await`?), not (messages"),
+        (lambda it: (it, None, False), "a coroutine (without `await`?), not a list of messages"),
+        (lambda it: ([], it, True), "as its reward a coroutine (without `await`?), not a number"),
+        (lambda it: {"conversation": it, "done": False}, "a coroutine (without `await`?) as conversation"),
+        (lambda it: ([{"role": "user", "content": it}], None, False), "content is a coroutine (without `await`?)"),
+    ],
+)
+def test_an_await_that_was_forgotten_is_named(reply: Callable[[Any], Any], part: str) -> None:
+    coroutine = forgotten()
+    with pytest.raises(BadReply) as raised:
+        step_of(reply(coroutine))
+    coroutine.close()
     assert part in str(raised.value)
 
 
@@ -225,6 +258,14 @@ def described(a: int) -> None:
     """
 
 
+def yields(a: int) -> Any:
+    yield a
+
+
+async def yields_later(a: int) -> Any:
+    yield a
+
+
 @pytest.mark.parametrize(
     ("functions", "part"),
     [
@@ -236,7 +277,9 @@ def described(a: int) -> None:
         ([streams], "the tool streams in t.py has a parameter of which no JSON schema can be made: Unable to generate"),
         ([described], "its docstring describes 'b', which is no parameter"),
         ([plain, plain], "two tools are called plain"),
-        ([Colour], "the tool in t.py is a EnumType, not a function"),
+        ([yields], "the tool yields in t.py yields its result: it must return it"),
+        ([yields_later], "the tool yields_later in t.py yields its result"),
+        ([Colour], "the tool in t.py is an EnumType, not a function"),
     ],
 )  # fmt: skip
 def test_functions_that_cannot_be_tools_are_refused(functions: Sequence[Any], part: str) -> None:

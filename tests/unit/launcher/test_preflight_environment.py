@@ -52,6 +52,18 @@ class Hangs(Good):
     async def step(self, turn):
         await asyncio.sleep(3600)
 
+class Lost(Good):
+    def reset(self, row, seed):
+        raise ConnectionError("no database")
+
+class Says(Good):
+    def __init__(self, first=0, **reply):
+        self.first, self.reply, self.trace = first, reply, None
+    def reset(self, row, seed):
+        return [{"role": "user", "content": "1+2"}] * self.first
+    def step(self, turn):
+        return {**self.reply, "done": False}
+
 def add(a: int) -> int:
     return a
 """
@@ -77,6 +89,9 @@ def write(folder: Path, **settings: Any) -> Path:
          "tried on {folder}/rows.jsonl:1, with an empty turn: ValueError: invalid literal for int() with base 10: ''"),
         ({"function": "mine.py:Hangs"}, "warning", "no reply after 0.5 s; its turn_timeout_s was not waited for"),
         ({"function": "mine.py:Bad"}, "error", "an empty turn: step returned a float, not (messages, reward, done)"),
+        ({"function": "mine.py:Lost"}, "warning", "tried on {folder}/rows.jsonl:1: ConnectionError: no database (mine.py"),
+        ({"function": "mine.py:Says", "args": {"token_ids": [3, 999999]}}, "error",
+         "an empty turn: step returned the token id 999999, which the tokenizer lacks"),
         ({"function": "mine.py:Goof"}, "error", "{folder}/mine.py has no Goof; did you mean Good?"),
         ({"tools": ["mine.py:Good"]}, "error", "the tool in {folder}/mine.py is a type, not a function"),
     ],
@@ -90,6 +105,28 @@ def test_what_does_not_work_is_named(
     (problem,) = (problem for problem in found if problem.key.startswith("environment."))
     assert (problem.key.partition(".")[2], problem.severity) == (next(iter(settings)), severity)
     assert text.format(folder=tmp_path) in problem.message
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ({"first": 99}, ("data.max_prompt_tokens", "error", "what the environment says first, the prompt of {}:1 has 40")),
+        ({"conversation": [{"role": "user", "content": "1+2" * 9}]},
+         ("grpo.max_new_tokens", "warning", "tokens ({}:1, with an empty turn): no turn after it has room")),
+        ({"messages": [{"role": "user", "content": "1+2"}]}, None),
+    ],
+)  # fmt: skip
+def test_what_an_environment_says_must_fit(tmp_path: Path, args: dict[str, Any], expected: Any) -> None:
+    reply = {"messages": [{"role": "user", "content": "1"}]} if "first" in args else {}
+    file = write(tmp_path, function="mine.py:Says", args=args | reply)
+    limits = {"grpo": {"max_new_tokens": 16}, "data": {"max_prompt_tokens": 64}}
+    sections = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump(sections | {key: sections[key] | limits[key] for key in limits}))
+    found = preflight(draft_config(file), redis_url=None)
+    keys = ("environment", "data.max_prompt_tokens", "grpo.max_new_tokens")
+    problems = [each for each in found if each.key.startswith(keys)]
+    assert [(each.key, each.severity) for each in problems] == ([] if expected is None else [expected[:2]])
+    assert all(expected[2].format(tmp_path / "rows.jsonl") in each.message for each in problems)
 
 
 @pytest.mark.runs("tandem check")
