@@ -18,6 +18,8 @@ from tandem_files.rows.values import BadRow
 from tandem_files.tokenizer import TextCodec
 
 _WITH_TOOLS = "tool_use"
+# The setting under which PromptFormat.identity has an environment's tools.
+TOOLS_SETTING = "environment.tools"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +103,7 @@ class PromptFormat:
     def identity(self) -> dict[str, str]:
         """Return what rendered prompts depend on besides their rows, by setting: texts, or digests of long ones."""
         texts = {name: template.text for name, template in self.templates.items()}
-        tools = {} if self._episodes is None else {"environment.tools": json.dumps(self._episodes.schemas)}
+        tools = {} if self._episodes is None else {TOOLS_SETTING: json.dumps(self._episodes.schemas)}
         return tools | {
             "data.chat_template": text_digest(json.dumps([texts, dict(self._special_tokens)], sort_keys=True)),
             "data.system_prompt": "null" if self._system_prompt is None else json.dumps(self._system_prompt),

@@ -29,6 +29,8 @@ _KEPT = {"completions": "with special tokens, but those that end or pad them (ro
 # How rewards that compare with an answer read it, since the release that does so otherwise than the one before it.
 _READING = "marked answers first, numbers as the file has them (docs/rewards.md, Where the answer is)"
 _READS_ANSWERS = {"exact_match", "regex", "math_verify"}
+# In place of a setting that prompts do not depend on.
+UNUSED = "unused"
 # Settings that change no score.
 _NO_SCORE = {"trial"}
 _ENVIRONMENT = "environment: "
@@ -73,7 +75,7 @@ def order_differences(saved: RunState, order: DataOrder) -> list[str]:
     if len(old.sources) == len(order.sources):
         found += _source_differences(old.sources, order.sources)
     for key in sorted(old.settings.keys() | order.settings.keys()):
-        before, now = old.settings.get(key, "unused"), order.settings.get(key, "unused")
+        before, now = old.settings.get(key, UNUSED), order.settings.get(key, UNUSED)
         if before != now:
             found.append(difference(key, before, now))
     return found

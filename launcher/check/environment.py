@@ -2,13 +2,14 @@
 
 import asyncio
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from coordinator.environments.conversations import host_of, unfit
 from coordinator.environments.pool import EpisodeFailed, TurnReply, row_of
 from coordinator.environments.remote import EpisodeHost
 from coordinator.environments.tree import Tree
 from coordinator.workers.episodes.replies import AssistantTurn
+from launcher.check.data.lengths import LIMITS, check_limits
 from launcher.check.data.rows import CheckedData
 from launcher.check.trial import MOST_S
 from servicekit.errors import PermissionDenied, Unauthenticated
@@ -21,12 +22,12 @@ from tandem_config.sections.environment import EnvironmentSection
 from tandem_files.chat.renderer import TemplateRenderer
 from tandem_files.chat.template import TemplateFailure
 from tandem_files.rows.messages import Message
+from weightsync.model.spec import ModelSpec
 
 _EMPTY = AssistantTurn(text="", message={"role": "assistant", "content": "", "tool_calls": []})
 
 # A server that is started with the run may not serve yet: its start is not waited for.
 _REACH_S = 3.0
-_TURN = ", with an empty turn"
 
 
 def load_environment(config: RunConfig, usable: Callable[..., bool]) -> tuple[EpisodeTools | None, list[ConfigProblem]]:
@@ -75,7 +76,9 @@ def _named(section: EnvironmentSection) -> tuple[str, str]:
     return "environment.function", section.function
 
 
-def check_environment(config: RunConfig, usable: Callable[..., bool], data: CheckedData) -> Iterator[ConfigProblem]:
+def check_environment(
+    config: RunConfig, usable: Callable[..., bool], spec: ModelSpec | None, data: CheckedData
+) -> Iterator[ConfigProblem]:
     """Take a turn without a text on the first row, if there is one, of an environment that can be loaded.
 
     What it raises there is a warning: it may refuse such a turn, or need what only the run has. What it says must fit
@@ -83,18 +86,23 @@ def check_environment(config: RunConfig, usable: Callable[..., bool], data: Chec
 
     Args:
         usable: whether all of the given keys have valid values.
+        spec: the model, for its position limit; None: not checked.
     """
     section = config.environment
     if section is None or data.episodes is None:
         return
     try:
-        yield from asyncio.run(_tried(config, section, usable, data))
+        yield from asyncio.run(_tried(config, section, usable, spec, data))
     except ValueError as error:
         yield problem(*_named(section), str(error))
 
 
 async def _tried(
-    config: RunConfig, section: EnvironmentSection, usable: Callable[..., bool], data: CheckedData
+    config: RunConfig,
+    section: EnvironmentSection,
+    usable: Callable[..., bool],
+    spec: ModelSpec | None,
+    data: CheckedData,
 ) -> list[ConfigProblem]:
     """Return what is wrong with an episode. Raises: ValueError: the environment cannot be used."""
     named, first = _named(section), data.first
@@ -109,7 +117,7 @@ async def _tried(
             async with asyncio.timeout(MOST_S):
                 given = row_of(prompt=prompt.text, messages=prompt.messages, answer=row.answer, columns=row.columns)
                 episode, opening = await pool.open(given, 0, where)
-                where, advice = f"{where}{_TURN}", "correct it, if it should take an empty turn"
+                where, advice = f"{where}, with an empty turn", "correct it, if it should take an empty turn"
                 try:
                     reply = await episode.step(_EMPTY)
                 finally:
@@ -123,32 +131,48 @@ async def _tried(
             return [problem(*named, f"tried on {where}: {failed.text}", advice, severity="warning")]
     finally:
         await pool.close()
-    if data.formats is None or not usable("grpo.max_new_tokens"):
+    if data.formats is None or not usable(*LIMITS):
         return []
     try:
         renderer = data.formats.renderer()
     except ValueError:  # check_turns says why
         return []
     try:
-        return [*_unfit_said(config, renderer, [*(prompt.messages or ()), *opening], reply, where)]
+        lengths = _too_long(config, renderer, spec, prompt.messages or [], opening, f"{row.file}:{row.number}")
+        return [*lengths, *_unfit_reply(config, renderer, [*(prompt.messages or ()), *opening], reply, where)]
     except TemplateFailure as error:
         return [problem(*named, f"tried on {where}: {error}", "such an episode fails", severity="warning")]
 
 
-def _unfit_said(
+def _too_long(
+    config: RunConfig,
+    renderer: TemplateRenderer,
+    spec: ModelSpec | None,
+    own: Sequence[Message],
+    opening: Sequence[Message],
+    where: str,
+) -> Iterator[ConfigProblem]:
+    """Yield limits that a row keeps alone, and not with what the environment says first. Raises: TemplateFailure."""
+    alone, begun = (len(renderer.render(messages)) for messages in (own, [*own, *opening]))
+    if begun > config.data.max_prompt_tokens:
+        why = f"with what the environment says first, the prompt of {where} has {begun} tokens"
+        advice = "such an episode fails: raise it to what the longest one has"
+        yield problem("data.max_prompt_tokens", config.data.max_prompt_tokens, why, advice)
+    elif not [*check_limits(config, spec, alone)]:
+        yield from check_limits(config, spec, begun)
+
+
+def _unfit_reply(
     config: RunConfig, renderer: TemplateRenderer, messages: list[Message], reply: TurnReply, where: str
 ) -> Iterator[ConfigProblem]:
-    """Yield what a run could not use of an episode's first messages, and of its reply to the empty turn.
+    """Yield what a run could not use of the reply to an empty turn. Raises: TemplateFailure: the template refuses it.
 
-    Raises: TemplateFailure: the chat template refuses them.
+    Args:
+        messages: before the turn.
     """
     assert config.environment is not None
     named, most = _named(config.environment), config.grpo.max_new_tokens
     begun, ended = array("I", renderer.render(messages)), array("I", renderer.codec.stop_token_ids[:1])
-    if len(begun) > config.data.max_prompt_tokens:
-        why = f"with what the environment says first, the prompt of {where} has {len(begun)} tokens"
-        advice = "such an episode fails: raise it to what the longest one has"
-        yield problem("data.max_prompt_tokens", config.data.max_prompt_tokens, why.replace(_TURN, ""), advice)
     if unknown := renderer.codec.unknown(reply.token_ids):
         yield problem(*named, f"tried on {where}: step returned the token id {unknown[0]}, which the tokenizer lacks")
     elif not reply.done:

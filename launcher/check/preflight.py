@@ -66,7 +66,7 @@ def preflight(
     if indices is not None:
         indices += data.indices
     problems += check_rewards(draft.config, draft.usable, data)
-    problems += check_environment(draft.config, draft.usable, data)
+    problems += check_environment(draft.config, draft.usable, spec, data)
     if notes is not None:
         notes += data.notes
     problems += check_host(draft.config, redis_url, trainer_ranks=trainer_ranks)

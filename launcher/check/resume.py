@@ -8,12 +8,12 @@ from typing import Any
 
 from coordinator.data.repeated_prompts import OLD_ORDER, Repeats, texts_of
 from coordinator.data.scan import Scan
-from coordinator.record.resuming import order_differences, order_of, reward_facts, reward_warning
+from coordinator.record.resuming import UNUSED, order_differences, order_of, reward_facts, reward_warning
 from coordinator.record.state import RunState
 from launcher.check.data.rows import CheckedData
 from launcher.check.host import is_writable
 from servicekit.errors import ConfigError
-from tandem_clients.formatting import PromptFormat
+from tandem_clients.formatting import TOOLS_SETTING, PromptFormat
 from tandem_config.comparing.described import base_key
 from tandem_config.comparing.resuming import RUN_ID, UNRECORDED, RunComparison, compare, in_one_list
 from tandem_config.problems import ConfigProblem, problem
@@ -116,7 +116,7 @@ def _check_same(
         # Where the models differ already, their sizes are not listed twice.
         different += differences(meta, {key: value for key, value in own.items() if key != "model" or not different})
     if data is not None and data.formats is not None and data.train and (checkpoint / COORDINATOR_FILE).is_file():
-        different += _data_differences(checkpoint, config, data.train, data.formats)
+        different += _data_differences(checkpoint, config, data, data.formats)
     different = in_one_list(different, refused)
     if different:
         yield problem(
@@ -168,12 +168,17 @@ def _model_differences(run_dir: Path, checkpoint: Path, model: Path, spec: Model
     return [f"it is of another model ({mark.get('model')}) than {model}" + (f": {sizes}" if sizes else "")]
 
 
-def _data_differences(checkpoint: Path, config: RunConfig, train: Sequence[Scan], formats: PromptFormat) -> list[str]:
+def _data_differences(checkpoint: Path, config: RunConfig, data: CheckedData, formats: PromptFormat) -> list[str]:
     try:
         state = RunState.load(checkpoint / COORDINATOR_FILE)
     except ConfigError as error:
         return [str(error)]
-    return order_differences(state, order_of(config, train, formats))
+    order = order_of(config, data.train, formats)
+    if config.environment is not None and data.episodes is None and state.order is not None:
+        # It could not be loaded here; a server may be started with the run. The coordinator compares its tools.
+        tools = state.order.settings.get(TOOLS_SETTING, UNUSED)
+        order = order.model_copy(update={"settings": {**order.settings, TOOLS_SETTING: tools}})
+    return order_differences(state, order)
 
 
 def _size_differences(run_dir: Path, spec: ModelSpec) -> list[str]:

@@ -133,8 +133,10 @@ def _time_shares(rows: Sequence[Mapping[str, float | None]]) -> str:
         + _sum(rows, "reference_s")
         - _sum(rows, "trainer_compute_s"),
     }
+    # While an environment answers, the engines' streams are open: their seconds hold its own.
+    engine = "engine and environment" if any(row.get("turns_mean") is not None for row in rows) else "engine"
     seconds = {
-        "engine": _sum(rows, "engine_s"),
+        engine: _sum(rows, "engine_s"),
         "trainer": _sum(rows, "trainer_compute_s"),
         **waits,
         **{part: _sum(rows, f"{part}_s") for part in ("reward", "batch", "sync", "evaluate", "checkpoint", "export")},

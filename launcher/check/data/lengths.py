@@ -30,6 +30,15 @@ def check_lengths(config: RunConfig, scan: Scan, *, key: str) -> Iterator[Config
     yield problem(key, place, message, f"raise data.max_prompt_tokens to {scan.longest_overlong}{drop}")
 
 
+# Keys that check_limits reads.
+LIMITS = (
+    "grpo.max_new_tokens",
+    "trainer.max_tokens_per_micro_batch",
+    "rollout.max_total_tokens",
+    "rollout.context_length",
+)
+
+
 def check_limits(config: RunConfig, spec: ModelSpec | None, longest: int) -> Iterator[ConfigProblem]:
     """Check that the longest prompt and completion together fit the model, a micro-batch, the context and the KV cache.
 

@@ -11,7 +11,7 @@ from coordinator.data.scan_cache import Indexer, RowIndex
 from coordinator.data.sources import RowSource, find_sources
 from launcher.check.data.answers import AnswerSample, check_answers
 from launcher.check.data.columns import TemplateColumns
-from launcher.check.data.lengths import check_lengths, check_limits, check_set
+from launcher.check.data.lengths import LIMITS, check_lengths, check_limits, check_set
 from launcher.check.data.template import PlainPrompts, check_arguments, check_turns, turn_lines
 from tandem_clients.flow import DataKey
 from tandem_clients.formatting import EpisodeTools, PromptFormat, PromptText, prompt_format
@@ -115,12 +115,7 @@ def check_data(
         found.problems += check_turns(found.formats) if episodes is not None else ()
         history = None if config.environment is None else config.environment.history
         found.notes += turn_lines(found.formats, found.with_turns, history)
-    if usable(
-        "grpo.max_new_tokens",
-        "trainer.max_tokens_per_micro_batch",
-        "rollout.max_total_tokens",
-        "rollout.context_length",
-    ):
+    if usable(*LIMITS):
         found.problems += check_limits(config, spec, longest)
     return found
 

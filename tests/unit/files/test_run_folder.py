@@ -12,11 +12,13 @@ from coordinator.data.cursor import CursorState, DataCursor
 from coordinator.data.prompts import load_prompts
 from coordinator.record.resuming import order_of, reward_facts, reward_warning
 from coordinator.record.state import RunState
+from launcher.check import environment as check_of_environment
 from launcher.check.data.answers import AnswerSample
 from launcher.check.data.rows import CheckedData
 from launcher.check.preflight import preflight
 from launcher.check.resume import check_resume, note_model
 from servicekit.errors import ConfigError
+from tandem_clients.formatting import EpisodeTools
 from tandem_config.comparing.resuming import UNRECORDED, mark_of
 from tandem_config.loading import draft_config, dump_resolved, load_config
 from tandem_config.problems import ConfigProblem
@@ -378,3 +380,26 @@ def test_a_resume_of_a_run_whose_rewards_read_answers_otherwise_is_warned_of_onc
     assert "reward math_verify: reading of answers: unset in the checkpoint, marked answers first" in warning
     assert warning.endswith("; rows that were read otherwise: rows.jsonl:2, rows.jsonl:3, rows.jsonl:4")
     assert warnings(now) == []
+
+
+def test_an_environment_that_cannot_be_loaded_is_no_difference_of_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a server which is started with the run."""
+    monkeypatch.setattr(check_of_environment, "_REACH_S", 0.1)
+    run_dir, file = make_run(tmp_path, iteration=None)
+    template = "{% for m in messages %}{{ m.content }}{{ '<eos>' if m.role == 'assistant' else '=' }}{% endfor %}"
+    changes = ["environment.address=127.0.0.1:1", "data.prompt_as=user_message", f"data.chat_template={template!r}"]
+    config = load_config(file, changes)
+    codec = TextCodec.from_folders(config.model.path, None)
+    train = load_prompts(config.data, "train", codec, episodes=EpisodeTools())
+    order = order_of(config, train.scans, train.formats)
+    cursor = DataCursor(train, seed=0, shuffle=True).state()
+    state = RunState(iteration=1, cursor=cursor, batch_rng={}, model_fingerprint="", order=order)
+    step_folder(run_dir, 1).mkdir(parents=True)
+    state.save(step_folder(run_dir, 1) / "coordinator.json")
+    mark(step_folder(run_dir, 1), config)
+    assert order.settings["environment.tools"] == "null"
+    assert resume_with_data(run_dir, file, *changes) == []
+    (problem,) = resume_with_data(run_dir, file, *changes[1:])
+    assert "environment.tools: null in the checkpoint, unused in the run" in problem.message

@@ -111,6 +111,7 @@ def test_what_does_not_work_is_named(
     ("args", "expected"),
     [
         ({"first": 99}, ("data.max_prompt_tokens", "error", "what the environment says first, the prompt of {}:1 has 40")),
+        ({"first": 12}, ("grpo.max_new_tokens", "error", "(57 tokens) and grpo.max_new_tokens (16) exceed the model's")),
         ({"conversation": [{"role": "user", "content": "1+2" * 9}]},
          ("grpo.max_new_tokens", "warning", "tokens ({}:1, with an empty turn): no turn after it has room")),
         ({"messages": [{"role": "user", "content": "1+2"}]}, None),
@@ -126,7 +127,7 @@ def test_what_an_environment_says_must_fit(tmp_path: Path, args: dict[str, Any],
     keys = ("environment", "data.max_prompt_tokens", "grpo.max_new_tokens")
     problems = [each for each in found if each.key.startswith(keys)]
     assert [(each.key, each.severity) for each in problems] == ([] if expected is None else [expected[:2]])
-    assert all(expected[2].format(tmp_path / "rows.jsonl") in each.message for each in problems)
+    assert all(expected[2].format(tmp_path / "rows.jsonl") in each.message for each in problems), problems
 
 
 @pytest.mark.runs("tandem check")

@@ -229,6 +229,8 @@ def test_the_summary_says_what_the_run_was_worth(tmp_path: Path) -> None:
     assert lines["time goes to"] == (
         "engine 47%, trainer 30%, generation beyond the engine 7%, training beyond the model 3%, sync 3%, other 10%"
     )
+    with_turns = dict(summary_lines(SUMMARY, [ROW | {"turns_mean": 2.0}], tmp_path))
+    assert with_turns["time goes to"].startswith("engine and environment 47%, trainer 30%")
 
 
 @pytest.mark.parametrize(
