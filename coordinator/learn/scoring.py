@@ -6,6 +6,7 @@ the run, which would train on wrong rewards.
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -94,9 +95,13 @@ class Scorer:
             return lost
         most = 0.0 if self._environment.on_error == "stop" else self._environment.max_error_share
         if len(lost) > most * len(items):
+            first, *_ = lost.values()
+            whys = Counter(why.partition(": ")[2] for why in lost.values())  # behind the episode's name
+            del whys[first.partition(": ")[2]]
+            others = "".join(f"; {count} of them: {why}" for why, count in whys.most_common(3))
             raise Internal(
                 f"environment: {len(lost)} of {len(items)} episodes failed, more than environment.max_error_share = "
-                f"{most:.0%} (0 with on_error: stop); the first: {next(iter(lost.values()))}"
+                f"{most:.0%} (0 with on_error: stop); the first: {first}{others}"
             )
         return lost
 

@@ -9,7 +9,7 @@ environment: {address: "127.0.0.1:50071"}
 
 from typing import Literal
 
-from pydantic import JsonValue, field_validator, model_validator
+from pydantic import JsonValue, ValidationInfo, field_validator, model_validator
 
 from tandem_config.sections.base import Fraction, ListOf, PositiveInt, Section, setting
 from tandem_config.sections.reward import CodeReference, Workers, checked_reference
@@ -72,10 +72,11 @@ class EnvironmentSection(Section):
     @field_validator("function", "tools")
     @classmethod
     def _are_references(
-        cls, value: CodeReference | tuple[CodeReference, ...] | None
+        cls, value: CodeReference | tuple[CodeReference, ...] | None, info: ValidationInfo
     ) -> CodeReference | tuple[CodeReference, ...] | None:
+        example = "my_env.py:Env" if info.field_name == "function" else "my_tools.py:search"
         for reference in () if value is None else (value,) if isinstance(value, str) else value:
-            checked_reference(reference, "my_env.py:Env")
+            checked_reference(reference, example)
         return value
 
     @field_validator("address")

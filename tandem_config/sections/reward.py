@@ -182,7 +182,7 @@ def checked_reference(reference: CodeReference, example: str) -> CodeReference:
     match = _REFERENCE.fullmatch(reference)
     hint = f"e.g. {example}, or package.module:{example.partition(':')[2]}"
     if match is None:
-        raise wrong("needs the form FILE.py:FUNCTION", hint)
+        raise wrong("needs the form FILE.py:NAME", hint)
     if not match["place"].endswith(".py") and not _MODULE.fullmatch(match["place"]):
         raise wrong(f"{match['place']!r} is neither a .py file nor a module", hint)
     return reference

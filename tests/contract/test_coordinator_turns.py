@@ -215,9 +215,12 @@ async def test_a_run_that_is_stopped_while_its_environment_starts_does_not_wait_
 async def test_a_broken_environment_ends_the_run_by_name_when_most_episodes_fail(
     with_turns: RunConfig, environment: ServiceEnvironment, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "twice.py").write_text(TWICE.replace("if turn.index == 0:", "if {}[turn.index] == 0:"))
+    fails = "os.fails = getattr(os, 'fails', 0) + 1\n        if ({} if os.fails % 2 else [])[turn.index] == 0:"
+    (tmp_path / "twice.py").write_text(TWICE.replace("if turn.index == 0:", fails))
     async with announced_fleet(environment.redis_url, environment.run_id):
         assert await attempt(with_turns, environment, resume=False) == 1
     why = saved_state(environment)["error"]
     assert "environment: 32 of 32 episodes failed, more than environment.max_error_share = 50%" in why
-    assert "KeyError" in why
+    assert "KeyError: 0 (twice.py:16)" in why
+    assert "16 of them: " in why
+    assert "IndexError: list index out of range (twice.py:16)" in why

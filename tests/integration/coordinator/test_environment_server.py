@@ -180,7 +180,7 @@ async def test_mutual_tls_needs_a_certificate_of_the_role_environment(
         (["--function", "mine.py:Env", "--args", "{"], 2, "--args is no JSON: Expecting property name"),
         (["--function", "mine.py:Env", "--args", "[1]"], 2, "--args: Input should be a valid dictionary"),
         (["--tools", "mine.py:Env", "--args", '{"a": 1}'], 2, "it has args, which tools do not get"),
-        (["--function", "Env"], 2, "--function: needs the form FILE.py:FUNCTION"),
+        (["--function", "Env"], 2, "--function: needs the form FILE.py:NAME"),
         (["--function", "mine.py:Env", "--workers", "0"], 2, "--workers: Input should be greater than 0"),
     ],
 )

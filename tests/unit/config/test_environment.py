@@ -34,7 +34,7 @@ def drafted(folder: Path, text: str, *options: str) -> tuple[RunConfig, list[tup
         ("environment: {address: 'a:1', tools: [a.py:f]}", "environment", "{'address'", "has both tools and address"),
         ("environment: {address: 'http://a:1'}", "environment.address", "http://a:1", "is no address"),
         ("environment: {address: 'a:1', security: mtls}", "environment.security", "mtls", "must be one of"),
-        ("environment: {function: a.py}", "environment.function", "a.py", "needs the form FILE.py:FUNCTION"),
+        ("environment: {function: a.py}", "environment.function", "a.py", "needs the form FILE.py:NAME"),
         ("environment: {tools: [a/b:f]}", "environment.tools", "['a/b:f']", "'a/b' is neither a .py file nor a module"),
         ("environment: {tools: a.py:f}", "environment.tools", "a.py:f", "must be a list"),
         ("environment: {function: a.py:A, max_turn: 3}", "environment.max_turn", "3", "unknown key"),
