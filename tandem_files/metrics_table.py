@@ -153,7 +153,7 @@ METRICS = (
     Metric("run", "sync_bytes_per_rollout_rank", "bytes", "Bytes that the busiest rollout rank received."),
     Metric("run", "sync_redundancy", "", "Bytes received / bytes of the shards in the weight sync; 1 is perfect."),
     Metric("run", "generate_s", "s", "Generation.", column=Column("gen s", ".2f", 6, 3), median=True),
-    Metric("run", "engine_s", "s", "The engines' part of the generation; an environment's seconds are in it.", median=True),
+    Metric("run", "engine_s", "s", "Engines' part of the generation, with an environment's seconds.", median=True),
     Metric("run", "reward_s", "s", "Scoring.", median=True),
     Metric("run", "reference_s", "s", "Log-probs of the reference policy (grpo.kl_in: reward)."),
     Metric("run", "batch_s", "s", "Advantages, and the batch.", median=True),

@@ -330,10 +330,12 @@ class _Running:
         try:
             while self._waiting:
                 place, answer = await self._worker.answer()
-                future = self._waiting.pop(place)
+                future = self._waiting.pop(place, None)
+                if future is None:
+                    raise ValueError("a call that it had answered before: has its code forked the process?")
                 if not future.done():
                     future.set_result(answer)
-        except (WorkerLost, ValueError) as error:  # ValueError: a line that is too long, or no JSON
+        except (WorkerLost, ValueError) as error:  # ValueError: a line that is too long, no JSON, or unasked
             lost = error if isinstance(error, WorkerLost) else WorkerLost(Answer(error=f"answered {error}"), str(error))
             log.warning("environment worker lost", why=lost.why, pid=self._worker.pid, calls=len(self._waiting))
             await self._lose(lost)

@@ -73,9 +73,20 @@ def describe(error: BaseException, folder: str) -> str:
     """
     if isinstance(error, BadScore):
         return str(error)
-    text = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
+    if isinstance(error, BaseExceptionGroup):
+        return f"{type(error).__name__} of {describe(error.exceptions[0], folder)}"
+    text = said(error)
     cut = text if len(text) <= _MESSAGE_CHARS else f"{text[:_MESSAGE_CHARS]}..."
     return f"{type(error).__name__}{': ' if cut else ''}{cut}{_place(error, folder)}"
+
+
+def said(error: BaseException) -> str:
+    """Return an exception's message on one line, as Unicode; "": it has none, or its class fails to make it."""
+    try:
+        text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+    except Exception:  # noqa: BLE001 - of a user's class
+        return ""
+    return " ".join(text.split()).encode(errors="replace").decode()
 
 
 def _place(error: BaseException, folder: str) -> str:
@@ -131,7 +142,7 @@ def number(value: Any) -> float:
     try:
         score = float(value)
     except OverflowError:
-        score = math.inf if value > 0 else -math.inf
+        score = math.inf
     if not math.isfinite(score):
         raise BadScore(f"it returned {score}, which is not finite")
     return score
@@ -240,11 +251,12 @@ def _importing(what: str, folder: str) -> Iterator[None]:
         raise Unfit(
             f"{what} is not Python: {error.msg} ({Path(error.filename or what).name}:{error.lineno})"
         ) from error
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         place = _place(error, folder) if folder else ""
         is_relative = isinstance(error, ImportError) and "relative import" in str(error)
         hint = "; name it as package.module:NAME, to import it within its package" if is_relative and folder else ""
-        raise Unfit(f"importing {what} failed: {type(error).__name__}: {error}{place}{hint}") from error
+        why = ": ".join(filter(None, (type(error).__name__, said(error))))
+        raise Unfit(f"importing {what} failed: {why}{place}{hint}") from error
 
 
 def find_code(

@@ -132,6 +132,8 @@ class WorkerProcess:
                 line = await self._process.stdout.readline()
         except TimeoutError:
             raise WorkerLost(Answer(late=True), f"no answer within {timeout_s:g} s") from None
+        except ValueError:
+            raise ValueError(f"more than {_MAX_LINE_BYTES >> 20} MiB") from None
         if line:
             return json.loads(line)
         # Not killed: that would take its exit status away from asyncio, which is about to collect it.

@@ -62,7 +62,7 @@ def main() -> None:
         logging.disable(logging.CRITICAL)  # math-verify would log the completion
     try:
         work = tasks.TASKS[spec["name"]](**spec["settings"])
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary of the code: the coordinator says it
+    except BaseException as error:  # noqa: BLE001 - the boundary of the code: the coordinator says it
         channel.write({"error": str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}"})
         return
     channel.write({"ready": True, "form": dict(work.form)})
@@ -100,7 +100,7 @@ def _answer(work: Work, timer: Timer, job: Any) -> dict[str, Any]:
         return {"value": timer.run(lambda: work.call(job))}
     except Late:
         return {"late": True}
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary of one job: the coordinator counts it
+    except BaseException as error:  # noqa: BLE001 - the boundary of one job: the coordinator counts it
         return {"error": work.describe(error)}
 
 
@@ -165,7 +165,7 @@ async def _answer_async(work: Work, timeout_s: float, call: _Marked) -> dict[str
     try:
         async with asyncio.timeout(timeout_s) as limit:
             return {"value": await call}
-    except (Exception, SystemExit, asyncio.CancelledError, Late) as error:  # noqa: BLE001 - the boundary of one job
+    except BaseException as error:  # noqa: BLE001 - the boundary of one job; some libraries' are no Exception
         late = isinstance(error, Late) or (isinstance(error, TimeoutError) and limit.expired())
         return {"late": True} if late else {"error": work.describe(error)}
 

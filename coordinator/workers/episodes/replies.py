@@ -83,10 +83,14 @@ def step_of(value: Any) -> tuple[list[Message] | dict[str, Any], float | None, b
     if bool(messages) is done:
         why = "messages after done, which no turn would answer" if done else "neither messages nor done"
         raise BadReply(f"step returned {why}: the next turn answers messages, and an episode that is done has none")
-    if inspect.isawaitable(reward):
-        raise BadReply(f"step returned as its reward {_kind(reward)}, not a number")
+    return messages, _reward(reward), done
+
+
+def _reward(value: Any) -> float | None:
+    if inspect.isawaitable(value):
+        raise BadReply(f"step returned as its reward {_kind(value)}, not a number")
     try:
-        return messages, None if reward is None else number(reward), done
+        return None if value is None else number(value)
     except BadScore as error:
         raise BadReply(str(error).replace("it returned", "step returned as its reward")) from error
 
@@ -119,7 +123,7 @@ def _token_ids(value: Any) -> list[int]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise BadReply(f"step returned {_kind(value)} as token_ids, which must be a list of ids")
     for place, id_ in enumerate(value):
-        if not isinstance(id_, numbers.Integral) or isinstance(id_, bool) or not 0 <= id_ < 2**31:
+        if not isinstance(id_, numbers.Integral) or isinstance(id_, bool) or not 0 <= int(id_) < 2**31:
             raise BadReply(f"step returned token_ids with {id_!r:.40} ({place}), {kind_of(id_)}: no id of a token")
     return [*map(int, value)]
 

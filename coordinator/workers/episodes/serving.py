@@ -116,7 +116,7 @@ def _check_args(environment: Any, where: str, args: Mapping[str, Any], folder: s
     if isinstance(inspect.getattr_static(environment, CHECK, None), classmethod):
         try:
             environment.check_args(**args)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             raise Unfit(f"{where} refuses environment.args: {describe(error, folder)}") from error
 
 

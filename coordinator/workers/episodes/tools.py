@@ -176,7 +176,9 @@ class ToolEnvironment:
         except ValidationError as error:
             faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
             return f"error: {'; '.join(faults)}"
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary of a tool: the policy reads it
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 - the boundary of a tool: the policy reads it
             return f"error: {type(error).__name__}: {_first_line(error)}"
 
     async def _call(self, tool: UserTool, arguments: Mapping[str, Any], within_s: float) -> Any:

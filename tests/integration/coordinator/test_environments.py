@@ -223,7 +223,9 @@ BEGIN = "class Env:\n    def reset(self, row, seed): return []\n"
         ),
         (COUNTER, {"args": {"skale": 2}}, "unexpected keyword argument 'skale'; it gets environment.args by name"),
         ("import time\ntime.sleep(60)", {"start_timeout_s": 1.0}, "not ready within 1 s"),
-        ("import os\nos._exit(9)", {}, "its worker process exited with status 9"),
+        ("import os\nos._exit(9)", {}, "its worker process exited with status 9 before it was ready"),
+        ("raise KeyboardInterrupt", {}, "importing {folder}/mine.py failed: KeyboardInterrupt (mine.py:1)"),
+        ("from .other import x", {}, "(mine.py:1); name it as package.module:NAME, to import it within its package"),
         ("def f(a): pass", {"function": None, "tools": ["{folder}/mine.py:f"]}, "parameter 'a' has no type"),
         ("def f(a: int): pass", {"function": None, "tools": ["{folder}/mine.py:g"]}, "has no g; it has f"),
     ],
@@ -251,6 +253,11 @@ async def test_code_that_cannot_be_used_is_named_at_the_start(
         ("def step(self, turn): return turn.txt", "error", "AttributeError: "),
         ("async def step(self, turn): raise SystemExit(3)", "error", "e: SystemExit: 3 (mine.py:3)"),
         ("def step(self, turn): raise KeyError('boom')", "error", "e: KeyError: boom (mine.py:3)"),
+        ("async def step(self, turn): raise type('Own', (BaseException,), {})('x')", "error", "e: Own: x (mine.py:3)"),
+        ("def step(self, turn): raise KeyboardInterrupt", "error", "e: KeyboardInterrupt (mine.py:3)"),
+        ("def step(self, turn): raise type('Mute', (Exception,), {'__str__': 0})", "error", "e: Mute (mine.py:3)"),
+        ("def step(self, turn): raise ValueError('a\\udcff')", "error", "e: ValueError: a? (mine.py:3)"),
+        ("def step(self, turn): raise ExceptionGroup('g', [OSError('o')])", "error", "e: ExceptionGroup of OSError: o"),
         ("def step(self, turn): return [b'x' * (1 << 36)], None, False", "error", "e: MemoryError (mine.py:3)"),
         ("def step(self, turn):\n        while True: pass", "late", "e: it took longer than turn_timeout_s = 0.5 s"),
     ],
@@ -266,6 +273,25 @@ async def test_what_an_environment_does_wrong_fails_its_episode(
         assert found[0] == kind
         assert part in found[1]
         assert workers() == [before]  # it was not replaced
+
+
+@pytest.mark.parametrize(
+    ("does", "why"),
+    [
+        ("return [{'role': 'user', 'content': 'x' * (1 << 24)}], None, False", "e: answered more than 16 MiB"),
+        ("import os; return [], float(os.fork()) * 0 + 1, True", "e: answered a call that it had answered before: has"),
+    ],
+)
+async def test_a_worker_that_answers_wrongly_is_replaced(tmp_path: Path, does: str, why: str) -> None:
+    async with pool_of(tmp_path, f"{BEGIN}    def step(self, turn): {does}") as pool:
+        episode, _ = await pool.open(row(), 0, "e")
+        if "fork" in does:
+            await episode.step(turn())
+        kind, text = await failure(asyncio.wait_for(episode.step(turn()), 20))
+        assert (kind, text.startswith(why)) == ("killed", True), text
+        await episode.close()
+        other, _ = await pool.open(row(), 0, "f")
+        await other.close()
 
 
 async def test_a_reset_that_fails_leaves_nothing_open(tmp_path: Path, hosted: Hosting) -> None:

@@ -71,8 +71,11 @@ def test_a_step_returns_a_tuple_or_a_dict(value: Any, found: Any) -> None:
         ((HELLO, 0.0, False), "step returned a dict, not a list of messages"),
         (([], math.nan, True), "step returned as its reward nan, which is not finite"),
         (([], "1", True), "step returned as its reward a str, not a number"),
-        (([], -(10**400), True), "step returned as its reward -inf, which is not finite"),
-        (([{"role": "user", "content": "a\ud800"}], None, False), r"is not Unicode: it holds \ud800, half of a surrogate"),
+        (([], 10**400, True), "step returned as its reward inf, which is not finite"),
+        (
+            ([{"role": "user", "content": "a\ud800"}], None, False),
+            r"is not Unicode: it holds \ud800, half of a surrogate",
+        ),
         ({"conversation": [SAID | {"x": "\udfff"}, HELLO], "done": False}, r"a message (0) that is not Unicode: it"),
         ({"conversation": [SAID | {"x": {1}}, HELLO], "done": False}, "(0) that is not JSON: Object of type set"),
         (([HELLO], 1.0, True), "messages after done"),
