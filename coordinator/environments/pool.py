@@ -232,11 +232,10 @@ class _Slot:
         self.num_episodes = 0
         self._task = task
         self._running: _Running | None = None
-        self._starting = asyncio.Lock()
+        self._starting, self._changed = asyncio.Lock(), asyncio.Condition()
         self._closed = False
         # Calls under way, those that wait until they are the only one, and the most at a time.
         self._calls, self._lonely, self._most = 0, 0, 1
-        self._changed = asyncio.Condition()
 
     async def ready(self) -> "_Running":
         """Return the process; start one if it has ended. Raises: WorkerLost: it does not start."""

@@ -45,7 +45,7 @@ MISTAKES = [
     (TWO, ["reward.0.weight=two"], "reward[0].weight", "two", "must be a number", "", "reward.0.weight=two"),
     (TWO, ["reward[1].timeout_s=-1"], "reward[1].timeout_s", "-1", "greater than 0", "CPU", "reward[1].timeout_s=-1"),
     ("", ["grpo.0.group_size=3"], "grpo.0.group_size", "3", "not a list", "grpo.group_size", "grpo.0.group_size=3"),
-    ("reward: {function: mine.py}", [], "reward.function", "mine.py", "FILE.py:FUNCTION", "my_rewards.py:score", ":3"),
+    ("reward: {function: mine.py}", [], "reward.function", "mine.py", "FILE.py:NAME", "my_rewards.py:score", ":3"),
     ("reward: {function: a/b:score}", [], "reward.function", "a/b:score", "neither a .py file nor", "e.g.", ":3"),
     ("reward: {function: a.py:f, per: group, batch_size: 4}", [], "reward.batch_size",
      "4", "per: group", "leave", ":3"),
