@@ -209,7 +209,10 @@ async def test_a_run_that_is_stopped_while_its_environment_starts_does_not_wait_
     asyncio.get_running_loop().call_later(1.0, stop.set)
     async with announced_fleet(environment.redis_url, environment.run_id), asyncio.timeout(60):
         assert await conduct(with_turns, environment, resume=False, stop=stop) == 0
-    assert saved_state(environment)["status"] == "interrupted"
+    # Where it was stopped before it served, it has no state yet.
+    has_state = (environment.run_dir / "state.json").exists()
+    assert not has_state or saved_state(environment)["status"] == "interrupted"
+    assert not (environment.run_dir / "metrics.jsonl").exists()
 
 
 async def test_a_broken_environment_ends_the_run_by_name_when_most_episodes_fail(
