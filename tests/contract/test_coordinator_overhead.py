@@ -16,9 +16,9 @@ from tests.kit.folders import write_data
 
 FEW, MANY = 3, 23
 GROUPS, GROUP_SIZE = 64, 16
-# Seen: 66.8 calls for a completion, a whole of which is of the weight sync and the page. One more call for each of its
-# tokens would pass the limit.
-LIMIT = 69
+# Seen: 66.8 to 70.1 calls for a completion, by itself more than in a whole suite; one of them is of the weight sync and
+# the page. One more call for each of its tokens, which are three or more, would pass the limit.
+LIMIT = 72
 
 
 async def calls_of(config: RunConfig, environment: ServiceEnvironment, iterations: int) -> int:
