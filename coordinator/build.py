@@ -22,6 +22,7 @@ from coordinator.leader_lease import LeaderCheck, LeaderLease, check_lease
 from coordinator.learn.evaluation import Evaluator, PromptsToEvaluate
 from coordinator.learn.scoring import Scorer
 from coordinator.ledger.ledger import Ledger
+from coordinator.ledger.returning import ReturningTrainer
 from coordinator.record.evaluations import Evaluations
 from coordinator.record.exporting import Exporter
 from coordinator.record.health import logprob_limits
@@ -113,13 +114,15 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
     rows = MetricsFile(app.environment.run_dir / METRICS_FILE)
     leading = LeaderCheck(lease=lead, patience_s=config.sync.formation_timeout_s)
     ledger = _ledger(app, progress, leading)
+    returning = _returning(app, services, ledger, progress)
     schedule = SyncSchedule(
         grpo=config.grpo,
         sampling=_sampling(config, inputs.codec, config.grpo.temperature),
         cursor=inputs.cursor,
         rollouts=rollouts,
         scorer=scorer,
-        trainer=services.trainer,
+        trainer=returning,
+        persist=returning.persist,
         weights=weights,
         ledger=ledger,
         incarnation=uuid.uuid4().hex[:8],
@@ -134,6 +137,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
         # Replicas that join cannot be seeded while the trainer, which sends the weights, is at work.
         schedule=chosen(config, schedule, beside_training=_rollouts(app, services, seed=None)),
         trainer=services.trainer,
+        returning=returning,
         evaluations=_evaluations(
             app, services, scorer, rollouts, fleet if config.schedule.kind == "async" else None, progress
         ),
@@ -169,8 +173,20 @@ def _ledger(app: App, progress: Progress, lead: LeaderCheck) -> Ledger:
         max_staleness=max_staleness,
         waves_ahead=waves_ahead,
         budget=config.run.missed_checkpoint_budget,
+        redoes=config.trainer.resumes_exactly,
         check=lead.check,
         warn=partial(progress.warn, "ledger"),
+    )
+
+
+def _returning(app: App, services: Services, ledger: Ledger, progress: Progress) -> ReturningTrainer:
+    return ReturningTrainer(
+        trainer=services.trainer,
+        run_dir=app.environment.run_dir,
+        waiting=services if app.config.trainer.resumes_exactly else None,
+        ending=app.leaving.asked,
+        written=ledger.written,
+        warn=partial(progress.warn, "trainer"),
     )
 
 

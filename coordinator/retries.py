@@ -13,17 +13,17 @@ import asyncio
 import json
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from coordinator.build import App, build_run
 from coordinator.checkpoints.loading import marks
-from coordinator.fleet.services import Services, find_services
+from coordinator.fleet.services import find_services
 from coordinator.inputs import read_inputs
 from coordinator.leader_lease import check_lease, may_write
 from coordinator.record.state import RunState
 from coordinator.record.summary import build_summary
-from coordinator.shutdown import Exits, TrainerLost, exit_code_of, follow
+from coordinator.shutdown import Exits, exit_code_of, follow
 from coordinator.watch.control import State
 from coordinator.watch.events import EventKind
 from servicekit.errors import AlreadyExists, Fenced, Internal, TandemError, Unavailable, describe, in_part, is_known
@@ -36,9 +36,6 @@ from tandem_files.checkpoints import newest_iteration
 from tandem_files.run_config import note_config
 from tandem_files.run_folder import STATE_FILE, SUMMARY_FILE
 from weightsync.membership.rendezvous import Evicted
-
-if TYPE_CHECKING:
-    from coordinator.fleet.kubernetes.returns import TrainerGuard
 
 FAILURES_FILE = "failures.json"
 # So many failures from the same checkpoint need a person: the next attempt would fail too.
@@ -174,41 +171,31 @@ async def _attempt(app: App) -> bool:
         await services.wait_for_trainer(app.config.run.startup_timeout_s)
         versions = await services.versions()
         run = build_run(app, services, app.lead.rendezvous, app.lead)
-        guard = _guard(app, services)
-        following = asyncio.create_task(follow(services.trainer, app.leaving), name="follow-trainer")
+        save = partial(
+            run.checkpoints.save_for_trainer,
+            app.leaving.settled,
+            run.schedule.may_train,
+            app.config.run.stop_timeout_s,
+        )
+        following = asyncio.create_task(follow(services.trainer, app.leaving, save), name="follow-trainer")
         try:
             await run.execute()
         except TandemError as error:
             app.leaving.saves = False  # the trainer is ahead of the run's state, or lost
-            if guard is None:
+            if services.guard is None:
                 await services.raise_if_trainer_lost(error)
-            if guard is None or app.leaving.stopping:
+            if services.guard is None or app.leaving.stopping:
                 raise
             app.leaving.renew()
-            await guard.wait_for_return(error)
+            await services.guard.wait_for_return(error)
             return False
         finally:
             await cancel(following)
-        if app.leaving.ended_for_trainer:
-            app.leaving.renew()
-            if guard is None:
-                raise TrainerLost("the trainer was asked to end; the run is saved")
-            await guard.wait_for_next()
-            return False
         if app.leaving.left:
             return True
         summary = build_summary(run.state, run.rows.rows(), versions)
         write_json_atomic(app.environment.run_dir / SUMMARY_FILE, summary)
         return True
-
-
-def _guard(app: App, services: Services) -> "TrainerGuard | None":
-    """Make the guard that waits for a lost trainer; None: without a cluster, a lost trainer is not replaced."""
-    if app.cluster is None:
-        return None
-    from coordinator.fleet.kubernetes.returns import TrainerGuard
-
-    return TrainerGuard(app.cluster, services.trainer_answers)
 
 
 async def _from_checkpoint(app: App) -> App:

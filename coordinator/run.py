@@ -18,6 +18,7 @@ from structlog.contextvars import bound_contextvars
 from coordinator.checkpoints.run_checkpoints import RunCheckpoints
 from coordinator.leader_lease import LeaderCheck
 from coordinator.learn.evaluation import EvaluationResult
+from coordinator.ledger.returning import ReturningTrainer
 from coordinator.record.evaluations import Evaluations, evaluation_row, heldout_of
 from coordinator.record.exporting import Exporter
 from coordinator.record.iteration_warnings import check_same_model
@@ -68,15 +69,15 @@ class Run:
         settings: the configuration's section `run`.
         state: what this process and earlier ones have done; `progress` keeps it up to date.
         resumed: whether earlier processes may have worked on this run, with the same services.
-        rows: metrics.jsonl.
         checkpoint: the one that the run resumes from, unless its trainer has more.
         last: the run after the iterations since that checkpoint, if there were any.
         reward_facts: what the scores depend on (resuming.py).
         comparison: of the run with the checkpoint that it resumes from; None: it does not.
         renewal: what is not compared with that checkpoint's evaluations.
-        dropped_prompts: longer than data.max_prompt_tokens, by part of the data and name of the source.
-        leaving: the state shared with the code that stops the run.
+        dropped_prompts: longer than data.max_prompt_tokens, by part of the data and source.
+        leaving: shared with the code that stops the run.
         sinks: get every finished iteration.
+        returning: the same trainer, which may be lost and come back.
     """
 
     settings: RunSection
@@ -84,6 +85,7 @@ class Run:
     run_dir: Path
     schedule: SyncSchedule
     trainer: Trainer
+    returning: ReturningTrainer
     evaluations: Evaluations
     rows: MetricsFile
     checkpoints: RunCheckpoints
@@ -168,6 +170,7 @@ class Run:
         if not is_ahead:
             await self._agree_on_version()
         await self.schedule.ledger.open(self.state, saved=saved, step_id=self._sent)
+        self.returning.stands_at(serves or self.state.policy_version, self._sent or self.state.step_id)
         self.checkpoints.set_damaged_aside(self.checkpoint)
         # On a resume too: replicas start without weights, and no other process would send them.
         with self._part("sync"):
@@ -193,8 +196,13 @@ class Run:
         last, checkpoint, ledger = self.last, self.state.iteration, self.schedule.ledger
         if last is None:
             return False
+        sends = not self.schedule.grpo.kl_in_reward  # a trainer beyond the step measures another divergence
+        if last.may_repeat:
+            folder = None if self.checkpoint is None else self.checkpoint.folder
+            served = await self.schedule.weights.newest_version()
+            await last.bring(self.returning, folder, ledger, served, sends=sends)
         trainer = await self.trainer.status()
-        if not self.schedule.grpo.kl_in_reward:  # a trainer beyond the step measures another divergence
+        if sends:
             self._sent = await last.sent_step(trainer, ledger)
         if not self._sent and not last.is_of(trainer):
             return False
@@ -203,12 +211,12 @@ class Run:
         self.schedule.cursor.restore(self.state.cursor)
         self.schedule.rng.bit_generator.state = self.state.batch_rng
         self._earlier_s, self._start_s = self.state.wall_s, time.monotonic()
-        where = {"iteration": self.state.iteration, "checkpoint": checkpoint, "step_done": self._sent}
-        log.info("continuing after the last iteration", **where)
+        where = {"iteration": self.state.iteration, "checkpoint": checkpoint}
+        log.info("continuing after the last iteration", **where, step_done=self._sent)
         return True
 
     def _note_comparison(self) -> None:
-        """Log the settings that have changed since the checkpoint; warn of one that does not say what they were."""
+        """Log the settings that have changed since the checkpoint, or warn if it does not say what they were."""
         if self.comparison is None:
             return
         if not self.comparison.recorded:
@@ -305,11 +313,11 @@ class Run:
         )
         if checkpoint:
             with watch.part("checkpoint"):
-                checkpoint = await self.checkpoints.save_trainer(number)
+                checkpoint = await self.returning.when_there(partial(self.checkpoints.save_trainer, number))
         if self.exporter.is_due(number) and not self._is_over(number):  # the final policy is exported in any case
             with watch.part("export"):
                 await self.lead.confirm()
-                self.progress.warn_if("export", await self.exporter.export(number))
+                self.progress.warn_if("export", await self.returning.when_there(partial(self.exporter.export, number)))
         parts = {**watch.parts, "report": self._report_s}
         await self._report(record, evaluated, Timing(parts=parts, total_s=watch.total_s() + self._report_s), checkpoint)
 
@@ -319,7 +327,7 @@ class Run:
         """Write the row, then the state, then complete the checkpoint, which a resume starts from."""
         start_s = time.perf_counter()
         if self.checkpoints.checkpointer.has_ended:
-            await self.checkpoints.settle()
+            await self.returning.persist(self.checkpoints.settle)
         await self.lead.confirm()
         row = build_row(record, heldout_of(evaluated), timing) | evaluation_row(evaluated)
         self.state.cursor, self.state.batch_rng = (
@@ -350,11 +358,11 @@ class Run:
         return self.evaluations.note(evaluated, iteration)
 
     async def _finish(self) -> None:
-        """Write the run's results: a last checkpoint and the policy as a Hugging Face folder."""
+        """Write a last checkpoint, and the policy as a Hugging Face folder."""
         self._announce("checkpoint")
-        await self.checkpoints.save_last()
+        await self.returning.when_there(self.checkpoints.save_last)
         self._announce("export")
-        problem = await self.exporter.export_final()
+        problem = await self.returning.when_there(self.exporter.export_final)
         self.progress.warn_if("export", problem)
         await self.lead.confirm()
         self.state.troubles += [problem] if problem else []

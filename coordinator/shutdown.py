@@ -14,13 +14,12 @@ failed, and waits for a trainer  it is cancelled immediately: what was not saved
 
 all within run.stop_timeout_s; after that the run is cancelled wherever it is, and a resume uses an older checkpoint.
 
-A trainer that was asked to end says so in its status while something is unsaved, and serves on for as long. Then the
-same happens, and the run waits for the next trainer, or ends where none will come.
+A trainer that was asked to end says so in its status while something is unsaved, and serves on for as long. The run
+saves a checkpoint as soon as the trainer's policy is the run's, and continues when the trainer is back.
 """
 
 import asyncio
-import contextlib
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -59,7 +58,7 @@ class Leaving:
     """The state shared by a run and the code that stops it.
 
     Attributes:
-        asked: the run is to end, or to save since its trainer ends; set by `leave` and `yield_to_trainer`.
+        asked: the run is to end; set by `leave`.
         stopping: the process is to end.
         settled: the trainer's state matches the run's, and no further iteration has changed it; set by the run.
         saves: the run has begun and not failed, so may have something to save; set by the run.
@@ -71,16 +70,6 @@ class Leaving:
         self.stopping = False
         self.saves = False
         self.left = False
-
-    @property
-    def ended_for_trainer(self) -> bool:
-        """Whether the run stopped because its trainer shuts down: it may resume with the next trainer."""
-        return self.left and not self.stopping
-
-    def yield_to_trainer(self) -> None:
-        """End the run as for a signal: its trainer ends."""
-        log.warning("trainer asked to end: saving a checkpoint")
-        self.asked.set()
 
     def renew(self) -> None:
         """Prepare for the next attempt."""
@@ -122,25 +111,38 @@ class AsksTrainer(Protocol):
         ...
 
 
-async def follow(trainer: AsksTrainer, leaving: Leaving) -> None:
-    """Ask the trainer every second whether it ends; once it does, and there is something to save, end the run."""
-    while True:
-        try:
-            ends = (await trainer.status(timeout_s=_STATUS_TIMEOUT_S)).leaving
-        except TandemError:  # whatever needs the trainer notices, and says so
-            ends = False
-        if ends and leaving.saves:
-            leaving.yield_to_trainer()
-            # Asked further: a trainer that no coordinator asks ends without its checkpoint.
-            await _ask_on(trainer)
-        await asyncio.sleep(_ASK_S)
+async def follow(trainer: AsksTrainer, leaving: Leaving, save: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    """Ask the trainer every second whether it ends, and save once it does, if there is something to save.
+
+    It is asked further meanwhile: a trainer that no coordinator asks ends without its checkpoint.
+
+    Args:
+        save: saves a checkpoint, and lets the trainer do no further step until the event says that it has ended.
+    """
+    saving: asyncio.Task[None] | None = None
+    gone = asyncio.Event()
+    try:
+        while True:
+            try:
+                ends = (await trainer.status(timeout_s=_STATUS_TIMEOUT_S)).leaving
+            except TandemError:  # whatever needs the trainer notices, and says so
+                ends = False
+                gone.set()
+            if ends and leaving.saves and (saving is None or saving.done()):
+                log.warning("trainer asked to end: saving a checkpoint")
+                gone = asyncio.Event()
+                saving = asyncio.create_task(_saved(save(gone)), name="save-for-trainer")
+            await asyncio.sleep(_ASK_S)
+    finally:
+        if saving is not None:
+            await cancel(saving)
 
 
-async def _ask_on(trainer: AsksTrainer) -> None:
-    while True:
-        with contextlib.suppress(TandemError):
-            await trainer.status(timeout_s=_STATUS_TIMEOUT_S)
-        await asyncio.sleep(_ASK_S)
+async def _saved(saving: Awaitable[None]) -> None:
+    try:
+        await saving
+    except TandemError as error:
+        log.warning("checkpoint for the next trainer not saved", error=str(error))
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from coordinator.ledger.ledger import Ledger
+from coordinator.ledger.returning import ReturningTrainer
 from coordinator.record.resuming import Renewal
 from coordinator.record.state import RunState
 from coordinator.sync.weight_sync import WeightSync
@@ -35,6 +36,26 @@ class LastIteration:
         """
         ours = self.state.policy_version, self.state.step_id
         return bool(self.state.step_id) and (trainer.policy_version, trainer.step_id) == ours
+
+    async def bring(
+        self, trainer: ReturningTrainer, folder: Path | None, ledger: Ledger, served: int, *, sends: bool
+    ) -> None:
+        """Let a trainer that has begun at the checkpoint do the steps since then again, if they are kept.
+
+        The step after this iteration is one of them, if it was sent. Without a replica beyond what they lead to.
+
+        Args:
+            folder: of the checkpoint; None: there is none.
+            served: the newest version that a replica has had.
+            sends: whether the step after this iteration may be sent again.
+        Raises: TandemError: of the trainer.
+        """
+        ours = self.state.policy_version
+        sent = await asyncio.to_thread(ledger.past.sent_step, self.state.iteration + 1) if sends else ""
+        if sent and served <= ours + 1 and await trainer.catch_up(folder, ours + 1, sent):
+            return
+        if served <= ours:
+            await trainer.catch_up(folder, ours, self.state.step_id)
 
     async def sent_step(self, trainer: trainer_pb2.GetStatusResponse, ledger: Ledger) -> str:
         """Return the id of the next train step, if the trainer has done it and its samples are kept; "": else.

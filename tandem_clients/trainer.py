@@ -4,8 +4,9 @@ It turns samples into messages; their size changes the number of messages, not t
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
@@ -97,25 +98,42 @@ class Trainer:
         Args:
             sent: set when the batch is with the trainer.
         """
+        return await self.redo_step(partial(step_requests, batch), batch.step_id, sent)
+
+    async def redo_step(
+        self,
+        requests: Callable[[], Iterator[trainer_pb2.TrainStepRequest]],
+        step_id: str,
+        sent: asyncio.Event | None = None,
+    ) -> TrainResult:
+        """Run a step of these messages, as train_step does.
+
+        Args:
+            requests: makes them; each fence is replaced by ours.
+        """
         sent = asyncio.Event() if sent is None else sent
         try:
-            return await self._train_step(batch, sent)
+            return await self._train_step(requests, step_id, sent)
         except Unavailable as error:
-            log.warning("train step reply lost, sending it again", step_id=batch.step_id, error=str(error))
-            return await self._train_step(batch, sent)
+            log.warning("train step reply lost, sending it again", step_id=step_id, error=str(error))
+            return await self._train_step(requests, step_id, sent)
 
-    async def _train_step(self, batch: TrainBatch, sent: asyncio.Event) -> TrainResult:
+    async def _train_step(
+        self, requests: Callable[[], Iterator[trainer_pb2.TrainStepRequest]], step_id: str, sent: asyncio.Event
+    ) -> TrainResult:
         with rpc_errors(self.name):
-            response = await self._stub.TrainStep(self._fenced(batch, sent), timeout=STEP_TIMEOUT_S)
+            response = await self._stub.TrainStep(self._fenced(requests(), sent), timeout=STEP_TIMEOUT_S)
         return TrainResult(
-            step_id=batch.step_id,
+            step_id=step_id,
             policy_version=response.policy_version,
             metrics=dict(response.metrics),
             seconds=dict(response.seconds),
         )
 
-    def _fenced(self, batch: TrainBatch, sent: asyncio.Event) -> Iterator[trainer_pb2.TrainStepRequest]:
-        for request in step_requests(batch):
+    def _fenced(
+        self, requests: Iterator[trainer_pb2.TrainStepRequest], sent: asyncio.Event
+    ) -> Iterator[trainer_pb2.TrainStepRequest]:
+        for request in requests:
             if request.HasField("header"):
                 request.header.fence.CopyFrom(self._fence)
             yield request

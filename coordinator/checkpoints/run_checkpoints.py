@@ -3,6 +3,7 @@
 The run continues without a checkpoint that could not be written, with alarms, until there are too many in a row.
 """
 
+import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from coordinator.ledger.ledger import Ledger
 from coordinator.record.progress import Progress
 from coordinator.record.state import NotWritten, RunState
 from coordinator.watch import metrics
+from servicekit.lifecycle.tasks import first_of
 from servicekit.logs import get_logger
 from tandem_files.checkpoints import UndamagedCheckpoint, keep_checkpoint
 from tandem_files.metrics_file import MetricsFile
@@ -141,6 +143,26 @@ class RunCheckpoints:
         await self.checkpointer.settle()
         self.missed.none()
         log.info("checkpoint saved at the end", iteration=self.state.iteration)
+
+    async def save_for_trainer(
+        self, settled: asyncio.Event, may_train: asyncio.Event, most_s: float, gone: asyncio.Event
+    ) -> None:
+        """Save a checkpoint for a trainer that ends, as soon as its policy is the run's.
+
+        Args:
+            settled: set while it is.
+            may_train: cleared until it is gone: another step would have to be saved, too.
+            most_s: seconds after which one that stays may train.
+            gone: set once it is.
+        Raises: NotWritten; TandemError: of the trainer.
+        """
+        may_train.clear()
+        try:
+            await settled.wait()
+            await self.save_last()
+            await first_of({"gone": gone}, timeout_s=most_s)
+        finally:
+            may_train.set()
 
     async def make_up(self) -> None:
         """Write, or miss, the checkpoint that was due and that the process before did not complete."""

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from coordinator.fleet.arrivals import LeaseOutlook, Outlook, wait_for_enough
@@ -25,6 +25,7 @@ from tandem_config.schema import RunConfig
 
 if TYPE_CHECKING:
     from coordinator.fleet.kubernetes.cluster import Cluster
+    from coordinator.fleet.kubernetes.returns import TrainerGuard
 
 log = get_logger(__name__)
 
@@ -33,10 +34,17 @@ _OWN_PACKAGES = ("tandem", "grpcio", "protobuf", "numpy", "tokenizers", "redis",
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """Clients of the run's services."""
+    """Clients of the run's services.
+
+    Attributes:
+        guard: makes what decides whether a lost trainer comes back, by its pods; None: without a cluster.
+        startup_timeout_s: for a trainer that starts again.
+    """
 
     trainer: Trainer
     fleet: Fleet
+    guard: "TrainerGuard | None" = None
+    startup_timeout_s: float = 0.0
 
     async def trainer_answers(self) -> bool:
         """Whether the trainer answers a status call."""
@@ -50,6 +58,25 @@ class Services:
         """Find out whether a lost trainer caused `error`. Raises: TrainerLost: the trainer does not answer."""
         if not await self.trainer_answers():
             raise TrainerLost(f"{error}; the trainer does not answer") from error
+
+    async def until_back(self, error: TandemError) -> None:
+        """Wait until the trainer that was lost with `error` answers again.
+
+        Raises: TrainerLost: it does not come back, or is frozen, so that no one starts it; as guard.wait_for_return.
+        """
+        if self.guard is not None:
+            await self.guard.wait_for_return(error)
+        else:
+            try:
+                await self.trainer.status()
+            except DeadlineExceeded as silent:
+                raise TrainerLost(f"{error}; {silent}") from error
+            except TandemError:
+                pass
+        try:
+            await self.wait_for_trainer(self.startup_timeout_s)
+        except TandemError as gone:
+            raise TrainerLost(f"{error}; waited {self.startup_timeout_s:g} s for another: {gone}") from error
 
     async def wait_for_trainer(self, timeout_s: float) -> None:
         """Wait until the trainer answers: a killed one stays in the registry until its lease has run out.
@@ -106,7 +133,8 @@ async def find_services(
     watched = WatchedFleet(registry, trainer, identity)
     stack.push_async_callback(watched.close)
     fleet = watched if cluster is None else _kept(config, watched, cluster, stack)
-    return Services(trainer=trainer, fleet=fleet)
+    services = Services(trainer=trainer, fleet=fleet, startup_timeout_s=config.run.startup_timeout_s)
+    return services if cluster is None else replace(services, guard=_guard(cluster, services))
 
 
 def merge_versions(services: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
@@ -154,6 +182,13 @@ def _pods(config: RunConfig, cluster: "Cluster") -> Outlook:
     from coordinator.fleet.kubernetes.arrivals import ClusterOutlook
 
     return ClusterOutlook(config, cluster)
+
+
+def _guard(cluster: "Cluster", services: Services) -> "TrainerGuard":
+    """Return what waits for a trainer that is lost, as long as its pods may come back."""
+    from coordinator.fleet.kubernetes.returns import TrainerGuard
+
+    return TrainerGuard(cluster, services.trainer_answers)
 
 
 def _kept(config: RunConfig, watched: WatchedFleet, cluster: "Cluster", stack: AsyncExitStack) -> Fleet:

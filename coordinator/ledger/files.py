@@ -3,12 +3,12 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from tandem_files.atomic import naming, sync_folder
 from tandem_files.checkpoints import list_complete
-from tandem_files.ledger.records import groups_file, groups_files, segment, segments
+from tandem_files.ledger.records import groups_file, groups_files, segment, segments, step_file, step_files
 
 # What a power cut may cost of the groups that are finished.
 SYNC_EVERY_S = 1.0
@@ -64,7 +64,7 @@ class _File:
 
 
 class LedgerFiles:
-    """A segment of the log, and the finished groups of the waves under way.
+    """A segment of the log, the finished groups of the waves under way, and the steps after the newest checkpoint.
 
     Args:
         max_mib: run.ledger_max_mib.
@@ -81,6 +81,8 @@ class LedgerFiles:
         # Records for the log: they wait while the disk has no room.
         self._waiting: list[bytes] = []
         self._others = 0  # bytes of the groups of other waves
+        self._steps = {number: path.stat().st_size for number, path in step_files(run_dir).items()}
+        self._lost_step = 0  # steps up to this one are not kept; 0: all since the newest checkpoint are
         self._synced_s = 0.0
         self.remarks: list[str] = []
 
@@ -120,8 +122,7 @@ class LedgerFiles:
         if groups is None:
             return
         try:
-            if self._others + sum(file.size for file in self._groups.values()) + len(content) > self._max_bytes:
-                raise OSError(f"they take more than run.ledger_max_mib ({self._max_bytes // _MIB} MiB)")
+            self._check_room(len(content))
             groups.append(content)
             if time.monotonic() - self._synced_s > SYNC_EVERY_S:
                 with contextlib.suppress(OSError):  # a step's own sync tells of it
@@ -130,6 +131,37 @@ class LedgerFiles:
             self.remarks.append(f"a crash would cost the finished groups of this iteration, they are not kept: {error}")
             groups.empty()  # it may fill the disk
             self._groups.pop(wave).close()
+
+    def keep_step(self, iteration: int, records: Iterable[bytes]) -> None:
+        """Keep an iteration's train step; if one cannot be kept, none is until there is a checkpoint after it."""
+        if self._lost_step:
+            self._lost_step = iteration
+            return
+        step = _File(step_file(self._run_dir, iteration), self._check, os.O_TRUNC)
+        try:
+            for content in records:
+                self._check_room(len(content))
+                step.append(content)
+                self._steps[iteration] = step.size
+        except OSError as error:
+            what = "the loss of the trainer would cost the iterations since the checkpoint, they are not kept"
+            self.remarks.append(f"{what}: {error}")
+            step.empty()  # it may fill the disk
+            self._remove_steps(iteration)
+            self._lost_step = iteration
+        finally:
+            step.close()
+
+    def _check_room(self, num_bytes: int) -> None:
+        kept = self._others + sum(file.size for file in self._groups.values()) + sum(self._steps.values())
+        if kept + num_bytes > self._max_bytes:
+            raise OSError(f"they take more than run.ledger_max_mib ({self._max_bytes // _MIB} MiB)")
+
+    def _remove_steps(self, until: int) -> None:
+        for number in [number for number in self._steps if number <= until]:
+            self._check()
+            step_file(self._run_dir, number).unlink(missing_ok=True)
+            del self._steps[number]
 
     def sync(self) -> None:
         """Force everything to disk. Raises: OSError: the log is not there, and waits; TandemError: of `check`."""
@@ -165,6 +197,9 @@ class LedgerFiles:
         for path in old:
             self._check()
             path.unlink(missing_ok=True)
+        self._remove_steps(max(kept))
+        if max(kept) >= self._lost_step:
+            self._lost_step = 0
 
     def close(self) -> None:
         """Write what waits, as far as possible, and close the files."""

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from coordinator.ledger.files import LedgerFiles
 from coordinator.ledger.groups import group_record, order_digest, scores_record
 from coordinator.ledger.past import Past
+from coordinator.ledger.redo import step_records
 from coordinator.record.state import NotWritten, RunState
 from coordinator.watch import metrics
 from servicekit.errors import Internal, TandemError, describe
@@ -76,6 +77,7 @@ class Ledger:
         max_staleness: most versions between the policy that samples and the one that is trained.
         waves_ahead: how many waves may be under way besides the first one.
         budget: run.missed_checkpoint_budget.
+        redoes: keep train steps for a trainer that is lost (redo.py).
         check: raises if another coordinator leads the run; called before each write, in a thread.
         warn: gets warnings for the run's user.
         thread: writes the records; None: one of its own.
@@ -93,6 +95,7 @@ class Ledger:
         max_staleness: int = 0,
         waves_ahead: int = 0,
         budget: int = 0,
+        redoes: bool = False,
         check: Callable[[], None] = no_check,
         warn: Callable[[str], None] = log.warning,
         thread: Executor | None = None,
@@ -101,7 +104,7 @@ class Ledger:
         self._found, self._account = found, found.account
         self._model, self._rewards = model, rewards
         self._waves_ahead = waves_ahead
-        self._budget, self._warn = budget, warn
+        self._budget, self._redoes, self._warn = budget, redoes, warn
         self._files = LedgerFiles(run_dir, max_mib, check)
         self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="ledger")
         self._waiting: deque[Callable[[], object]] = deque()
@@ -223,8 +226,11 @@ class Ledger:
         samples = {name: indices for name, indices in self._trained.items() if indices != []}
         digest = chained(self.digest, batch.step_id, batch.policy_version, samples)
         step, version = batch.step_id, batch.policy_version
+        after = self._account.position.step_id
         self._put("step", iteration=iteration, step=step, version=version, samples=samples, digest=digest)
         await self._sync()
+        if self._redoes:  # while it is sent
+            self._submit(partial(self._files.keep_step, iteration, step_records(iteration, after, batch)))
 
     async def checkpoint(self, state: RunState) -> None:
         """Note a checkpoint of a run's state, before it is complete; a step may be noted that is not in it.
@@ -240,6 +246,10 @@ class Ledger:
             await self._on_thread(self._files.sync)
         except OSError as error:
             raise NotWritten(f"the ledger's records were not written: {describe(error, advise=False)}") from error
+
+    async def written(self) -> None:
+        """Wait until everything is written that was to be."""
+        await self._on_thread(lambda: None)
 
     def done(self, wave: int) -> None:
         """Note that a state of the run is saved: what is needed no more is removed.

@@ -5,7 +5,7 @@ The replicas wait while the trainer works, and the trainer waits while they gene
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -51,6 +51,20 @@ COMPARE_EVERY, COMPARED, COMPARED_TOKENS = 20, 16, 128
 log = get_logger(__name__)
 
 
+Persist = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
+
+
+async def once(work: Callable[[], Awaitable[Any]]) -> Any:
+    """Do work once, however it ends."""
+    return await work()
+
+
+def _set_event() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
 @dataclass(kw_only=True)
 class Begun:
     """A wave of prompts whose groups are under way.
@@ -81,6 +95,8 @@ class SyncSchedule:
         seed: seed for sampling completions; None: a random seed.
         rng: shuffles samples into updates; its state is saved with the run's.
         ending: set when the run is to end.
+        persist: does what needs the trainer, again if that was lost and has come back.
+        may_train: cleared while the trainer must keep its policy, which is being saved.
     """
 
     MAX_STALENESS: ClassVar[int] = 0
@@ -96,6 +112,8 @@ class SyncSchedule:
     seed: int | None = None
     rng: np.random.Generator = field(repr=False)
     ending: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
+    persist: Persist = once
+    may_train: asyncio.Event = field(default_factory=_set_event, repr=False)
 
     async def iterate(
         self, number: int, policy_version: int, watch: Stopwatch, during_training: BackgroundTask[Any] = NOTHING
@@ -181,6 +199,7 @@ class SyncSchedule:
                 )
                 if batch is not None:
                     await self.ledger.step(number, batch)
+            await self.may_train.wait()
             with watch.part("train"):
                 step = await self.train(batch)
             if during_training.has_work:
@@ -294,7 +313,8 @@ class SyncSchedule:
         if step is None:
             return None
         try:
-            return await self.weights.publish(step.policy_version)
+            sync: SyncResult = await self.persist(partial(self.weights.publish, step.policy_version))
+            return sync
         except TandemError as error:
             if not self.ending.is_set() or not is_retriable(error):
                 raise

@@ -102,6 +102,10 @@ DISPATCH_JOINERS = Counter("tandem_dispatch_joiners_total",
 SAMPLES = Gauge("tandem_samples",
     "Samples in the run's ledger: begun, and what became of them (trained, filtered, dropped, under_way); returned: "
     "those of train steps that a resume has undone.", ["fate"])
+TRAINER_RETURNS = Counter("tandem_trainer_returns_total",
+    "Times that a trainer was lost, and came back to where it was while the run continued.")
+REDONE_STEPS = Counter("tandem_redone_steps_total",
+    "Train steps that a trainer that was lost has done again, from their kept samples.")
 SCORED_COMPLETIONS = Counter("tandem_scored_completions_total",
     "Completions that were scored, by data file (train, heldout).", ["data"])
 REWARD_ERRORS = Counter("tandem_reward_errors_total", "Completions whose scoring failed.", ["data"])

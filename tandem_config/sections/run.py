@@ -52,8 +52,9 @@ class RunSection(Section):
     """Checkpoints in a row that may fail (no disk space, a failed write) before the run ends; each is warned of. The
     last one, of the final iteration or a stop, must not fail. 0: the first failure ends the run."""
     ledger_max_mib: PositiveInt = setting(8192, "8,192 completions of 32,000 tokens take 2,000 MiB", "MiB")
-    """Size of the finished groups in the run's ledger, which a crash would cost otherwise: those of the iteration under
-    way, and of the one after each checkpoint. Beyond it they are not kept, with a warning."""
+    """Size of what the run's ledger keeps because a crash would cost it otherwise: finished groups of the iteration
+    under way and of the one after each checkpoint, and the train steps since the newest. Beyond it they are not kept,
+    with a warning."""
     export_every: PositiveInt | None = setting(
         None, "an export costs the size of the model and seconds of the trainer", "iterations"
     )
@@ -67,16 +68,16 @@ class RunSection(Section):
     """Stop early once held-out greedy accuracy, which is a mean score (reward.accuracy), is at least this; null: run
     all iterations."""
     trainer_restarts: int = setting(2, "what fails three times does not fail by chance", "restarts", ge=0)
-    """Times within any hour that `tandem run` restarts a trainer that has died, from the newest checkpoint, before it
-    gives up; in a cluster the orchestrator does that."""
+    """Times in a row, without a finished iteration between, that `tandem run` restarts a trainer that has died; in a
+    cluster the orchestrator does that. It does the steps since its checkpoint again (docs/ledger.md)."""
     replica_restarts: int = setting(
         4, "a restart costs half an iteration at most, and engines die most often", "restarts", ge=0
     )
-    """Times within any hour that `tandem run` restarts a replica that has died; one that dies more often is left out as
-    long as rollout.min_replicas others remain, and ends the run otherwise."""
+    """Times in a row that `tandem run` restarts a replica that has died within ten minutes; then it is left out as long
+    as rollout.min_replicas others remain, and ends the run otherwise."""
     coordinator_restarts: int = setting(2, "what fails three times does not fail by chance", "restarts", ge=0)
-    """Times within any hour that `tandem run` restarts a coordinator that was killed. It takes over trainer and
-    replicas as they are, and continues after its last iteration (docs/ledger.md)."""
+    """Times in a row, without a finished iteration between, that `tandem run` restarts a coordinator that was killed.
+    It takes over trainer and replicas as they are, and continues after its last iteration (docs/ledger.md)."""
     stop_timeout_s: PositiveFloat = setting(
         60.0, "a step and a checkpoint of some GB; a second Ctrl-C ends the wait", "s"
     )

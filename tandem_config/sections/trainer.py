@@ -138,6 +138,11 @@ class TrainerSection(Section):
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel * self.context_parallel
 
     @property
+    def resumes_exactly(self) -> bool:
+        """Whether a trainer that has loaded a checkpoint continues as the one that wrote it would have."""
+        return self.checkpoint_optimizer and self.checkpoint_extra
+
+    @property
     def parallel_sizes(self) -> dict[str, Any]:
         """Arguments of weightsync.layouts.layout.Parallel, which this package does not import."""
         return {

@@ -3,6 +3,7 @@
 ledger/00000007.log              a segment of the log: what happened, in order; sealed when the next one begins
        iteration-00000012.groups  finished groups of a wave of prompts, and scores of an iteration; removed when nothing
                                   can need them
+       step-00000012.redo         a train step as it was sent, for a trainer that is lost before the next checkpoint
 
 A record is a head (_HEAD), a JSON object, and bytes that it describes. Sealed segments do not change any more, and
 each has one writer, so the folder may be on a network file system.
@@ -26,6 +27,7 @@ _MAGIC = b"\x89TLr"
 _HEAD = struct.Struct("<4sIII")
 _SEGMENT = re.compile(r"(\d{8})\.log")
 _GROUPS = re.compile(r"iteration-(\d{8,})\.groups")
+_STEP = re.compile(r"step-(\d{8,})\.redo")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +121,16 @@ def groups_files(run_dir: Path) -> dict[int, Path]:
 def groups_file(run_dir: Path, wave: int) -> Path:
     """Return the path of a wave's finished groups."""
     return run_dir / FOLDER / f"iteration-{wave:08}.groups"
+
+
+def step_files(run_dir: Path) -> dict[int, Path]:
+    """Return the files of train steps that can be done again, by iteration, in order."""
+    return _numbered(run_dir, _STEP)
+
+
+def step_file(run_dir: Path, iteration: int) -> Path:
+    """Return the path of an iteration's train step."""
+    return run_dir / FOLDER / f"step-{iteration:08}.redo"
 
 
 def wave_of_file(path: Path) -> int:

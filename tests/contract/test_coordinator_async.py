@@ -15,6 +15,7 @@ from tandem_api.common.v1 import common_pb2
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_config.schema import ASYNC_DEFAULTS, RunConfig
 from tandem_files.ledger.reading import read_ledger
+from tandem_files.ledger.records import step_files
 from tests.contract.coordinator_runs import (
     account_of,
     asked,
@@ -138,6 +139,8 @@ async def test_a_run_that_lost_its_trainer_loses_no_finished_group_of_a_known_po
         assert await attempt(config, environment, resume=False) == 1
     assert [row["iteration"] for row in rows(environment)] == [1, 2, 3]
     kept = fleet.trainer_service.steps[:2]
+    for path in step_files(environment.run_dir).values():
+        path.unlink()
 
     again = launched_again(environment, "t2")
     async with announced_fleet(again.redis_url, again.run_id, FakeTrainer(policy_version=2)) as fleet:

@@ -19,6 +19,7 @@ from servicekit.environment import ServiceEnvironment
 from servicekit.errors import Internal
 from tandem_config.loading import dump_resolved
 from tandem_config.schema import RunConfig
+from tandem_files.checkpoints import list_complete
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
 from tests.contract.kube_objects import (
     NAMESPACE,
@@ -123,9 +124,9 @@ class TrainerPod:
         self.service = FakeTrainer()
 
     async def start(self) -> None:
-        """Another process, up."""
+        """Another process, up, with the newest checkpoint."""
         environment = self._environment
-        self.service = FakeTrainer()
+        self.service = FakeTrainer(policy_version=newest_version(environment.run_dir))
         services = await self._stack.enter_async_context(fake_fleet(num_replicas=0, trainer=self.service))
         slots = ["trainer/0", "trainer/1"]
         address = services.addresses["trainer"]
@@ -139,6 +140,11 @@ class TrainerPod:
     def show(self, **state: Any) -> None:
         """What the API server says of the pod; without anything: that it is ready."""
         self._api.put(pod("trainer-0", component="trainer", run_id=self._environment.run_id, **state))
+
+
+def newest_version(run_dir: Path) -> int:
+    complete = list_complete(run_dir)
+    return int((complete[-1][1] / "trainer" / "version").read_text()) if complete else 0
 
 
 @asynccontextmanager
@@ -331,7 +337,7 @@ async def test_a_trainer_that_is_drained_loses_no_iteration(
     environment: ServiceEnvironment,
     start: Start,
 ) -> None:
-    """Its pod is deleted, and it serves until the run has saved: the next one resumes from there."""
+    """Its pod is deleted, and it serves until the run has saved: the next one continues from there."""
     async with pods(api, environment) as (trainer, _):
         coordinator = start(with_settings(kube_config, run={"checkpoint_every": 100_000}))
         await iterated(environment, 4)
@@ -340,15 +346,16 @@ async def test_a_trainer_that_is_drained_loses_no_iteration(
         api.put(told_to_end(api.get("Pod", "trainer-0", NAMESPACE), 160))
         trainer.service.leaves = True
         await soon(lambda: trainer.service.saved != [])
-        await soon(lambda: any("asked to end, and has saved" in text for _, text in coordinator.status()))
-        done = len(rows(environment))
+        (saved,) = trainer.service.saved
+        done, trained = len(rows(environment)), len(trainer.service.steps)
         await trainer.stop()
+        assert len(trainer.service.steps) == trained, "it would have to be saved again"
         api.delete("Pod", "trainer-0", NAMESPACE)
         trainer.show(ready=False, phase="Pending")
         await trainer.start()
         await soon(lambda: len(rows(environment)) > done)
-        ((folder, _),) = trainer.service.restored
-        assert int(folder.split("/")[-2].rpartition("-")[2]) == done
+        assert int(saved.parent.name.rpartition("-")[2]) == done
+        assert trainer.service.steps[0].header.policy_version == done, "nothing is done again"
         assert await asyncio.to_thread(coordinator.stop) == 0
     iterations = [row["iteration"] for row in rows(environment)]
     assert iterations == list(range(1, len(iterations) + 1))
@@ -445,10 +452,8 @@ async def test_a_run_waits_for_a_trainer_that_is_rescheduled_and_ends_with_one_t
         done = len(rows(environment))
         await trainer.start()
         await soon(lambda: len(rows(environment)) > done)
-        ((folder, version),) = trainer.service.restored
-        checkpoint = int(folder.split("/")[-2].rpartition("-")[2])
-        assert done - 2 < checkpoint <= done  # run.checkpoint_every
-        assert version > checkpoint  # not a version that a replica has had
+        assert trainer.service.restored == []
+        assert done - 2 < trainer.service.steps[0].header.policy_version <= done  # run.checkpoint_every
         troubles = [text for name, text in await asyncio.to_thread(coordinator.status) if name == "trouble"]
         assert not [text for text in troubles if "have equal rewards" not in text]  # which these fakes may give
 

@@ -19,7 +19,17 @@ from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import list_complete
 from tandem_files.ledger.account import Account
 from tandem_files.ledger.reading import read_ledger
-from tandem_files.ledger.records import FOLDER, FORMAT, Record, framed, groups_files, read_records, segment, segments
+from tandem_files.ledger.records import (
+    FOLDER,
+    FORMAT,
+    Record,
+    framed,
+    groups_files,
+    read_records,
+    segment,
+    segments,
+    step_files,
+)
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
 from tests.fakes.fake_fleet import FakeFleet, announced_fleet
 from tests.fakes.fake_sync import Fault
@@ -160,12 +170,14 @@ def fail_sync_after(fleet: FakeFleet, step: int) -> Callable[[int], Awaitable[No
     return before
 
 
-async def test_a_lost_trainer_costs_the_steps_since_the_checkpoint_by_name(
+async def test_a_lost_trainer_whose_steps_are_not_kept_costs_those_since_the_checkpoint_by_name(
     config: RunConfig, environment: ServiceEnvironment
 ) -> None:
     async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
         refuse_from(fleet, "i4.g3.")
         assert await attempt(config, environment, resume=False) == 1
+    for path in step_files(environment.run_dir).values():
+        path.unlink()
     async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
         assert await attempt(config, environment) == 0
         again = asked(fleet)

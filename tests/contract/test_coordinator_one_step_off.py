@@ -11,6 +11,7 @@ from servicekit.errors import InvalidRequest, NotFinite, Unavailable
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_config.schema import RunConfig
 from tandem_files.ledger.reading import read_ledger
+from tandem_files.ledger.records import step_files
 from tests.contract.coordinator_runs import (
     account_of,
     asked,
@@ -97,8 +98,9 @@ async def test_another_model_ends_the_run_when_both_are_compared(
     assert [row["iteration"] for row in rows(environment)] == [1, 2]
 
 
+@pytest.mark.parametrize("has_steps", [True, False])
 async def test_a_run_that_lost_its_trainer_equals_an_uninterrupted_one(
-    config: RunConfig, environment: ServiceEnvironment
+    config: RunConfig, environment: ServiceEnvironment, has_steps: bool
 ) -> None:
     async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
         assert await attempt(config, environment, resume=False) == 0
@@ -113,18 +115,21 @@ async def test_a_run_that_lost_its_trainer_equals_an_uninterrupted_one(
     assert [row["iteration"] for row in rows(second)] == [1, 2, 3]
     first_part = [step.chunks for step in fleet.trainer_service.steps[:2]]
 
+    for path in step_files(second.run_dir).values() if not has_steps else ():
+        path.unlink()
     third = launched_again(second, "t3")
     async with announced_fleet(third.redis_url, third.run_id, FakeTrainer(policy_version=2)) as fleet:
         assert await attempt(config, third) == 0
         again = asked(fleet)
     assert first_part + [step.chunks for step in fleet.trainer_service.steps] == whole
-    # The groups of iterations 3 and 4 are of policies up to the checkpoint's: they are restored. Those of 5 are lost.
-    assert set(again) == {5, 6}
+    # The groups of iterations 3 and 4 are of policies up to the checkpoint's: they are restored. Those of 5 are lost
+    # with their policy, or not.
+    assert set(again) == ({6} if has_steps else {5, 6})
     account = read_ledger(third.run_dir, "t2").account
     assert account.problems == []
     assert (account.under_way, account.total("trained")) == (0, ITERATIONS * PROMPTS * SIZE)
     # Iteration 3 was trained after the checkpoint; the step of 4 was noted, and failed.
-    assert account.counts["returned"] == 2 * PROMPTS * SIZE
+    assert account.counts["returned"] == (0 if has_steps else 2) * PROMPTS * SIZE
 
 
 async def test_a_crash_in_a_generation_ahead_costs_no_finished_group(

@@ -20,6 +20,7 @@ from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.trainer.v1 import trainer_pb2
 from tandem_api.weights.v1 import weights_pb2
 from tandem_config.schema import RunConfig
+from tandem_files.ledger.records import step_files
 from tandem_files.run_config import NEXT_CONFIG, RESOLVED_CONFIG
 from tandem_files.run_folder import note_launch
 from tests.contract.coordinator_runs import launched_again, rows, saved_state, with_settings
@@ -217,13 +218,18 @@ async def test_a_trainer_of_another_version_is_refused(config: RunConfig, enviro
     assert "policy version 3, this run begins at 0" in saved_state(environment)["error"]
 
 
-@pytest.mark.parametrize(("trained", "served"), [(2, 4), (4, 4), (3, 1)])
+@pytest.mark.parametrize(("trained", "served", "has_steps"), [(2, 4, False), (2, 5, True), (4, 4, True), (3, 1, True)])
 async def test_a_restarted_run_takes_over_services_that_are_ahead_of_its_checkpoint(
-    config: RunConfig, environment: ServiceEnvironment, trained: int, served: int
+    config: RunConfig, environment: ServiceEnvironment, trained: int, served: int, has_steps: bool
 ) -> None:
-    """Checkpoint 2 of six iterations; a trainer that was restarted from it, or one that lives; replicas that live."""
+    """Checkpoint 2 of six iterations; a trainer that was restarted from it, or one that lives; replicas that live.
+
+    Without the steps since then, or with a replica that is ahead of them.
+    """
     async with fleet_of(environment, FakeTrainer(faults=failing_at(4))):
         assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 1
+    for path in step_files(environment.run_dir).values() if not has_steps else ():
+        path.unlink()
     again = launched_again(environment, "again")
     async with fleet_of(again, FakeTrainer(policy_version=trained)) as fleet:
         for service in fleet.rollout_services:

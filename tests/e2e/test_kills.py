@@ -25,7 +25,7 @@ from tests.e2e.conftest import Tandem, pid_of, rows_of, run_arguments, summary_o
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(3000)]
 
 KILLS, ITERATIONS, SEED = 10, 40, 11
-COORDINATOR_KILLS = 8  # `tandem run` waits longer before each of its restarts: 20 of them take 20 minutes
+COORDINATOR_KILLS, TRAINER_KILLS = 8, 5
 MOST_BETWEEN = 2  # iterations
 VICTIMS = ("trainer_service", "rollout_service", "coordinator")
 CURVE = ("loss", "grad_norm", "reward_mean", "entropy", "response_length_mean")
@@ -93,14 +93,17 @@ def test_ten_kills_do_not_bend_the_curve(tandem: Callable[..., Tandem], tmp_path
 
 
 @pytest.mark.parametrize("schedule", ["sync", "one_step_off", "async"])
-def test_kills_of_the_coordinator_cost_no_iteration_and_no_finished_group(
-    tandem: Callable[..., Tandem], tmp_path: Path, schedule: str
+@pytest.mark.parametrize("victims", [("coordinator",), ("trainer_service",), ("trainer_service", "coordinator")])
+def test_kills_cost_no_iteration_and_no_finished_group(
+    tandem: Callable[..., Tandem], tmp_path: Path, schedule: str, victims: Sequence[str]
 ) -> None:
     folder, chance = tmp_path / "runs" / "struck", random.Random(SEED)
-    iterations = 2 * COORDINATOR_KILLS + 5
+    kills = COORDINATOR_KILLS if victims == ("coordinator",) else TRAINER_KILLS
+    iterations = 2 * kills + 5
     settings = {
         "run__iterations": iterations,
-        "run__coordinator_restarts": COORDINATOR_KILLS,
+        "run__coordinator_restarts": kills,
+        "run__trainer_restarts": kills,
         # As they are by default.
         "run__checkpoint_every": 10,
         "run__evaluate_every": 5,
@@ -110,8 +113,8 @@ def test_kills_of_the_coordinator_cost_no_iteration_and_no_finished_group(
     }
     run = tandem(*run_arguments("struck", **settings))
     run.wait_iteration(1)
-    for _ in range(COORDINATOR_KILLS):
-        kill(run, folder, chance, ["coordinator"])
+    for _ in range(kills):
+        kill(run, folder, chance, victims)
     assert run.wait_end(900) == 0, run.output()
     assert [row["iteration"] for row in rows_of(folder)] == list(range(1, iterations + 1))
     account = proven(folder)

@@ -77,6 +77,11 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
         self.saved_version = self.policy_version
         self._background: tuple[Path, int, TandemError | None] | None = None
 
+    def restart(self, policy_version: int) -> None:
+        """Lose everything but a checkpoint's policy, as a process that has started again."""
+        self.policy_version = self.saved_version = policy_version
+        self.step_id, self._replies, self._background = "", {}, None
+
     async def TakeOver(self, request: pb.TakeOverRequest, context: Any) -> pb.TakeOverResponse:
         self.fence.admit(request.fence)
         return pb.TakeOverResponse(policy_version=self.policy_version)
@@ -159,6 +164,10 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
         self.fence.admit(request.fence)
         if request.path and not Path(request.path, "version").is_file():
             raise InvalidRequest(f"{request.path} is no checkpoint")
+        if request.policy_version < self.policy_version:  # as the real one says it
+            raise InvalidRequest(
+                f"version {request.policy_version} is less than the trainer's own, {self.policy_version}"
+            )
         self.restored.append((request.path, request.policy_version))
         self.step_id = ""
         self.policy_version = self.saved_version = request.policy_version

@@ -201,6 +201,13 @@ _SAMPLES = Row(
             gauge("tandem_samples", "{{fate}}"),
         ),
         panel(
+            "Trainer came back",
+            "Losses of the trainer that the run has outlived, and train steps that it did again because of them.",
+            increase("tandem_trainer_returns_total", "losses"),
+            increase("tandem_redone_steps_total", "steps done again"),
+            unit="short",
+        ),
+        panel(
             "Warnings",
             "By kind; their text is in the coordinator's log.",
             increase("tandem_warnings_total", "{{kind}}", by="kind"),

@@ -1,7 +1,7 @@
 """Decides whether a run waits for a lost trainer, by what the cluster does with its pods.
 
 its pods, from the error on            the run
-ended, replaced, started again         waits until they are ready, and resumes from its newest checkpoint
+ended, replaced, started again         waits until they are ready, and continues (ledger/returning.py), or resumes
 queued                                 waits as long as they are queued
 dead                                   ends: a person must act
 unchanged, and the trainer answers     ends: the error had another cause
@@ -52,19 +52,6 @@ class TrainerGuard:
             raise error
         await self._wait_until_up(error)
 
-    async def wait_for_next(self) -> None:
-        """Wait until the cluster has replaced the trainer, which was asked to end and has saved.
-
-        Raises: TrainerDead, DeadlineExceeded: no other one comes, and why.
-        """
-        leaves = Unavailable("it was asked to end, and has saved")
-        deadline_s = self._clock() + self._cluster.settings.reschedule_timeout_s
-        while not self._has_changed():
-            if self._clock() >= deadline_s or not self._cluster.pods.is_current:
-                raise leaves
-            await asyncio.sleep(LOOK_INTERVAL_S)
-        await self._wait_until_up(leaves)
-
     async def _wait_until_up(self, error: TandemError) -> None:
         _, reason = self._cluster.trainer_outlook()
         self._cluster.noted.note("trainer", f"the trainer was lost ({reason or 'its pods were replaced'}): {error}")
@@ -83,6 +70,7 @@ class TrainerGuard:
             if self._clock() >= deadline_s:
                 raise DeadlineExceeded(f"waited {timeout_s:g} s for the trainer: {reason}; lost by: {error}") from error
             await asyncio.sleep(LOOK_INTERVAL_S)
+        self._before = self._incarnations()
         self._cluster.noted.note("trainer", "")
 
     async def _is_lost(self) -> bool:

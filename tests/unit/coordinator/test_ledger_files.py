@@ -1,11 +1,12 @@
-"""The files of a ledger that nothing needs any more."""
+"""The files of a ledger: what is kept for how long, and what nothing needs any more."""
 
 from pathlib import Path
 
 import pytest
 
 from coordinator.ledger.files import LedgerFiles
-from tandem_files.ledger.records import FOLDER, segment, segments
+from tandem_files.checkpoints import mark_complete, step_folder
+from tandem_files.ledger.records import FOLDER, segment, segments, step_files
 
 
 @pytest.mark.parametrize("steps", range(6))
@@ -27,3 +28,45 @@ def test_a_process_that_is_killed_while_it_tidies_leaves_no_gap(tmp_path: Path, 
     except KeyboardInterrupt:
         assert steps < 3
     assert list(segments(tmp_path)) == list(range(1 + min(steps, 3), 6))
+
+
+def test_steps_beyond_the_budget_are_given_up_until_there_is_a_checkpoint_after_them(tmp_path: Path) -> None:
+    files = LedgerFiles(tmp_path, 1, lambda: None)
+    half = bytes(1 << 19)
+    files.keep_step(1, [half])
+    assert list(step_files(tmp_path)) == [1]
+    files.keep_step(2, [half, half])
+    assert list(step_files(tmp_path)) == [], "what is left of the line is of no use"
+    (remark,) = files.remarks
+    assert "the loss of the trainer would cost the iterations since the checkpoint" in remark
+    assert "run.ledger_max_mib (1 MiB)" in remark
+    files.keep_step(3, [b"small"])
+    assert list(step_files(tmp_path)) == []
+    files.tidy(1, {}, {}, 0)
+    files.keep_step(4, [b"small"])
+    assert list(step_files(tmp_path)) == []
+    complete(tmp_path, 4)
+    files.tidy(1, {}, {}, 0)
+    files.keep_step(5, [b"small"])
+    assert list(step_files(tmp_path)) == [5]
+
+
+def test_steps_are_kept_until_a_checkpoint_after_them_is_complete(tmp_path: Path) -> None:
+    files = LedgerFiles(tmp_path, 1, lambda: None)
+    for iteration in range(1, 6):
+        files.keep_step(iteration, [b"step"])
+    files.tidy(6, {}, {}, 0)
+    assert list(step_files(tmp_path)) == [1, 2, 3, 4, 5]
+    complete(tmp_path, 3)
+    files.tidy(6, {}, {}, 0)
+    assert list(step_files(tmp_path)) == [4, 5]
+    # Another process counts what is there.
+    again = LedgerFiles(tmp_path, 1, lambda: None)
+    again.keep_step(6, [bytes(1 << 20)])
+    assert list(step_files(tmp_path)) == []
+
+
+def complete(run_dir: Path, iteration: int) -> None:
+    folder = step_folder(run_dir, iteration)
+    folder.mkdir(parents=True)
+    mark_complete(folder, iteration=iteration, policy_version=iteration, model="m", model_fingerprint="f")

@@ -1,4 +1,4 @@
-"""Which deaths a run outlives: budgets within an hour, back-off, replicas that are left out."""
+"""Which deaths a run outlives: budgets of restarts in a row, back-off, replicas that are left out."""
 
 import json
 from pathlib import Path
@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from launcher.run.restarts import Restarts
+from launcher.run.restarts import LIVED_WELL_S, Restarts
 from launcher.run.supervisor import ProcessExit, ProcessSpec
-from servicekit.lifecycle.budget import HOUR_S
 from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import mark_complete, step_folder
 from tandem_files.run_config import NEXT_CONFIG, adopt_next
@@ -50,7 +49,7 @@ def death(tmp_path: Path, name: str, code: int = KILLED) -> ProcessExit:
     ("name", "again"),
     [
         ("rollout-1", {"rollout-1"}),
-        ("trainer-1", {"trainer-0", "trainer-1", "coordinator"}),
+        ("trainer-1", {"trainer-0", "trainer-1"}),
         ("coordinator", {"coordinator"}),
         # it says that the trainer does not answer: a frozen one has died, whatever its processes do
         ("coordinator:3", {"trainer-0", "trainer-1", "coordinator"}),
@@ -110,23 +109,32 @@ def test_the_text_names_the_dead_the_checkpoint_and_the_budget(tmp_path: Path, c
     assert restart is not None
     assert restart.text == (
         "coordinator was ended by SIGKILL; it takes over the services and continues where it was, or from the "
-        "checkpoint of iteration 7 (restart 1 of 2 an hour, run.coordinator_restarts)"
+        "checkpoint of iteration 7 (restart 1 of 2 in a row, run.coordinator_restarts)"
     )
 
 
-def test_restarts_wait_longer_and_longer_and_are_forgotten_after_an_hour(tmp_path: Path, clock: Clock) -> None:
-    restarts = restarts_of(tmp_path, clock, coordinator_restarts=9)
+@pytest.mark.parametrize("name", ["coordinator", "trainer-0", "rollout-0"])
+def test_restarts_in_a_row_wait_longer_and_longer_until_there_is_progress(
+    tmp_path: Path, clock: Clock, name: str
+) -> None:
+    budgets: dict[str, Any] = dict.fromkeys(("coordinator_restarts", "trainer_restarts", "replica_restarts"), 9)
+    restarts = restarts_of(tmp_path, clock, **budgets)
+    state = tmp_path / "state.json"
+    state.write_text(json.dumps({"iteration": 3}))
     delays_s = []
     for _ in range(9):
-        restart = restarts.after(death(tmp_path, "coordinator"))
+        restart = restarts.after(death(tmp_path, name))
         assert restart is not None
         delays_s.append(restart.delay_s)
+        clock.now_s += LIVED_WELL_S / 2
     assert delays_s == [0, 1, 2, 4, 8, 16, 32, 60, 60]
-    assert restarts.after(death(tmp_path, "coordinator")) is None
-    clock.now_s = HOUR_S
-    restart = restarts.after(death(tmp_path, "coordinator"))
+    last = restarts.after(death(tmp_path, name))
+    assert last is None or last.names == frozenset()  # a replica is left out
+    clock.now_s += LIVED_WELL_S
+    state.write_text(json.dumps({"iteration": 4}))
+    restart = restarts.after(death(tmp_path, name))
     assert restart is not None
-    assert restart.delay_s == 0
+    assert (restart.names >= {name}, restart.delay_s) == (True, 0)
 
 
 def test_each_replica_has_its_own_budget(tmp_path: Path, clock: Clock) -> None:
