@@ -105,7 +105,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
     """
     config, inputs = app.config, app.inputs
     fleet = LendingFleet(services.fleet, keep=max(1, config.rollout.min_replicas), lent=app.observed.lent)
-    services = replace(services, fleet=fleet)
+    services, lending = replace(services, fleet=fleet), fleet if config.schedule.kind == "async" else None
     weights = _weights(app, services, group, lead)
     rollouts = _rollouts(app, services, weights.seed_late_joiners)
     scorer = build_scorer(config, inputs.codec, app.rewards)
@@ -134,13 +134,10 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
         settings=config.run,
         logprob_diff_stop=config.grpo.logprob_diff_stop,
         run_dir=app.environment.run_dir,
-        # Replicas that join cannot be seeded while the trainer, which sends the weights, is at work.
         schedule=chosen(config, schedule, beside_training=_rollouts(app, services, seed=None)),
         trainer=services.trainer,
         returning=returning,
-        evaluations=_evaluations(
-            app, services, scorer, rollouts, fleet if config.schedule.kind == "async" else None, progress
-        ),
+        evaluations=_evaluations(app, services, scorer, rollouts, lending, progress),
         rows=rows,
         checkpoints=_checkpoints(app, services, progress, rows, ledger, leading),
         exporter=_exporter(app, services, progress),
