@@ -229,7 +229,7 @@ class Ledger:
         after = self._account.position.step_id
         self._put("step", iteration=iteration, step=step, version=version, samples=samples, digest=digest)
         await self._sync()
-        if self._redoes:  # while it is sent
+        if self._redoes and not self.past.sent(iteration):  # while it is sent
             self._submit(partial(self._files.keep_step, iteration, step_records(iteration, after, batch)))
 
     async def checkpoint(self, state: RunState) -> None:

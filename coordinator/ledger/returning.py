@@ -8,7 +8,6 @@ it answers, and is where it was      fails with the error: the trainer was not i
 """
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,27 +168,31 @@ class ReturningTrainer:
             ) from error
         if self._returns > MAX_RETURNS:
             raise TrainerLost(f"{error}; the trainer was lost {self._returns} times without a step between") from error
-        begun_s = time.monotonic()
+        begun_s = self._now_s()
         self.warn(f"the trainer is lost, generation continues while it starts again: {error}")
         first = await first_of({"back": self.waiting.until_back(error), "ending": self.ending})
         if first.name == "ending":
             raise error
-        back_s = time.monotonic()
+        back_s = self._now_s()
         try:
             await self._redo(way)
         except TandemError as again:
             return again
         metrics.TRAINER_RETURNS.inc()
-        now_s = time.monotonic()
+        now_s = self._now_s()
         self.warn(
             f"the trainer is back after {now_s - begun_s:.0f} s: {len(way.steps)} steps since its checkpoint were done "
             f"again in {now_s - back_s:.1f} s, nothing was generated again"
         )
         return None
 
+    @staticmethod
+    def _now_s() -> float:
+        return asyncio.get_running_loop().time()
+
     async def _is_lost(self, error: TandemError) -> bool:
         """Whether it does not answer, or is not where it was; looked at for a while if it may be about to end."""
-        deadline_s = time.monotonic() + (NEWS_S if isinstance(error, _LOSSES) else 0.0)
+        deadline_s = self._now_s() + (NEWS_S if isinstance(error, _LOSSES) else 0.0)
         while True:
             try:
                 status = await self.trainer.status()
@@ -197,7 +200,7 @@ class ReturningTrainer:
                 return True
             if not self._is_there(status) and (not self._sent or status.step_id != self._sent):
                 return True
-            if time.monotonic() >= deadline_s:
+            if self._now_s() >= deadline_s:
                 return False
             await asyncio.sleep(LOOK_INTERVAL_S)
 

@@ -5,12 +5,13 @@ and the run's folder. Each policy has a number of its own, which is in the log-p
 """
 
 import asyncio
+import contextlib
 import math
 import random
 import shutil
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +27,7 @@ from coordinator.generate.joiners import Patience
 from coordinator.learn.scoring import Scorer
 from coordinator.ledger.ledger import Ledger, Restored
 from coordinator.ledger.past import MAX_REPEATS
+from coordinator.ledger.returning import ReturningTrainer
 from coordinator.record.state import RunState
 from coordinator.schedule import sync
 from coordinator.schedule.asynchronous import Asynchronous
@@ -33,13 +35,16 @@ from coordinator.schedule.one_step_off import OneStepOff
 from coordinator.schedule.pipeline import Pipeline
 from coordinator.schedule.sync import SyncSchedule
 from coordinator.sync.weight_sync import WeightSync
+from coordinator.take_over import LastIteration
 from launcher.simulate.virtual_loop import Inline, run
-from servicekit.errors import Internal
+from servicekit.errors import Internal, TandemError, Unavailable
 from servicekit.lifecycle.tasks import cancel
 from servicekit.stopwatch import Stopwatch
+from tandem_api.trainer.v1 import trainer_pb2
 from tandem_clients.flow import Group, GroupScores, Order, Prompt, Sample, Sampling, TrainBatch, TrainResult
+from tandem_clients.trainer import Trainer, step_requests
 from tandem_config.schema import DataSection, GrpoSection
-from tandem_files.checkpoints import COMPLETE
+from tandem_files.checkpoints import COORDINATOR_FILE, mark_complete, newest_sound
 from tandem_files.ledger.reading import read_ledger
 from tandem_files.tokenizer import TextCodec
 from tests.fakes.fake_sampler import FakeSampler
@@ -77,6 +82,8 @@ class Step:
     step_id: str
     policy: int
     samples: dict[str, set[int]]  # with the policies that sampled each
+    becomes: int = 0
+    sent: list[bytes] = field(default_factory=list)  # all of it
 
 
 @dataclass
@@ -101,6 +108,11 @@ class World:
     last: RunState | None = None
     saved: RunState | None = None
     num_saved: int = 0  # steps
+    step_id: str = ""  # as the trainer says it
+    known: dict[str, Step] = field(default_factory=dict)
+    blinks: float = 0.0  # how often a step is one with which the trainer is lost
+    redone: int = 0
+    is_away: bool = False
     newest: int = 0  # of all versions
     finished: dict[str, set[int]] = field(default_factory=dict)  # groups, with the policies that sampled them
     grpo: GrpoSection = GRPO
@@ -124,6 +136,9 @@ class World:
         assert batch.policy_version == self.version
         sent.set()
         await asyncio.sleep(self.random.uniform(0.5, 10.0))
+        if self.random.random() < self.blinks:
+            self.blink()
+            raise Unavailable("killed")
         whole = [sample for update in batch.updates for sample in update]
         samples = {sample.sample_id: self.sampled_by(sample.completion.logprobs) for sample in whole}
         ages = {name: self.age_of(policies) for name, policies in samples.items()}
@@ -131,13 +146,56 @@ class World:
         said = {sample.sample_id: batch.policy_version - sample.completion.oldest_version for sample in whole}
         assert said == ages
         assert not {name for step in self.line for name in step.samples} & samples.keys(), "trained twice"
-        self.line.append(Step(batch.step_id, self.policy, samples))
-        self.policies += 1
-        self.policy, self.version = self.policies, self.version + 1
+        return self._done(self._step(batch.step_id, list(step_requests(batch))))
+
+    def _step(self, step_id: str, messages: Sequence[trainer_pb2.TrainStepRequest]) -> Step:
+        """What was sent again is what was sent before, and leads to the same policy."""
+        content = [message.SerializeToString() for message in messages]
+        if step_id not in self.known:
+            self.policies += 1
+            samples: dict[str, set[int]] = {}
+            for chunk in [message.chunk for message in messages[1:]]:
+                logprobs, at = np.frombuffer(chunk.rollout_logprobs_f32, np.float32), 0
+                for name, num in zip(chunk.sample_ids, chunk.completion_lengths, strict=True):
+                    samples[name], at = self.sampled_by(logprobs[at : at + num].tolist()), at + num
+            self.known[step_id] = Step(step_id, self.policy, samples, self.policies, content)
+        step = self.known[step_id]
+        assert (self.policy, content) == (step.policy, step.sent)
+        return step
+
+    def _done(self, step: Step) -> TrainResult:
+        self.line.append(step)
+        self.policy, self.version, self.step_id = step.becomes, self.version + 1, step.step_id
         self.newest = max(self.newest, self.version)
-        result = TrainResult(step_id=batch.step_id, policy_version=self.version, metrics={}, seconds={})
-        self.replies = {batch.step_id: result}
+        result = TrainResult(step_id=step.step_id, policy_version=self.version, metrics={}, seconds={})
+        self.replies = {step.step_id: result}
         return result
+
+    async def redo_step(
+        self, requests: Callable[[], Iterator[trainer_pb2.TrainStepRequest]], step_id: str
+    ) -> TrainResult:
+        """A step that was done before leads to the policy that it led to."""
+        await asyncio.sleep(self.random.uniform(0.5, 10.0))
+        if self.random.random() < self.blinks:
+            self.blink()
+            raise Unavailable("killed")
+        again = list(requests())
+        assert again[0].header.policy_version == self.version
+        self.redone += 1
+        return self._done(self._step(step_id, again))
+
+    async def status(self) -> trainer_pb2.GetStatusResponse:
+        if self.is_away:
+            raise Unavailable("connection refused")
+        return trainer_pb2.GetStatusResponse(policy_version=self.version, step_id=self.step_id)
+
+    async def restore(self, folder: Path | None, version: int) -> None:
+        assert version >= self.version
+        self.version = version
+
+    async def until_back(self, error: TandemError) -> None:
+        await asyncio.sleep(self.random.uniform(5.0, 100.0))
+        self.is_away = False
 
     @staticmethod
     def sampled_by(logprobs: Sequence[float]) -> set[int]:
@@ -151,8 +209,18 @@ class World:
         ancestors = [step.policy for step in self.line] + [self.policy]
         return max(len(ancestors) - 1 - ancestors.index(one) if one in ancestors else math.inf for one in policies)
 
+    def blink(self) -> None:
+        """It starts again from the checkpoint, under the version that this has."""
+        self.is_away = True
+        self.version -= len(self.line) - self.num_saved
+        if self.num_saved < len(self.line):
+            self.policy = self.line[self.num_saved].policy
+        del self.line[self.num_saved :]
+        self.replies, self.step_id = {}, ""
+
     def lose_trainer(self) -> None:
         """The next one begins at the checkpoint, under a version that nobody has had."""
+        self.step_id = ""
         if self.num_saved < len(self.line):
             self.policy = self.line[self.num_saved].policy
         del self.line[self.num_saved :]
@@ -216,9 +284,9 @@ class WatchedLedger(Ledger):
         return restored
 
 
-async def process(world: World, kind: str, number: int) -> None:
+async def process(world: World, kind: str, number: int, *, may_repeat: bool = True) -> None:
     """One process of the coordinator, as coordinator/run.py lets it continue."""
-    found = read_ledger(world.folder, "r")
+    found, world.is_away = read_ledger(world.folder, "r"), False
     staleness, ahead = ages_of(world, kind)
     world.max_staleness, world.in_flight = staleness, kind == "async"
     ledger = WatchedLedger(
@@ -229,11 +297,25 @@ async def process(world: World, kind: str, number: int) -> None:
         model="m",
         max_staleness=staleness,
         waves_ahead=ahead,
+        redoes=True,
         thread=Inline(),
+    )
+    trainer = ReturningTrainer(
+        trainer=cast(Trainer, world),
+        run_dir=world.folder,
+        waiting=world,
+        ending=asyncio.Event(),
+        written=ledger.written,
+        warn=lambda _: None,
     )
     ledger.world = world
     state, sent = (world.last or world.saved or first_state()).model_copy(deep=True), ""
     saved = state.policy_version
+    if world.last is not None and may_repeat:
+        sound = newest_sound(world.folder, deep=False)
+        served = max(replica.policy_version for replica in world.replicas)
+        last = LastIteration(state=world.last, may_repeat=may_repeat)
+        await last.bring(trainer, sound and sound.folder, ledger, served, sends=True)
     if world.last is not None and world.version == saved + 1:
         sent = ledger.past.sent_step(state.iteration + 1)
         assert sent == world.line[-1].step_id, "its samples are kept"
@@ -242,6 +324,7 @@ async def process(world: World, kind: str, number: int) -> None:
         world.version = state.policy_version = world.newest
     cursor = world.cursor(state.cursor)
     await ledger.open(state, saved=saved, step_id=sent)
+    trainer.stands_at(world.version, sent or state.step_id)
     await world.publish(world.version)
     world.last = state.model_copy(deep=True)
     parts: dict[str, Any] = {
@@ -250,7 +333,8 @@ async def process(world: World, kind: str, number: int) -> None:
         "cursor": cast(DataCursor, cursor),
         "rollouts": rollouts_of(world, world.seed_late_joiners),
         "scorer": cast(Scorer, world),
-        "trainer": world,
+        "trainer": trainer,
+        "persist": trainer.persist,
         "weights": cast(WeightSync, world),
         "ledger": ledger,
         "incarnation": str(number),
@@ -282,7 +366,8 @@ async def iterations(world: World, schedule: SyncSchedule, ledger: Ledger, state
             await ledger.checkpoint(state)
             folder = world.folder / "checkpoints" / f"step-{record.iteration:08d}"
             folder.mkdir(parents=True)
-            (folder / COMPLETE).write_text("{}")
+            state.save(folder / COORDINATOR_FILE)
+            mark_complete(folder, iteration=record.iteration, policy_version=0, model="m", model_fingerprint="m")
             for old in sorted(folder.parent.iterdir())[:-KEPT]:
                 shutil.rmtree(old)
             world.saved, world.num_saved = state.model_copy(deep=True), len(world.line)
@@ -317,19 +402,24 @@ async def story(world: World, kinds: Sequence[str], kills: int) -> None:
         kind = world.random.choice(kinds)
         if kind != before and world.last is not None and world.version != world.last.policy_version:
             world.lose_trainer()  # a step that was sent is repeated only if no setting has changed
+        world.blinks *= number < kills
+        work = asyncio.create_task(process(world, kind, number, may_repeat=kind == before))
         before = kind
-        work = asyncio.create_task(process(world, kind, number))
         trouble = asyncio.create_task(kill_replicas(world))
         try:
             await asyncio.wait({work}, timeout=world.random.expovariate(1 / 60) if number < kills else None)
         finally:
             await cancel(trouble)
         if work.done():
-            work.result()
-            return
+            with contextlib.suppress(Unavailable):  # the trainer is lost, and both are started again
+                work.result()
+                return
+            continue
         await cancel(work)
-        if world.random.random() < 0.4:
+        if (chance := world.random.random()) < 0.4:
             world.lose_trainer()
+        elif chance < 0.6:
+            world.blink()
 
 
 async def kill_replicas(world: World) -> None:
@@ -364,12 +454,13 @@ def test_every_sample_is_trained_once_whatever_is_killed_and_when(
 ) -> None:
     monkeypatch.setattr(sync, "COMPARE_EVERY", 4)
     expected = {name for name, differs in names().items() if differs}
-    returned = 0
+    returned = redone = 0
     for seed in SEEDS:
         folder = tmp_path / str(seed)
         folder.mkdir()
-        world = World(random.Random(seed), folder)
+        world = World(random.Random(seed), folder, blinks=[0.0, 0.1, 0.3][seed % 3])
         run(story(world, kinds, kills=seed % 7))
+        redone += world.redone
         trained = Counter(name for step in world.line for name in step.samples)
         assert set(trained.values()) == {1}, seed
         if left := expected - trained.keys():
@@ -384,6 +475,7 @@ def test_every_sample_is_trained_once_whatever_is_killed_and_when(
         assert left or account.total("filtered") == len(names()) - len(expected), seed
         returned += account.counts["returned"]
     assert returned, "no step was undone: the kills say nothing"
+    assert redone, "no step was done again: the trainer's losses say nothing"
 
 
 class OneRow(World):
