@@ -24,7 +24,7 @@ WORKERS := -n 3 --dist loadfile
 
 .PHONY: help venv demo demo-env test test-fast test-all check check-format check-lint check-types check-imports check-protos
 .PHONY: format proto freeze-protos lock clean check-cuda gpu-check bench-sync bench-train bench-demo check-turns check-adapters
-.PHONY: images
+.PHONY: chaos images
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -107,6 +107,9 @@ check-turns: venv ## compare turns with another renderer, on 1,000 conversations
 check-adapters: venv ## run episodes of Gymnasium, TextArena, OpenEnv, verifiers and Reasoning Gym (5 minutes)
 	@tools/make_side_venv.sh adapters
 	$(call pytest,check-adapters,tests/contract/test_adapters.py)
+
+chaos: venv ## harm a run on real engines 60 times, and prove its samples from the ledger (an hour, both cores, root)
+	@$(PY) -W ignore -m tools.chaos $(ARGS)
 
 images: ## build the container images with Docker: VARIANT=gpu, REGISTRY=..., PUSH=1 (docs/docker.md)
 	@deploy/images/build.sh

@@ -39,7 +39,7 @@ OF_THE_COORDINATOR = (
         "run",
         "output_dir checkpoint_every keep_checkpoints checkpoint_async missed_checkpoint_budget export_every",
     )
-    | _keys("run", "ledger_max_mib")
+    | _keys("run", "ledger_max_mib full_disk_timeout_s")
     | _keys("run", "keep_exports evaluate_every target_accuracy trainer_restarts replica_restarts coordinator_restarts")
     | _keys("rollout", "replicas min_replicas rejoin_timeout_s generate_timeout_s")
     # A resume with another value is warned of: the scores do not compare.

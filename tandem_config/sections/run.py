@@ -51,6 +51,10 @@ class RunSection(Section):
     )
     """Checkpoints in a row that may fail (no disk space, a failed write) before the run ends; each is warned of. The
     last one, of the final iteration or a stop, must not fail. 0: the first failure ends the run."""
+    full_disk_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = setting(
+        600.0, "time for a person, or for what fills the disk to go", "s"
+    )
+    """Seconds for which a run waits for room when its disk is full, before it ends."""
     ledger_max_mib: PositiveInt = setting(8192, "8,192 completions of 32,000 tokens take 2,000 MiB", "MiB")
     """Size of what the run's ledger keeps because a crash would cost it otherwise: finished groups of the iteration
     under way and of the one after each checkpoint, and the train steps since the newest. Beyond it they are not kept,

@@ -155,7 +155,8 @@ async def test_a_full_disk_fails_by_name_and_the_run_goes_on_when_there_is_room(
         if step == 3:
             fill(disk)
 
-    config = with_settings(config, run={"checkpoint_every": every, "evaluate_every": 100})
+    run = {"checkpoint_every": every, "evaluate_every": 100, "full_disk_timeout_s": 0.5}
+    config = with_settings(config, run=run)
     environment = environment.model_copy(update={"run_dir": disk / "run"})
     environment.run_dir.mkdir()
     async with announced_fleet(environment.redis_url, environment.run_id, FakeTrainer(before_step=full)):
@@ -172,6 +173,25 @@ async def test_a_full_disk_fails_by_name_and_the_run_goes_on_when_there_is_room(
         assert await conduct(config, again, resume=True, stop=asyncio.Event()) == 0
     assert [row["iteration"] for row in rows(again)] == [1, 2, 3, 4, 5, 6]
     assert not (environment.run_dir / ".reserve").exists()
+
+
+async def test_a_run_waits_for_room_on_its_disk(
+    config: RunConfig, environment: ServiceEnvironment, disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def full(step: int) -> None:
+        if step == 3:
+            fill(disk)
+
+    config = with_settings(config, run={"checkpoint_every": 100, "evaluate_every": 100})
+    environment = environment.model_copy(update={"run_dir": disk / "run"})
+    environment.run_dir.mkdir()
+    async with announced_fleet(environment.redis_url, environment.run_id, FakeTrainer(before_step=full)):
+        run = asyncio.create_task(conduct(config, environment, resume=False, stop=asyncio.Event()))
+        await asyncio.to_thread(until, lambda: "waiting 600 s (run.full_disk_timeout_s) for room" in caplog.text, 30.0)
+        (disk / "filler").unlink()
+        async with asyncio.timeout(60.0):
+            assert await run == 0
+    assert [row["iteration"] for row in rows(environment)] == [1, 2, 3, 4, 5, 6]
 
 
 async def test_a_coordinator_that_does_not_lead_leaves_the_reserve_of_the_one_that_does(

@@ -315,7 +315,7 @@ async def process(world: World, kind: str, number: int, *, may_repeat: bool = Tr
         sound = newest_sound(world.folder, deep=False)
         served = max(replica.policy_version for replica in world.replicas)
         last = LastIteration(state=world.last, may_repeat=may_repeat)
-        await last.bring(trainer, sound and sound.folder, ledger, served, sends=True)
+        await last.bring(trainer, None if sound is None else sound.folder, ledger, served, sends=True)
     if world.last is not None and world.version == saved + 1:
         sent = ledger.past.sent_step(state.iteration + 1)
         assert sent == world.line[-1].step_id, "its samples are kept"

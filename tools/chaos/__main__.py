@@ -1,0 +1,186 @@
+"""Run faults, one after the other, on a run of each schedule; say what each cost, and what cannot be true.
+
+    python -m tools.chaos [--faults 60] [--seed 0] [--schedules sync,async] [--out FOLDER]
+
+After each fault the run must go on by itself within a bound; at the end all samples must be trained once, versions must
+only grow, and nothing may be left. Exit code: 0; 1: something was not so, and the report says what.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tandem_files.ledger.reading import read_ledger
+from tools.chaos.arena import EXAMPLE, Arena
+from tools.chaos.faults import KINDS, Fault, drawn
+from tools.chaos.report import Measured, written
+
+# Most seconds from a fault to the next iteration: then the run hangs.
+WATCHDOG_S = 240.0
+TARGET = 0.95
+SETTINGS = [
+    "run.iterations=100000",
+    "run.evaluate_every=50",
+    "run.target_accuracy=null",
+    "trainer.learning_rate_decay=constant",
+    f"reward=[{{kind: exact_match}}, {{function: '{EXAMPLE.parent}/closeness.py:closeness', weight: 0.2}}]",
+]
+# A few kinds of which each is over in seconds.
+SHORT = ("kill scheduler", "freeze redis", "reset rollout", "slow disk", "move clock")
+
+
+@dataclass(kw_only=True)
+class Story:
+    """What came of a run: its faults, and what was wrong."""
+
+    schedule: str
+    measured: list[Measured] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    memory: list[dict[str, float]] = field(default_factory=list)
+    accuracy: float | None = None
+    iterations: int = 0
+    samples: dict[str, int] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def done(arena: Arena, fault: Fault) -> Iterator[None]:
+    """Do what the fault is, for as long as it lasts."""
+    kind = fault.kind
+    if kind.victim == "redis":
+        if kind.action == "kill":
+            arena.lose_redis()
+            yield
+        else:
+            with arena.frozen(arena.redis_pid()):
+                yield
+        return
+    if kind.victim == "disk":
+        with arena.full_disk() if kind.action == "fill" else arena.saying("disk", 0.5):
+            yield
+        return
+    if kind.victim == "clock":
+        with arena.saying("clock", 86_400.0 if fault.choice < 0.5 else -3_600.0):
+            yield
+        return
+    victims = arena.named(kind.victim)
+    if not victims:
+        raise LookupError(f"there is no {kind.victim}")
+    victim = victims[int(fault.choice * len(victims))]
+    if kind.action == "kill":
+        victim.kill()
+        yield
+    elif kind.action == "freeze":
+        with arena.frozen(victim.pid):
+            yield
+    else:
+        with arena.cut(victim.pid, resets=kind.action == "reset"):
+            yield
+
+
+def told(arena: Arena, story: Story, fault: Fault) -> bool:
+    """Do harm, and measure how long the run takes to go on. Returns: whether it does."""
+    time.sleep(fault.waits_s)
+    before, begun_s = arena.iteration(), time.monotonic()
+    try:
+        with done(arena, fault):
+            end_s = begun_s + fault.lasts_s
+            while time.monotonic() < end_s:
+                time.sleep(0.05)
+            lasted = arena.iteration()
+        # An iteration may have been under way that needed nothing of the victim: the second one does.
+        arena.wait_beyond(max(before, lasted) + 1, WATCHDOG_S)
+    except psutil.NoSuchProcess:
+        return True
+    except (TimeoutError, RuntimeError, LookupError) as error:
+        story.wrong.append(f"{fault.kind.name}, {fault.lasts_s:.0f} s, in iteration {before + 1}: {error}")
+        return not isinstance(error, RuntimeError)
+    seconds = time.monotonic() - begun_s
+    story.measured.append(
+        Measured(kind=fault.kind.name, lasts_s=fault.lasts_s, seconds=seconds, promise_s=fault.kind.promise_s)
+    )
+    print(
+        f"{arena.name}: {fault.kind.name} for {fault.lasts_s:.1f} s in iteration {before + 1}: {seconds:.1f} s",
+        flush=True,
+    )
+    return True
+
+
+def judged(arena: Arena, story: Story) -> None:
+    """End the run, and look at what it leaves."""
+    code = arena.stop()
+    if code not in (0, 130):
+        story.wrong.append(f"the launcher has ended with {code}: {arena.output[-500:]}")
+    ledger, rows = read_ledger(arena.run_dir), [row for row in arena.rows() if row["iteration"]]
+    numbers = [int(row["iteration"] or 0) for row in rows]
+    versions = [int(row["policy_version"] or 0) for row in rows]
+    account = ledger.account
+    story.iterations = max(numbers, default=0)
+    story.samples = {fate: account.total(fate) for fate in ("begun", "trained", "filtered", "dropped", "returned")}
+    story.samples["under way"] = account.under_way
+    if numbers != list(range(1, len(numbers) + 1)):
+        story.wrong.append("the rows have gaps")
+    if any(later < earlier for earlier, later in itertools.pairwise(versions)):
+        story.wrong.append(f"versions fall: {versions}")
+    story.wrong += [f"ledger: {problem}" for problem in ledger.problems if "replaced" not in problem]
+    if account.counts["returned"] or account.total("dropped"):
+        story.wrong.append(f"samples were trained for nothing, or lost: {story.samples}")
+    scores = [float(row["heldout_accuracy"]) for row in rows if row.get("heldout_accuracy") is not None]
+    story.accuracy = max(scores, default=None)
+    if left := arena.processes():
+        story.wrong.append(f"processes are left: {[process.pid for process in left]}")
+
+
+def told_of(schedule: str, faults: list[Fault], deadline_s: float) -> Story:
+    """Run one schedule under these faults."""
+    story = Story(schedule=schedule)
+    more = [f"schedule.kind={schedule}", *(["grpo.preset=decoupled"] if schedule != "sync" else [])]
+    with Arena(schedule, [*SETTINGS, *more]) as arena:
+        arena.start()
+        for fault in faults:
+            if time.monotonic() > deadline_s:
+                break
+            if not told(arena, story, fault):
+                break
+            story.memory.append(arena.memory_mib())
+        judged(arena, story)
+    segments = {path.name for path in Path("/dev/shm").iterdir()}
+    if left := sorted(name for name in segments if any(f"_{pid}_" in name for pid in arena.pids)):
+        story.wrong.append(f"segments of memory are left: {left}")
+    return story
+
+
+def main() -> int:
+    """Run it. Returns: the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--faults", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--schedules", default="sync,async")
+    parser.add_argument("--short", action="store_true", help="some kinds that are over in seconds, once each")
+    parser.add_argument("--kinds", default="", help="some kinds, by name, separated by commas")
+    parser.add_argument("--out", type=Path, default=Path(".cache/chaos"))
+    options = parser.parse_args()
+    names = SHORT if options.short else tuple(filter(None, options.kinds.split(",")))
+    kinds = tuple(kind for kind in KINDS if not names or kind.name in names)
+    schedules, begun_s = options.schedules.split(","), time.monotonic()
+    number = len(kinds) if options.short else -(-options.faults // len(schedules))
+    stories = []
+    for place, schedule in enumerate(schedules):
+        end_s = begun_s + options.minutes * 60.0 * (place + 1) / len(schedules)
+        stories.append(told_of(schedule, drawn(options.seed + place, number, kinds), end_s))
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "chaos.json").write_text(json.dumps([asdict(story) for story in stories], indent=1))
+    print(written(stories, options.out))
+    return 1 if any(story.wrong for story in stories) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

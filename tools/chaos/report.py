@@ -1,0 +1,87 @@
+"""The report of `make chaos`: a table and a plot of seconds from a fault to progress, and what was wrong."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A fault and the seconds from its begin to the second iteration after it, with its promise."""
+
+    kind: str
+    lasts_s: float
+    seconds: float
+    promise_s: float | None
+
+
+class ToReport(Protocol):
+    """What came of a run."""
+
+    schedule: str
+    measured: list[Measured]
+    wrong: list[str]
+    accuracy: float | None
+    iterations: int
+    samples: dict[str, int]
+
+
+def written(stories: Sequence[ToReport], folder: Path) -> str:
+    """Write chaos.md and chaos.png. Returns: the former's text."""
+    lines = []
+    for story in stories:
+        lines += [
+            f"## {story.schedule}: {len(story.measured)} faults in {story.iterations} iterations",
+            "",
+            f"held-out accuracy: {story.accuracy}; samples: {story.samples}",
+            "",
+            "| fault | times | lasts, s | median s to progress | max | promised after its end |",
+            "|---|---|---|---|---|---|",
+            *_rows(story.measured),
+            "",
+            *(f"* WRONG: {text}" for text in story.wrong),
+        ]
+    text = "\n".join(lines)
+    (folder / "chaos.md").write_text(text + "\n")
+    _plot(stories, folder / "chaos.png")
+    return text
+
+
+def _rows(measured: Sequence[Measured]) -> list[str]:
+    by_kind = defaultdict(list)
+    for one in measured:
+        by_kind[one.kind].append(one)
+    found = []
+    for kind, ones in sorted(by_kind.items()):
+        seconds, lasts = [one.seconds for one in ones], [one.lasts_s for one in ones]
+        promise = "-" if ones[0].promise_s is None else f"{ones[0].promise_s:g}"
+        found.append(
+            f"| {kind} | {len(ones)} | {min(lasts):.0f}-{max(lasts):.0f} | {median(seconds):.1f} | {max(seconds):.1f} "
+            f"| {promise} |"
+        )
+    return found
+
+
+def _plot(stories: Sequence[ToReport], path: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 6))
+    kinds = sorted({one.kind for story in stories for one in story.measured})
+    for story in stories:
+        axes.scatter(
+            [one.seconds for one in story.measured],
+            [kinds.index(one.kind) for one in story.measured],
+            label=story.schedule,
+        )
+    axes.set_yticks(range(len(kinds)), kinds)
+    axes.set_xlabel("seconds from the fault to progress")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
