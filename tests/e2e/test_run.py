@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -233,7 +234,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_full_disk_is_named_with_the_command_that_goes_on(tandem: Start, disk: Path) -> None:
-    settings = {"run__checkpoint_every": 4, "run__evaluate_every": 1000, "run__full_disk_timeout_s": 2}
+    settings: dict[str, Any] = {"run__checkpoint_every": 4, "run__evaluate_every": 1000, "run__full_disk_timeout_s": 2}
     run = tandem(*run_arguments(run__iterations=1000, **settings))
     run.wait_iteration(5)
     fill(disk)
