@@ -4,17 +4,19 @@ import asyncio
 import uuid
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from coordinator.build import App
 from coordinator.environments.conversations import environments_of, started_environment, tools_of
 from coordinator.fleet.arrivals import note_arrivals
 from coordinator.fleet.view import FleetView
-from coordinator.inputs import Inputs, read_inputs
+from coordinator.inputs import Inputs, differences_from_run, read_inputs
+from coordinator.leader_lease import RunOver, Standby, is_led
 from coordinator.record.health import logprob_limits
 from coordinator.record.metrics_row import numeric
 from coordinator.record.resuming import reward_facts
-from coordinator.retries import run_or_stop, say_how_it_ended
+from coordinator.retries import as_leader, run_or_stop, say_how_it_ended
 from coordinator.rewards.registry import Part, build_rewards, close_rewards, start_rewards
 from coordinator.servicer import FULL_NAME, CoordinatorServicer
 from coordinator.shutdown import Exits, Leaving
@@ -30,6 +32,7 @@ from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, TandemError
 from servicekit.lifecycle.announcing import announce
 from servicekit.lifecycle.tasks import cancel, failing, first_of
+from servicekit.lifecycle.termination import watch
 from servicekit.logs import get_logger
 from servicekit.metrics import Scrapes, export_disk_of, serve_metrics
 from servicekit.redis.records import PAGE_URL, AgreedSettings, ServiceRecord
@@ -62,12 +65,14 @@ async def conduct(
     resume: bool,
     stop: asyncio.Event,
     exits: Exits = DEFAULT_EXITS,
+    standby: bool = False,
 ) -> int:
     """Run the coordinator until the run is over or `stop` is set.
 
     Args:
         resume: continue from the newest complete checkpoint.
         exits: codes of a run that is interrupted or has failed.
+        standby: wait until no other coordinator leads the run, then resume it.
     Returns: the exit code: 0 finished, 3 failed since the trainer was lost, 1 failed otherwise, or what `exits` says.
     Raises: ConfigError: a file or the environment cannot be used; nothing was started.
     """
@@ -77,17 +82,28 @@ async def conduct(
             owner = await asyncio.to_thread(claim_run_dir, environment.run_dir, environment.run_id)
             pool = await stack.enter_async_context(started_environment(config, environment.run_id, identity, stop))
             inputs = await asyncio.to_thread(
-                read_inputs, config, environment.run_dir, resume=resume, episodes=tools_of(pool)
+                partial(read_inputs, config, environment.run_dir, resume=resume or standby, deep=not standby),
+                episodes=tools_of(pool),
             )
             episodes = environments_of(config, pool, inputs.train.formats)
             rewards = await _ready_rewards(config, inputs, identity, stop)
         except ConfigError as error:
-            if exits.retry is not None:  # a Job, which takes this for the end of the run
+            is_spare = standby and await asyncio.to_thread(is_led, environment, unknown=True)
+            if exits.retry is not None and not is_spare:  # a Job, which takes this for the end of the run
                 await asyncio.to_thread(release_unled, config, environment, f"bad configuration: {error}")
             raise
         stack.push_async_callback(close_rewards, rewards)
         app = await _assemble(config, environment, owner, identity, inputs, rewards)
-        return await _serve_and_run(replace(app, exits=exits, episodes=episodes), stop)
+        app = replace(app, exits=exits, episodes=episodes, stood_by=standby)
+        scrapes = Scrapes()
+        metrics_port = serve_metrics(environment.bind_host, environment.metrics_port, scrapes)
+        if standby:
+            over = await _stand_by(app, stop)
+            if over is not None or stop.is_set():
+                log.info("standby ends without having led the run", why="by a signal" if over is None else over.why)
+                return exits.interrupted if over is None else over.code
+            app = await as_leader(app)
+        return await _serve_and_run(app, stop, scrapes, metrics_port)
 
 
 async def _assemble(
@@ -115,7 +131,7 @@ async def _assemble(
         rewards=rewards,
         reward_facts=await asyncio.to_thread(reward_facts, config),
         registry=registry,
-        lead=CoordinatorLease(group, config.sync.lease_ttl_s, failing(lost)),
+        lead=CoordinatorLease(group, config.sync.lease_ttl_s, failing(lost), environment.worker_id),
         lost=lost,
         events=events,
         control=RunControl(events),
@@ -126,15 +142,44 @@ async def _assemble(
     )
 
 
-async def _serve_and_run(app: App, stop: asyncio.Event) -> int:
-    scrapes = Scrapes()
+async def _stand_by(app: App, stop: asyncio.Event) -> RunOver | None:
+    """Wait for the lead, alive and not ready. Returns and raises as Standby.wait; without the lead all is closed."""
+    config, environment = app.config, app.environment
+    metrics.STANDBY.set(1)
+    metrics.RUN_STATE.clear()  # the leader says it
+    server = GrpcServer("coordinator", bind=environment.bind, health_bind=environment.health_bind)
+    await server.start()
+    differences = partial(differences_from_run, config, environment.run_dir)
+    standby = Standby(
+        *(app.lead, environment.run_dir, config.sync.lease_ttl_s, differences), retried=app.exits.retry is not None
+    )
+    over: RunOver | None = None
+    leads = False
+    try:
+        if app.cluster is not None:
+            await app.cluster.look_on()
+        over = await standby.wait(stop)
+        leads = over is None and not stop.is_set()
+    finally:
+        metrics.STANDBY.set(0)
+        await server.drain(0.0)
+        if not leads:
+            if app.cluster is not None:
+                app.cluster.close()
+            await asyncio.to_thread(app.lead.close)
+            await asyncio.to_thread(app.registry.close)
+    app.control.show()
+    return over
+
+
+async def _serve_and_run(app: App, stop: asyncio.Event, scrapes: Scrapes, metrics_port: int) -> int:
     async with AsyncExitStack() as stack:
         if app.cluster is not None:
             stack.callback(app.cluster.close)
         overview = await _overview(app, stack)
         _note_arrivals(app, stack)
         await _serve_page(app, overview, stack)
-        server = await _serve(app, overview, stop, scrapes)
+        server = await _serve(app, overview, stop, metrics_port, stack)
         try:
             code = await run_or_stop(app, stop)
         finally:
@@ -191,14 +236,15 @@ def release_unled(config: RunConfig, environment: ServiceEnvironment, why: str) 
         log.warning("gpus not released", error=str(error))
 
 
-async def _serve(app: App, overview: Source, stop: asyncio.Event, scrapes: Scrapes) -> GrpcServer:
+async def _serve(
+    app: App, overview: Source, stop: asyncio.Event, metrics_port: int, stack: AsyncExitStack
+) -> GrpcServer:
     """Serve status and events from the start, so that a watcher sees which services the run waits for."""
     environment = app.environment
     export_disk_of(environment.run_dir)
     metrics.EXPECTED_REPLICAS.set_function(app.view.expected)
     metrics.RUN_START.set(app.inputs.state.started_s)
     metrics.SCHEDULE.labels(kind=app.config.schedule.kind).set(1)
-    metrics_port = serve_metrics(environment.bind_host, environment.metrics_port, scrapes)
     server = GrpcServer(
         "coordinator", bind=environment.bind, identity=app.identity, health_bind=environment.health_bind
     )
@@ -220,11 +266,17 @@ async def _serve(app: App, overview: Source, stop: asyncio.Event, scrapes: Scrap
         metrics_address=environment.advertised(metrics_port),
         worker_id=uuid.uuid4().hex,
     )
-    try:
-        await announce(app.registry, record, app.config.sync.lease_ttl_s, stop, failing(app.lost))
-    except BaseException:
-        await server.drain(0.0)  # before the loop ends, on which gRPC would complain of it
-        raise
+    announcing = announce(app.registry, record, app.config.sync.lease_ttl_s, stop, failing(app.lost))
+    if app.stood_by:  # whoever led before may have the name for a while, e.g. if it is frozen
+        task = asyncio.create_task(announcing, name="announce")
+        watch(task, lambda error: failing(app.lost)(f"not announced: {error}"))
+        stack.push_async_callback(cancel, task)
+    else:
+        try:
+            await announcing
+        except BaseException:
+            await server.drain(0.0)  # before the loop ends, on which gRPC would complain of it
+            raise
     server.set_ready(True)
     return server
 

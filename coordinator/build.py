@@ -18,7 +18,7 @@ from coordinator.generate.dispatch import Rollouts
 from coordinator.generate.joiners import Patience, Seed
 from coordinator.generate.turns import Interacting
 from coordinator.inputs import Inputs
-from coordinator.leader_lease import LeaderCheck, LeaderLease, check_lease
+from coordinator.leader_lease import LeaderCheck, LeaderLease
 from coordinator.learn.evaluation import Evaluator, PromptsToEvaluate
 from coordinator.learn.scoring import Scorer
 from coordinator.ledger.ledger import Ledger
@@ -94,6 +94,15 @@ class App:
     exits: Exits = field(default_factory=Exits)
     # The environment; None: completions have one turn.
     episodes: Interacting | None = None
+    # It has waited for the lead: services that live are announced.
+    stood_by: bool = False
+
+    @property
+    def leading(self) -> LeaderCheck:
+        """The check that we lead the run, before anything of it is written."""
+        return LeaderCheck(
+            lease=self.lead, patience_s=self.config.sync.formation_timeout_s, run_dir=self.environment.run_dir
+        )
 
 
 def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLease) -> Run:
@@ -112,7 +121,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
     limits = logprob_limits((config.model.dtype, config.sync.dtype), config.grpo.logprob_diff_limit)
     progress = Progress(state=inputs.state, events=app.events, limits=limits)
     rows = MetricsFile(app.environment.run_dir / METRICS_FILE)
-    leading = LeaderCheck(lease=lead, patience_s=config.sync.formation_timeout_s)
+    leading = app.leading
     ledger = _ledger(app, progress, leading)
     returning = _returning(app, services, ledger, progress)
     schedule = SyncSchedule(
@@ -153,7 +162,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
         checkpoint=inputs.checkpoint,
         last=inputs.last,
         lead=leading,
-        sinks=_sinks(app, lead, progress),
+        sinks=_sinks(app, progress),
     )
 
 
@@ -201,6 +210,7 @@ def _checkpoints(
             background=config.run.checkpoint_async,
             mark=mark_of(config, app.owner.run_id),
             left=partial(progress.note_left, "checkpoints"),
+            check=lead.check,
         ),
         missed=MissedCheckpoints(state=state, progress=progress, budget=config.run.missed_checkpoint_budget),
         state=state,
@@ -245,7 +255,7 @@ def _evaluations(
     )
 
 
-def _sinks(app: App, lead: LeaderLease, progress: Progress) -> list[Sink]:
+def _sinks(app: App, progress: Progress) -> list[Sink]:
     """Make what gets every finished iteration."""
     loop, note_left = asyncio.get_running_loop(), partial(progress.note_left, "samples")
     config, run_dir = app.config, app.environment.run_dir
@@ -258,7 +268,7 @@ def _sinks(app: App, lead: LeaderLease, progress: Progress) -> list[Sink]:
                 codec=app.inputs.codec,
                 truncated=config.grpo.truncated,
                 taken=ShownColumns.of([part.reward.takes for part in app.rewards], config),
-                before_write=partial(check_lease, lead),
+                before_write=app.leading.check,
                 left=lambda texts: loop.call_soon_threadsafe(note_left, texts),
             )
         )

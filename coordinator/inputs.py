@@ -4,11 +4,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import yaml
 
-from coordinator.checkpoints.loading import NewestCheckpoint, load_newest, marks
+from coordinator.checkpoints.loading import NewestCheckpoint, load_newest
 from coordinator.data.cursor import DataCursor
 from coordinator.data.prompts import PromptSet, load_prompts
 from coordinator.data.repeated_prompts import OLD_ORDER, copy_warnings
@@ -26,11 +27,22 @@ from tandem_files.checkpoints import UndamagedCheckpoint, list_complete
 from tandem_files.ledger.reading import LedgerContent, read_ledger
 from tandem_files.metrics_file import METRICS_FILE, MetricsFile
 from tandem_files.model.fingerprint import model_fingerprint
-from tandem_files.run_config import RESOLVED_CONFIG
+from tandem_files.run_config import NEXT_CONFIG, RESOLVED_CONFIG
 from tandem_files.run_folder import STATE_FILE, read_identity, run_id_of
 from tandem_files.tokenizer import TextCodec
 
 log = get_logger(__name__)
+
+
+class RunData(NamedTuple):
+    """What a run's folder does not change: data and tokenizer, and what figures of evaluation sets depend on."""
+
+    codec: TextCodec
+    train: PromptSet
+    # By the names of RunConfig.evaluation_sets.
+    evaluation: Mapping[str, PromptSet]
+    fingerprint: str
+    facts: dict[str, dict[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +56,10 @@ class Inputs:
         ledger: of the run so far.
         comparison: of the run with that checkpoint.
         renewal: what is not compared with that checkpoint's evaluations.
-        marks: the checkpoints found on disk, to notice later ones.
+        unread: files of the checkpoint were not compared with their digests: it takes minutes, and may not be needed.
     """
 
-    codec: TextCodec
-    train: PromptSet
-    # By the names of RunConfig.evaluation_sets.
-    evaluation: Mapping[str, PromptSet]
+    data: RunData
     cursor: DataCursor
     rng: np.random.Generator
     state: RunState
@@ -60,7 +69,22 @@ class Inputs:
     ledger: LedgerContent = field(default_factory=LedgerContent)
     comparison: RunComparison | None = None
     renewal: Renewal = field(default_factory=Renewal)
-    marks: dict[str, int] = field(default_factory=dict)
+    unread: bool = False
+
+    @property
+    def codec(self) -> TextCodec:
+        """The run's tokenizer."""
+        return self.data.codec
+
+    @property
+    def train(self) -> PromptSet:
+        """The prompts to train on."""
+        return self.data.train
+
+    @property
+    def evaluation(self) -> Mapping[str, PromptSet]:
+        """The prompts of each evaluation set, by its name."""
+        return self.data.evaluation
 
     def dropped_prompts(self) -> dict[DataKey, dict[str, int]]:
         """Count the prompts that were dropped as too long, by part of the data and name of the source."""
@@ -72,25 +96,27 @@ class Inputs:
         return [scan for prompts in (self.train, *self.evaluation.values()) for scan in prompts.scans]
 
 
-def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool, episodes: EpisodeTools | None = None) -> Inputs:
-    """Load data and tokenizer, and the newest checkpoint's state on a resume.
+def read_inputs(
+    config: RunConfig,
+    run_dir: Path,
+    *,
+    resume: bool,
+    episodes: EpisodeTools | None = None,
+    data: RunData | None = None,
+    deep: bool = True,
+) -> Inputs:
+    """Load data and tokenizer, unless `data` has them, and the newest checkpoint's state on a resume.
 
+    Args:
+        deep: see load_newest.
     Raises: ConfigError: names the file that cannot be used; a checkpoint of another model, run or configuration; a run
         folder in use.
     """
-    try:
-        codec = TextCodec.from_folders(config.model.path, config.model.tokenizer_path)
-        train = load_prompts(config.data, "train", codec, run_dir, episodes)
-        evaluation = {
-            chosen.name: evaluation_prompts(config, chosen, codec, run_dir, episodes)
-            for chosen in config.evaluation_sets()
-        }
-        fingerprint = model_fingerprint(config.model.path)
-        facts = set_facts(config, evaluation)
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(error)) from error
-    texts = [scan.texts for scan in train.scans]
-    cursor = DataCursor(train, seed=config.run.seed, shuffle=config.data.shuffle, texts=texts)
+    is_new, data = data is None, data or _read_data(config, run_dir, episodes)
+    _, train, evaluation, fingerprint, facts = data
+    cursor = DataCursor(
+        train, seed=config.run.seed, shuffle=config.data.shuffle, texts=[scan.texts for scan in train.scans]
+    )
     rng = np.random.default_rng(config.run.seed)
     state = RunState(
         cursor=cursor.state(),
@@ -99,13 +125,12 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool, episodes: Epi
         order=order_of(config, train.scans, train.formats),
         sets=facts,
     )
-    newest, last, renewal, found = None, None, Renewal(), marks(run_dir)
-    owner, ledger = read_identity(run_dir), _ledger_so_far(run_dir)
+    newest, last, renewal, ledger = None, None, Renewal(), _ledger_so_far(run_dir)
     if not resume:
         _refuse_used_folder(run_dir)
     else:
         fresh, before = state, _config_so_far(run_dir)
-        newest = load_newest(run_dir, config, fingerprint, owner)
+        newest = load_newest(run_dir, config, fingerprint, read_identity(run_dir), deep=deep)
         if newest is not None:
             state = _checked(newest, fresh)
             renewal = begin_sets_anew(state, config, facts, before)
@@ -116,11 +141,10 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool, episodes: Epi
         else:
             last = None
         _restore(cursor, rng, state)
-    _warn_of_copies(train, evaluation, cursor)
+    if is_new:
+        _warn_of_copies(train, evaluation, cursor)
     return Inputs(
-        codec=codec,
-        train=train,
-        evaluation=evaluation,
+        data=data,
         cursor=cursor,
         rng=rng,
         state=state,
@@ -130,8 +154,23 @@ def read_inputs(config: RunConfig, run_dir: Path, *, resume: bool, episodes: Epi
         ledger=ledger,
         comparison=None if newest is None else newest.comparison,
         renewal=renewal,
-        marks=found,
+        unread=newest is not None and not deep,
     )
+
+
+def _read_data(config: RunConfig, run_dir: Path, episodes: EpisodeTools | None) -> RunData:
+    """Load tokenizer and data. Raises: as read_inputs."""
+    try:
+        codec = TextCodec.from_folders(config.model.path, config.model.tokenizer_path)
+        train = load_prompts(config.data, "train", codec, run_dir, episodes)
+        evaluation = {
+            chosen.name: evaluation_prompts(config, chosen, codec, run_dir, episodes)
+            for chosen in config.evaluation_sets()
+        }
+        fingerprint = model_fingerprint(config.model.path)
+        return RunData(codec, train, evaluation, fingerprint, set_facts(config, evaluation))
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
 
 
 def evaluation_prompts(
@@ -174,10 +213,17 @@ def _ledger_so_far(run_dir: Path) -> LedgerContent:
         raise ConfigError(f"the run's ledger cannot be read: {error}") from error
 
 
-def _config_so_far(run_dir: Path) -> RunConfig | None:
+def differences_from_run(config: RunConfig, run_dir: Path) -> list[str]:
+    """List how a configuration differs from that which the run's folder has, the next one before the former one."""
+    theirs = _config_so_far(run_dir, NEXT_CONFIG) or _config_so_far(run_dir)
+    found = None if theirs is None else compare(mark_of(theirs, ""), config, None)
+    return [] if found is None else [*found.refused, *found.changed]
+
+
+def _config_so_far(run_dir: Path, name: str = RESOLVED_CONFIG) -> RunConfig | None:
     """Read with what configuration the run was trained so far; None: it cannot be read."""
     try:
-        return RunConfig.model_validate(yaml.safe_load((run_dir / RESOLVED_CONFIG).read_text(encoding="utf-8")))
+        return RunConfig.model_validate(yaml.safe_load((run_dir / name).read_text(encoding="utf-8")))
     except (OSError, ValueError, yaml.YAMLError):
         return None
 

@@ -10,34 +10,43 @@ was stopped by a signal, or has finished         as before; none
 """
 
 import asyncio
-import json
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from coordinator.build import App, build_run
-from coordinator.checkpoints.loading import marks
 from coordinator.fleet.services import find_services
 from coordinator.inputs import read_inputs
-from coordinator.leader_lease import check_lease, may_write
+from coordinator.leader_lease import LeaderCheck, check_lease, may_write
 from coordinator.record.state import RunState
 from coordinator.record.summary import build_summary
 from coordinator.shutdown import Exits, exit_code_of, follow
 from coordinator.watch.control import State
 from coordinator.watch.events import EventKind
-from servicekit.errors import AlreadyExists, Fenced, Internal, TandemError, Unavailable, describe, in_part, is_known
+from servicekit.errors import (
+    AlreadyExists,
+    ConfigError,
+    Fenced,
+    Internal,
+    TandemError,
+    Unavailable,
+    describe,
+    in_part,
+    is_known,
+)
 from servicekit.lifecycle.exit_codes import EXIT_FAILED, EXIT_GIVEN_UP, EXIT_OK
 from servicekit.lifecycle.tasks import cancel, end_of, first_of
 from servicekit.logs import get_logger
 from tandem_config.loading import dump_resolved
-from tandem_files.atomic import write_bytes_atomic, write_json_atomic
+from tandem_files.atomic import no_check, write_bytes_atomic, write_json_atomic
 from tandem_files.checkpoints import newest_iteration
+from tandem_files.leader import FAILURES_FILE, read_failures, take_folder
 from tandem_files.run_config import note_config
 from tandem_files.run_folder import STATE_FILE, SUMMARY_FILE
 from weightsync.membership.rendezvous import Evicted
 
-FAILURES_FILE = "failures.json"
 # So many failures from the same checkpoint need a person: the next attempt would fail too.
 MAX_FAILURES = 7
 # A trainer lost so many times in a row without a finished iteration would be lost again.
@@ -83,7 +92,9 @@ async def run_or_stop(app: App, stop: asyncio.Event) -> int:
     code = exit_code_of(error)
     if isinstance(error, AlreadyExists | Evicted | Fenced):  # the run and its count are another coordinator's
         return code
-    code = await asyncio.to_thread(code_after_failure, app.environment.run_dir, began, app.exits, otherwise=code)
+    code = await asyncio.to_thread(
+        code_after_failure, app.environment.run_dir, began, app.exits, otherwise=code, leading=app.leading
+    )
     if code == EXIT_GIVEN_UP:
         await _release(app, stop, "the run is given up")
     return code
@@ -104,21 +115,28 @@ async def _release(app: App, stop: asyncio.Event, why: str) -> None:
         await asyncio.to_thread(app.cluster.release, why)
 
 
-def code_after_failure(run_dir: Path, began: int | None, exits: Exits, *, otherwise: int) -> int:
+def code_after_failure(
+    run_dir: Path, began: int | None, exits: Exits, *, otherwise: int, leading: LeaderCheck | None = None
+) -> int:
     """Count a failure in a row, and return the exit code that says whether another attempt may do better.
 
     Args:
         began: iteration of the checkpoint that the attempt started from; None: it did not get so far.
         otherwise: the code where failures are not counted, or cannot be.
+        leading: of an attempt that led the run, which writes for the standby that it is given up.
     """
+    check = no_check if leading is None else leading.check
     if exits.retry is None:
         return otherwise
     try:
         began = checkpoint_of(run_dir) if began is None else began
-        failures = note_failure(run_dir, began)
-        if failures >= MAX_FAILURES:
+        failures = note_failure(run_dir, began, check)
+        if failures >= MAX_FAILURES and leading is not None:
+            noted = {"iteration": began, "failures": 0, "given_up": leading.leader.token}
+            write_json_atomic(run_dir / FAILURES_FILE, noted, check)
+        elif failures >= MAX_FAILURES:
             forget_failures(run_dir)
-    except OSError as error:
+    except (OSError, TandemError) as error:
         log.error("failure not counted", error=describe(error))
         return otherwise
     if failures < MAX_FAILURES:
@@ -136,22 +154,28 @@ async def _work(app: App) -> None:
 
     Raises: AlreadyExists: another coordinator is alive.
     """
-    with in_part("lease"):
-        await asyncio.to_thread(app.lead.claim, 2 * app.config.sync.lease_ttl_s)
-    await asyncio.to_thread(take_reserve, app.environment.run_dir)
-    on_disk = await asyncio.to_thread(marks, app.environment.run_dir)
-    if app.inputs.resumed and on_disk != app.inputs.marks:  # a predecessor has worked while we waited for its end
-        app = await _as_on_disk(app)
+    if not app.stood_by:
+        with in_part("lease"):
+            await asyncio.to_thread(app.lead.claim, 2 * app.config.sync.lease_ttl_s)
+        app = await as_leader(app)
     if not app.owner.is_launched:
         resolved = dump_resolved(app.config)
-        await asyncio.to_thread(note_config, app.environment.run_dir, resolved, lambda: check_lease(app.lead))
+        await asyncio.to_thread(note_config, app.environment.run_dir, resolved, app.leading.check)
     if app.cluster is not None:
+        app.cluster.api.before_change = app.leading.check
         await app.cluster.start()
     returns = 0
     while True:
         before = app.inputs.state.iteration
-        if await _attempt(app):
-            return
+        try:
+            if await _attempt(app):
+                return
+        except ConfigError as error:  # e.g. of the trainer, which has refused a damaged checkpoint
+            if not app.inputs.unread:
+                raise
+            log.warning("attempt failed, reading every file of the checkpoint", error=str(error))
+            app = await _as_on_disk(app, deep=True)
+            continue
         returns = returns + 1 if app.inputs.state.iteration == before else 0
         if returns >= MAX_RETURNS:
             raise Unavailable(
@@ -165,11 +189,14 @@ async def _attempt(app: App) -> bool:
     async with AsyncExitStack() as stack:
         with in_part("services of the run"):
             services = await find_services(
-                app.config, app.registry, app.identity, stack, app.cluster, app.lead.fence, resumed=app.inputs.resumed
+                *(app.config, app.registry, app.identity, stack, app.cluster, app.lead.fence),
+                resumed=app.inputs.resumed,
+                for_others=not app.stood_by,
             )
         app.view.fleet = services.fleet
         await services.wait_for_trainer(app.config.run.startup_timeout_s)
-        versions = await services.versions()
+        versions = asyncio.create_task(services.versions(), name="versions")
+        stack.push_async_callback(cancel, versions)
         run = build_run(app, services, app.lead.rendezvous, app.lead)
         save = partial(
             run.checkpoints.save_for_trainer,
@@ -193,8 +220,8 @@ async def _attempt(app: App) -> bool:
             await cancel(following)
         if app.leaving.left:
             return True
-        summary = build_summary(run.state, run.rows.rows(), versions)
-        write_json_atomic(app.environment.run_dir / SUMMARY_FILE, summary)
+        summary = build_summary(run.state, run.rows.rows(), await versions)
+        write_json_atomic(app.environment.run_dir / SUMMARY_FILE, summary, app.leading.check)
         return True
 
 
@@ -209,12 +236,24 @@ async def _from_checkpoint(app: App) -> App:
     return app
 
 
-async def _as_on_disk(app: App) -> App:
-    """Return the app with data and state of the newest checkpoint; the state object stays the same, for its readers."""
-    state = app.inputs.state
-    inputs = await asyncio.to_thread(read_inputs, app.config, app.environment.run_dir, resume=True)
-    state.become(inputs.state)
-    return replace(app, inputs=replace(inputs, state=state))
+async def as_leader(app: App) -> App:
+    """Take the run's folder, and return the app as it is on disk: a predecessor may have worked until now."""
+    run_dir = app.environment.run_dir
+    await asyncio.to_thread(release_reserve, run_dir)
+    await asyncio.to_thread(take_folder, run_dir, app.leading.leader, partial(check_lease, app.lead))
+    await asyncio.to_thread(take_reserve, run_dir)
+    return await _as_on_disk(app) if app.inputs.resumed else app
+
+
+async def _as_on_disk(app: App, *, deep: bool = False) -> App:
+    """Return the app with the state of the newest checkpoint; the state object stays the same, for its readers."""
+    before, run_dir = app.inputs, app.environment.run_dir
+    inputs = await asyncio.to_thread(read_inputs, app.config, run_dir, resume=True, data=before.data, deep=deep)
+    was, now = before.checkpoint, inputs.checkpoint
+    if inputs.unread and not before.unread and was is not None and now is not None and was.folder == now.folder:
+        inputs = replace(inputs, checkpoint=was, unread=False)
+    before.state.become(inputs.state)
+    return replace(app, inputs=replace(inputs, state=before.state))
 
 
 async def _make_room(app: App) -> bool:
@@ -228,10 +267,10 @@ async def _make_room(app: App) -> bool:
 async def _end(app: App, ended: State, why: str = "") -> None:
     """Record how the run ended: on disk if we still lead the run, in the status, in the log's last line."""
     state = app.inputs.state
-    state.status, state.error = ended.value, why
+    state.status, state.error, state.fence = ended.value, why, app.lead.fence.token
     if await _make_room(app):
         try:
-            state.save(app.environment.run_dir / STATE_FILE, lambda: check_lease(app.lead))
+            state.save(app.environment.run_dir / STATE_FILE, app.leading.check)
         except Exception as error:  # noqa: BLE001 - the log still says how the run ended
             log.error("run state not written", error=describe(error))
     app.control.enter(ended, why)
@@ -269,17 +308,19 @@ def checkpoint_of(run_dir: Path) -> int:
     return newest_iteration(run_dir) or 0
 
 
-def note_failure(run_dir: Path, began: int) -> int:
+def note_failure(run_dir: Path, began: int, before_write: Callable[[], None] = no_check) -> int:
     """Count the failure of an attempt.
 
     Args:
         began: iteration of the checkpoint that it started from.
+        before_write: as in write_bytes_atomic.
     Returns: failures in a row, this one included; 0: it has written a newer checkpoint.
     Raises: OSError: the count cannot be written.
     """
     newest = checkpoint_of(run_dir)
     failures = 0 if newest > began else _known(run_dir, began) + 1
-    _write(run_dir, max(newest, began), failures)
+    noted = {"iteration": max(newest, began), "failures": failures}
+    write_json_atomic(run_dir / FAILURES_FILE, noted, before_write)
     return failures
 
 
@@ -294,14 +335,8 @@ def forget_failures(run_dir: Path) -> None:
 def _known(run_dir: Path, began: int) -> int:
     """Return the failures in a row from this checkpoint; 0 if the file is missing or damaged."""
     try:
-        noted = json.loads((run_dir / FAILURES_FILE).read_text(encoding="utf-8"))
-        return int(noted["failures"]) if int(noted["iteration"]) == began else 0
-    except FileNotFoundError:
-        return 0
+        noted = read_failures(run_dir)
+        return int(noted["failures"]) if noted and int(noted["iteration"]) == began else 0
     except (OSError, ValueError, TypeError, KeyError) as error:
         log.warning("count of failures not read, counting anew", error=str(error))
         return 0
-
-
-def _write(run_dir: Path, iteration: int, failures: int) -> None:
-    write_json_atomic(run_dir / FAILURES_FILE, {"iteration": iteration, "failures": failures})

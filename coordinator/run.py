@@ -150,10 +150,12 @@ class Run:
 
     async def _start(self) -> None:
         await self.schedule.weights.take_over()
+        log.info("services taken over", token=self.lead.leader.token)
         await self.lead.confirm()
         is_ahead = await self._is_ahead()
+        self.state.fence = self.lead.leader.token
         saved = self.state.policy_version
-        lost = self.rows.cut_after(self.state.iteration)
+        lost = self.rows.cut_after(self.state.iteration, self.lead.check)
         if lost:
             message = f"{METRICS_FILE} lacks the rows of {lost} iterations up to {self.state.iteration}"
             self.progress.warn("lost_rows", f"{message}: lost in a crash or on a full disk")
@@ -164,7 +166,7 @@ class Run:
         self.progress.warn_if("reward_changed", reward_warning(self.state.rewards, self.reward_facts))
         self.state.rewards = dict(self.reward_facts)
         await self._note_renewal()
-        self.exporter.note_template()
+        self.exporter.note_template(self.lead.check)
         self._announce("sync")
         serves = saved + 1 if self._sent else None
         if not is_ahead:
@@ -339,7 +341,7 @@ class Run:
         await self._until_room(partial(self.rows.append, row, self.lead.check))
         await self._until_room(partial(self._save_state, "running"))
         self.schedule.ledger.done(self.state.wave)
-        if adopt_next(self.run_dir):
+        if adopt_next(self.run_dir, self.lead.check):
             log.info("configuration of this launch adopted")
         if checkpoint:
             await self.checkpoints.complete()

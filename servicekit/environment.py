@@ -147,6 +147,13 @@ class ServiceEnvironment(ServerEnvironment):
     metrics_port: Port = Field(
         0, alias="TANDEM_METRICS_PORT", description="Port of Prometheus's /metrics; 0: a free one, announced."
     )
+    worker_id: str = Field(
+        "",
+        alias="TANDEM_WORKER_ID",
+        pattern=r"^([0-9a-f]{32})?$",
+        description="Name under which this process leads the run, of no other process ever. `tandem run` makes one, "
+        "and gives the lead up in its place when it has seen the process end. Unset: the coordinator makes one.",
+    )
     kube_namespace: str = Field(
         "",
         alias="TANDEM_KUBE_NAMESPACE",

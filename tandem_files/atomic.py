@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -43,7 +44,11 @@ def write_bytes_atomic(
                 if durable:
                     os.fsync(file.fileno())
             before_write()
-            temporary.replace(path)
+            try:
+                temporary.replace(path)
+            except FileNotFoundError:  # whoever has taken over has removed it (tandem_files/leader.py)
+                before_write()
+                raise
         finally:
             temporary.unlink(missing_ok=True)
         if durable:
@@ -81,33 +86,71 @@ class NotRemoved(OSError):
         self.left = left
 
 
-def remove_each(paths: Iterable[Path]) -> list[str]:
-    """Remove files, links and folders, as far as possible. Returns: for each that is left, what holds it, and why."""
+def remove_each(paths: Iterable[Path], before_write: Callable[[], None] = no_check, *, first: str = "") -> list[str]:
+    """Remove files, links and folders, as far as possible.
+
+    Args:
+        before_write: called immediately before each is removed; if it raises, that one stays. So does what has taken
+            its name meanwhile.
+        first: what is removed first of a folder; while it cannot be, the rest stays.
+    Returns: for each that is left, what holds it, and why.
+    """
     left: list[str] = []
     for path in paths:
         errors: list[str] = []
 
-        def note(_: object, name: str, info: Any, errors: list[str] = errors) -> None:
+        def note(_: object, name: str, info: Any, path: Path = path, errors: list[str] = errors) -> None:
             if not isinstance(info[1], FileNotFoundError):  # another process removes it too
-                errors.append(f"{name}: {info[1].strerror or info[1]}")
+                errors.append(f"{path / name}: {info[1].strerror or info[1]}")
 
         try:
             if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, onerror=note)
+                _remove_folder(path, before_write, first, note)
             else:
-                path.unlink(missing_ok=True)
+                inode = path.lstat().st_ino
+                before_write()
+                if path.lstat().st_ino == inode:
+                    path.unlink()
+        except FileNotFoundError:
+            pass
         except OSError as error:
             errors.append(f"{path}: {error.strerror or error}")
         left += errors[:1]  # those after it follow from it
     return left
 
 
-def make_way(path: Path) -> None:
+def _remove_folder(
+    folder: Path, before_write: Callable[[], None], first: str, note: Callable[[object, str, Any], None]
+) -> None:
+    """Remove a folder by its inode. Raises: OSError: it cannot be opened, or is not empty in the end."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        before_write()
+        for name in sorted(os.listdir(opened), key=lambda name: name != first):  # noqa: PTH208 - by its inode
+            try:
+                if stat.S_ISDIR(os.stat(name, dir_fd=opened, follow_symlinks=False).st_mode):
+                    shutil.rmtree(name, onerror=note, dir_fd=opened)
+                else:
+                    os.unlink(name, dir_fd=opened)
+            except OSError as error:
+                note(os.unlink, name, (type(error), error, None))
+                if name == first:
+                    return
+        if os.path.samestat(os.fstat(opened), folder.stat()):  # else it has been made anew
+            folder.rmdir()
+    finally:
+        os.close(opened)
+
+
+def make_way(path: Path, before_write: Callable[[], None] = no_check) -> None:
     """Remove what is at `path`; rename it, if something in it cannot be removed, to a name that LEFT matches.
 
+    Args:
+        before_write: as in remove_each.
     Raises: OSError: it can be neither removed nor renamed.
     """
-    if remove_each([path]):
+    if remove_each([path], before_write):
+        before_write()
         path.rename(path.with_name(f".{path.name.removeprefix('.')}.left-{uuid.uuid4().hex}"))
 
 

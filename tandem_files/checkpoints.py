@@ -272,15 +272,19 @@ def none_left(run_dir: Path, damages: Sequence[object]) -> DamagedCheckpoint:
     )
 
 
-def set_aside(damage: Damage) -> Path | None:
+def set_aside(damage: Damage, before_write: Callable[[], None] = no_check) -> Path | None:
     """Rename a damaged checkpoint, so that it can be inspected and is not in the way of new ones.
 
-    Returns: its new folder; None: it was not renamed, because it is unfinished or does not exist.
+    Returns: its new folder; None: it was not renamed: it is unfinished or does not exist. Takes: as remove_each.
     """
     aside = damage.folder.with_name(f"{_SET_ASIDE}{damage.folder.name}")
     if damage.unfinished or not damage.folder.exists():
         return None
-    make_way(aside)
+    make_way(aside, before_write)
+    inode = damage.folder.stat().st_ino
+    before_write()
+    if damage.folder.stat().st_ino != inode:  # made anew by whoever has taken over
+        return None
     damage.folder.rename(aside)
     sync_folder(aside.parent)
     return aside
@@ -318,7 +322,7 @@ def mark_best(run_dir: Path, best: BestCheckpoint | None, before_write: Callable
     """
     path = run_dir / FOLDER / BEST_FILE
     if best is None:
-        path.unlink(missing_ok=True)
+        remove_each([path], before_write)
         return False
     if best.iteration not in dict(list_complete(run_dir)):
         return False
@@ -349,18 +353,18 @@ def mark_latest(run_dir: Path, before_write: Callable[[], None] = no_check) -> N
     """
     path, complete = run_dir / FOLDER / LATEST_FILE, list_complete(run_dir)
     if not complete:
-        path.unlink(missing_ok=True)
+        remove_each([path], before_write)
         return
     write_bytes_atomic(path, f"{complete[-1][1].name}\n".encode(), before_write)
 
 
-def prune(run_dir: Path, keep: int) -> list[Path]:
+def prune(run_dir: Path, keep: int, before_write: Callable[[], None] = no_check) -> list[Path]:
     """Remove all but the best, kept and `keep` newest complete checkpoints, and unfinished ones older than the newest.
 
     An unfinished folder newer than every complete one stays: it is being written. What could not be removed before goes
     first.
 
-    Returns: the folders that were removed.
+    Returns: the folders that were removed. Takes: as remove_each.
     Raises: NotRemoved: some could not be; the others are gone. A checkpoint of which a part is left has no mark.
     """
     if keep < 1:
@@ -375,18 +379,16 @@ def prune(run_dir: Path, keep: int) -> list[Path]:
     old = [folder for iteration, folder in list_all(run_dir) if iteration <= newest and folder not in kept]
     old.sort(key=lambda folder: (folder / COMPLETE).is_file())
     left = remove_each(path for path in (run_dir / FOLDER).iterdir() if _LEFT.fullmatch(path.name))
-    left += [text for folder in old for text in remove_checkpoint(folder)]
+    left += [text for folder in old for text in remove_checkpoint(folder, before_write)]
     if left:
         raise NotRemoved(left)
     return sorted(old)
 
 
-def remove_checkpoint(folder: Path) -> list[str]:
-    """Remove a checkpoint as far as possible. Returns: what is left, and why, as remove_each."""
-    if folder.is_symlink():
-        return remove_each([folder])  # where its owner has moved it, it stays whole
+def remove_checkpoint(folder: Path, before_write: Callable[[], None] = no_check) -> list[str]:
+    """Remove a checkpoint as far as possible; of one that is linked, the link. Returns and takes as remove_each."""
     # The mark first, so that a crash in between leaves no partial checkpoint that counts as complete.
-    return remove_each([folder / COMPLETE]) or remove_each([folder])
+    return remove_each([folder], before_write, first=COMPLETE)
 
 
 def list_all(run_dir: Path) -> list[tuple[int, Path]]:

@@ -11,12 +11,12 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from servicekit.errors import ConfigError
-from tandem_files.atomic import LEFT, NotRemoved, remove_each, sync_file, write_bytes_atomic
+from tandem_files.atomic import LEFT, NotRemoved, no_check, remove_each, sync_file, write_bytes_atomic
 from tandem_files.run_paths import FolderKind
 
 FINAL = "hf"
@@ -87,13 +87,18 @@ def list_exports(run_dir: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match is not None and EXPORT.is_in(path))
 
 
-def note_template(run_dir: Path, template: str | None) -> None:
-    """Record the chat template that a run is trained with in place of the tokenizer's; None: it has none of its own."""
+def note_template(run_dir: Path, template: str | None, before_write: Callable[[], None] = no_check) -> None:
+    """Record the chat template that a run is trained with in place of the tokenizer's.
+
+    Args:
+        template: None: the run has none of its own.
+        before_write: as in write_bytes_atomic.
+    """
     path = run_dir / CHAT_TEMPLATE
     if template is None:
-        path.unlink(missing_ok=True)
+        remove_each([path], before_write)
     else:
-        write_bytes_atomic(path, template.encode())
+        write_bytes_atomic(path, template.encode(), before_write)
 
 
 def noted_template(run_dir: Path | None) -> str | None:

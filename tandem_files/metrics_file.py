@@ -70,13 +70,14 @@ class MetricsFile:
                 rows.append(row)
         return rows
 
-    def cut_after(self, iteration: int) -> int:
+    def cut_after(self, iteration: int, before_write: Callable[[], None] = no_check) -> int:
         """Remove rows after `iteration`, and torn ones, atomically. Returns: how many rows up to it are missing.
 
         A run that begins anew, at 0, keeps none: it measures its baseline again.
         """
         kept = [row for row in self.with_baseline() if (row["iteration"] or 0) <= iteration and iteration > 0]
-        write_bytes_atomic(self._path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept).encode())
+        content = "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept).encode()
+        write_bytes_atomic(self._path, content, before_write)
         return iteration - sum(row["iteration"] != 0 for row in kept)
 
 

@@ -11,24 +11,27 @@ writes these files; where it does not run, as in a cluster, the coordinator writ
 from collections.abc import Callable
 from pathlib import Path
 
-from tandem_files.atomic import no_check, sync_folder, write_bytes_atomic
+from tandem_files.atomic import no_check, remove_each, write_bytes_atomic
 
 RESOLVED_CONFIG = "config.resolved.yaml"
 NEXT_CONFIG = "config.next.yaml"
 LAUNCHED_CONFIG = "logs/config.yaml"
 
 
-def adopt_next(run_dir: Path) -> bool:
+def adopt_next(run_dir: Path, before_write: Callable[[], None] = no_check) -> bool:
     """Make the next configuration, with which an iteration has been trained, the run's.
 
+    Args:
+        before_write: as in write_bytes_atomic.
     Returns: whether there was one.
     Raises: OSError.
     """
     try:
-        (run_dir / NEXT_CONFIG).replace(run_dir / RESOLVED_CONFIG)
+        resolved = (run_dir / NEXT_CONFIG).read_bytes()
     except FileNotFoundError:
         return False
-    sync_folder(run_dir)
+    write_bytes_atomic(run_dir / RESOLVED_CONFIG, resolved, before_write)
+    remove_each([run_dir / NEXT_CONFIG], before_write)
     return True
 
 
@@ -44,6 +47,6 @@ def note_config(run_dir: Path, resolved: str, before_write: Callable[[], None] =
     if not own.is_file():
         write_bytes_atomic(own, resolved.encode(), before_write)
     elif own.read_text(encoding="utf-8") == resolved:
-        (run_dir / NEXT_CONFIG).unlink(missing_ok=True)  # of a resume that trained nothing
+        remove_each([run_dir / NEXT_CONFIG], before_write)  # of a resume that trained nothing
     else:
         write_bytes_atomic(run_dir / NEXT_CONFIG, resolved.encode(), before_write)

@@ -1,7 +1,6 @@
 """Finds the checkpoint that a run resumes from, and puts damaged newer ones aside."""
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +9,8 @@ from servicekit.errors import ConfigError
 from servicekit.logs import get_logger
 from tandem_config.comparing.resuming import RunComparison, compare
 from tandem_config.schema import RunConfig
+from tandem_files.atomic import no_check
 from tandem_files.checkpoints import (
-    COMPLETE,
     COORDINATOR_FILE,
     UndamagedCheckpoint,
     list_complete,
@@ -20,7 +19,7 @@ from tandem_files.checkpoints import (
     read_complete,
     set_aside,
 )
-from tandem_files.run_folder import STATE_FILE, RunIdentity
+from tandem_files.run_folder import RunIdentity
 
 log = get_logger(__name__)
 
@@ -35,16 +34,17 @@ class NewestCheckpoint:
 
 
 def load_newest(
-    run_dir: Path, config: RunConfig, fingerprint: str, identity: RunIdentity | None
+    run_dir: Path, config: RunConfig, fingerprint: str, identity: RunIdentity | None, *, deep: bool = True
 ) -> NewestCheckpoint | None:
     """Load the newest undamaged checkpoint; None if there is none.
 
     Args:
         fingerprint: of this run's model.
         identity: of this run, whose folder it is; None: run ids are not compared.
+        deep: see tandem_files.checkpoints.inspect.
     Raises: ConfigError: the checkpoint is of another model; DamagedCheckpoint: all are damaged.
     """
-    sound = newest_sound(run_dir)
+    sound = newest_sound(run_dir, deep=deep)
     if sound is None:
         _warn_of_folder_above(run_dir)
         return None
@@ -71,31 +71,25 @@ def _warn_of_folder_above(run_dir: Path) -> None:
         )
 
 
-def marks(run_dir: Path) -> dict[str, int]:
-    """Return when each complete checkpoint was marked (ns), and the state written: do others continue the run?"""
-    found = {}
-    with contextlib.suppress(FileNotFoundError):
-        found[STATE_FILE] = (run_dir / STATE_FILE).stat().st_mtime_ns
-    for _, folder in list_complete(run_dir):
-        with contextlib.suppress(FileNotFoundError):  # pruned just now
-            found[folder.name] = (folder / COMPLETE).stat().st_mtime_ns
-    return found
-
-
-def set_damaged_aside(sound: UndamagedCheckpoint) -> Iterator[tuple[str, str]]:
+def set_damaged_aside(
+    sound: UndamagedCheckpoint, before_write: Callable[[], None] = no_check
+) -> Iterator[tuple[str, str]]:
     """Rename newer checkpoints that could not be used, so that later ones can be written.
+
+    Args:
+        before_write: as in write_bytes_atomic.
 
     Yields: what is wrong with each, and what was done about it.
     """
     for damage, complaint in zip(sound.skipped, sound.complaints(), strict=True):
         try:
-            aside = set_aside(damage)
+            aside = set_aside(damage, before_write)
         except OSError as error:  # it stays where it is, and the next resume skips it too
             log.warning("damaged checkpoint not moved", folder=str(damage.folder), error=str(error))
             aside = None
         yield complaint, "" if aside is None else f"; it is kept as {aside.name}"
     if sound.skipped:
         try:
-            mark_latest(sound.folder.parent.parent)
+            mark_latest(sound.folder.parent.parent, before_write)
         except OSError as error:  # the next checkpoint marks itself
             log.warning("latest checkpoint not marked", error=str(error))

@@ -82,7 +82,7 @@ class RunCheckpoints:
 
     def set_damaged_aside(self, damaged: UndamagedCheckpoint | None) -> None:
         """Warn of newer checkpoints that could not be used, and rename them, so that later ones can be written."""
-        for complaint, remark in [] if damaged is None else set_damaged_aside(damaged):
+        for complaint, remark in [] if damaged is None else set_damaged_aside(damaged, self.lead.check):
             self.state.damaged_checkpoints.append(complaint)
             self.progress.warn("damaged_checkpoint", complaint + remark)
 
@@ -110,7 +110,7 @@ class RunCheckpoints:
         self.rows.sync()
         try:
             await self.ledger.checkpoint(self.state)
-            await self.checkpointer.complete(self.state, self.lead.confirm, self.lead.check)
+            await self.checkpointer.complete(self.state, self.lead.confirm)
         except NotWritten as error:
             self.missed.note(self.state.iteration, error)
         if not self.checkpointer.writing:
@@ -139,7 +139,7 @@ class RunCheckpoints:
         await self.checkpointer.save_trainer(self.state.iteration)
         self.rows.sync()
         await self.ledger.checkpoint(self.state)
-        await self.checkpointer.complete(self.state, self.lead.confirm, self.lead.check)
+        await self.checkpointer.complete(self.state, self.lead.confirm)
         await self.checkpointer.settle()
         self.missed.none()
         log.info("checkpoint saved at the end", iteration=self.state.iteration)
@@ -174,7 +174,7 @@ class RunCheckpoints:
 
     async def mark_best(self) -> None:
         """Mark the checkpoint of the best policy, which is kept."""
-        await self.checkpointer.mark_best(self.state.best, self.lead.check)
+        await self.checkpointer.mark_best(self.state.best)
 
     def keep(self, iteration: int) -> None:
         """Keep the checkpoint of an iteration for good."""

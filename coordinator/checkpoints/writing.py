@@ -53,6 +53,7 @@ class Checkpointer:
         keep: number of newest checkpoints to keep.
         background: let the trainer continue while its part is written; None: if it computes on GPUs.
         left: called with what could not be removed of old checkpoints (tandem_files.atomic.remove_each).
+        check: called immediately before each change of a file; raises if this coordinator no longer leads the run.
     Attributes:
         newest: iteration of the newest checkpoint that is complete or being finished; -1: none.
         running: the one that is being finished; None: none is.
@@ -69,8 +70,9 @@ class Checkpointer:
         background: bool | None,
         mark: Mapping[str, Any],
         left: Callable[[Sequence[str]], object] = no_left,
+        check: Callable[[], None] = no_check,
     ) -> None:
-        self._run_dir = run_dir
+        self._run_dir, self._check = run_dir, check
         self._mark = dict(mark)
         self._model = model
         self._trainer = trainer
@@ -89,7 +91,7 @@ class Checkpointer:
         folder = step_folder(self._run_dir, iteration)
         async with self._clean(folder):
             # Files that a crash left under this number must not mix with the new ones.
-            await asyncio.to_thread(make_way, folder)
+            await asyncio.to_thread(make_way, folder, self._check)
             with naming(folder):
                 folder.mkdir(parents=True)
             trainer_folder = self.trainer_folder(iteration)
@@ -99,28 +101,22 @@ class Checkpointer:
         """Return the folder of the trainer's part of a checkpoint, whether it exists or not."""
         return (step_folder(self._run_dir, iteration) / TRAINER_FOLDER).absolute()
 
-    async def complete(
-        self,
-        state: RunState,
-        check_lead: Callable[[], Awaitable[None]],
-        before_write: Callable[[], None] = no_check,
-    ) -> None:
+    async def complete(self, state: RunState, check_lead: Callable[[], Awaitable[None]]) -> None:
         """Add the coordinator's state, and begin to wait for the trainer's part; `settle` says how it ends.
 
         Args:
             check_lead: called before each file is written; raises if this coordinator no longer leads the run.
-            before_write: the same, called immediately before a file is replaced.
         Raises: NotWritten: the state could not be written.
         """
         folder = step_folder(self._run_dir, state.iteration)
         async with self._clean(folder):
             await check_lead()
-            await asyncio.to_thread(state.save, folder / COORDINATOR_FILE, before_write)
+            await asyncio.to_thread(state.save, folder / COORDINATOR_FILE, self._check)
         # As it is now: the state changes while the trainer's part is being written.
         mark = partial(
             mark_complete,
             folder,
-            before_write,
+            self._check,
             iteration=state.iteration,
             policy_version=state.policy_version,
             model=self._model,
@@ -128,24 +124,17 @@ class Checkpointer:
             **self._mark,
         )
         self.newest = state.iteration
-        point = partial(self._point, before_write)
-        finishing = asyncio.create_task(self._finish(folder, mark, point, check_lead), name="checkpoint")
+        finishing = asyncio.create_task(self._finish(folder, mark, check_lead), name="checkpoint")
         self.running = Running(iteration=state.iteration, done=finishing)
 
-    async def _finish(
-        self,
-        folder: Path,
-        mark: Callable[[], None],
-        point: Callable[[], None],
-        check_lead: Callable[[], Awaitable[None]],
-    ) -> None:
+    async def _finish(self, folder: Path, mark: Callable[[], None], check_lead: Callable[[], Awaitable[None]]) -> None:
         """Wait for the trainer's part, mark the checkpoint complete, then as the latest, remove the oldest."""
         async with self._clean(folder):
             if self.writing:
                 await self._trainer.finish_checkpoint((folder / TRAINER_FOLDER).absolute())
             await check_lead()
             await asyncio.to_thread(mark)
-        await asyncio.to_thread(point)
+        await asyncio.to_thread(self._point)
         self._left(await asyncio.to_thread(self._prune))
 
     async def settle(self) -> None:
@@ -189,25 +178,25 @@ class Checkpointer:
             with in_part(f"checkpoint {folder.name}"):
                 yield
         except (OSError, Internal, DeadlineExceeded, NotReady) as error:
-            await asyncio.to_thread(remove_checkpoint, folder)  # it may fill the disk; the rest goes when it is old
+            await asyncio.to_thread(remove_checkpoint, folder, self._check)  # it may fill the disk
             await self._trainer.status()
             raise NotWritten(describe(error, advise=False)) from error
 
-    async def mark_best(self, best: BestPolicy | None, before_write: Callable[[], None] = no_check) -> None:
+    async def mark_best(self, best: BestPolicy | None) -> None:
         """Mark the checkpoint of the best policy, which is kept, if there is one; the initial policy has none."""
         trained = None if best is None or best.iteration == 0 else BestCheckpoint(**best.model_dump())
-        await asyncio.to_thread(mark_best, self._run_dir, trained, before_write)
+        await asyncio.to_thread(mark_best, self._run_dir, trained, self._check)
 
-    def _point(self, before_write: Callable[[], None]) -> None:
+    def _point(self) -> None:
         try:
-            mark_latest(self._run_dir, before_write)
+            mark_latest(self._run_dir, self._check)
         except OSError as error:  # the checkpoint is complete without it
             log.warning("latest checkpoint not marked", error=str(error))
 
     def _prune(self) -> list[str]:
         """Remove the oldest checkpoints. Returns: what is left of them; the next one removes it too."""
         try:
-            prune(self._run_dir, self._keep)
+            prune(self._run_dir, self._keep, self._check)
         except NotRemoved as error:
             return error.left
         except OSError as error:

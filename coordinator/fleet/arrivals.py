@@ -76,11 +76,15 @@ class LeaseOutlook(Outlook):
         return [str(failure) for failure in self._registry.failures()]
 
 
-async def wait_for_enough(config: RunConfig, registry: Registry, outlook: Outlook) -> ServiceRecord:
+async def wait_for_enough(
+    config: RunConfig, registry: Registry, outlook: Outlook, *, for_others: bool = True
+) -> ServiceRecord:
     """Wait until the trainer and rollout.min_replicas are announced, and for the others as long as they may come.
 
     For the others at most until run.startup_timeout_s; the run finds later ones when they come.
 
+    Args:
+        for_others: False: do not wait for the others.
     Returns: the trainer's record.
     Raises:
         DeadlineExceeded: with the services that are announced, and the outlook's troubles.
@@ -93,7 +97,7 @@ async def wait_for_enough(config: RunConfig, registry: Registry, outlook: Outloo
         waited_s = time.monotonic() - start_s
         num_replicas = len(announced.rollouts)
         if announced.trainers and num_replicas >= config.rollout.min_replicas:
-            is_late = waited_s >= config.run.startup_timeout_s
+            is_late = waited_s >= config.run.startup_timeout_s or not for_others
             if is_late or num_replicas >= config.rollout.replicas or not outlook.may_come(announced):
                 return announced.trainers[0]
         elif waited_s >= (timeout_s := outlook.patience_s(announced)):

@@ -114,6 +114,7 @@ async def find_services(
     fence: common_pb2.CoordinatorFence | None = None,
     *,
     resumed: bool = False,
+    for_others: bool = True,
 ) -> Services:
     """Wait until trainer and replicas have announced themselves, and open channels to them, as `identity`.
 
@@ -121,13 +122,14 @@ async def find_services(
         cluster: the cluster of a fleet of pods, which it watches already.
         fence: the coordinator's, for calls to the trainer.
         resumed: the run is resumed: rollout.min_replicas are enough, the others join later.
+        for_others: as in wait_for_enough.
     Raises: DeadlineExceeded: names the services missing after run.startup_timeout_s; TrainerDead: its pods have failed.
     """
     if cluster is None and not resumed:
         record = await _wait_for_all(config, registry)
     else:
         outlook = LeaseOutlook(config, registry) if cluster is None else _pods(config, cluster)
-        record = await wait_for_enough(config, registry, outlook)
+        record = await wait_for_enough(config, registry, outlook, for_others=for_others)
     trainer = Trainer(record.address, identity, fence)
     stack.push_async_callback(trainer.close)
     watched = WatchedFleet(registry, trainer, identity)

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from tandem_files.atomic import naming, sync_folder
+from servicekit.logs import get_logger
+from tandem_files.atomic import naming, remove_each, sync_folder
 from tandem_files.checkpoints import list_complete
 from tandem_files.ledger.records import groups_file, groups_files, segment, segments, step_file, step_files
 
@@ -14,29 +15,33 @@ from tandem_files.ledger.records import groups_file, groups_files, segment, segm
 SYNC_EVERY_S = 1.0
 _MIB = 1 << 20
 
+log = get_logger(__name__)
+
 
 class _File:
     """A file that is appended to; it is made by the first call.
 
     Args:
         check: called before each write; raises if another coordinator leads the run.
-        flags: for os.open, besides those for appending.
+        empty: what the file has is of no use.
     """
 
-    def __init__(self, path: Path, check: Callable[[], None], flags: int) -> None:
-        self._path, self._check, self._flags = path, check, flags
+    def __init__(self, path: Path, check: Callable[[], None], *, empty: bool) -> None:
+        self._path, self._check, self._empty = path, check, empty
         self._descriptor = -1
         self.size = 0
 
     def append(self, content: bytes) -> None:
         """Append all of it or nothing. Raises: OSError: with the file's name."""
-        self._check()
         with naming(self._path):
             if self._descriptor < 0:
                 self._path.parent.mkdir(mode=0o700, exist_ok=True)
-                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | self._flags, 0o600)
-                self.size = os.fstat(self._descriptor).st_size
+                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
                 sync_folder(self._path.parent)
+            self._check()  # of a file that is open (tandem_files/leader.py)
+            if self._empty:
+                os.ftruncate(self._descriptor, 0)
+            self._empty, self.size = False, os.fstat(self._descriptor).st_size
             left = memoryview(content)
             try:
                 while left:
@@ -55,7 +60,10 @@ class _File:
     def empty(self) -> None:
         """Take its room, as far as possible."""
         with contextlib.suppress(OSError):
-            os.truncate(self._path, 0)
+            if self._descriptor < 0:
+                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+            self._check()
+            os.ftruncate(self._descriptor, 0)
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -99,7 +107,7 @@ class LedgerFiles:
                 return False
             self._log.close()
         before = segment(self._run_dir, number - 1)
-        self._log = _File(segment(self._run_dir, number), self._check, os.O_EXCL)
+        self._log = _File(segment(self._run_dir, number), self._check, empty=True)
         self.append(head(before.stat().st_size if before.exists() else 0))
         return True
 
@@ -112,7 +120,7 @@ class LedgerFiles:
     def begin_groups(self, wave: int, *, keep: bool) -> None:
         """Begin the file of a wave's finished groups. keep: continue with those that it has."""
         own = groups_file(self._run_dir, wave)
-        self._groups[wave] = _File(own, self._check, 0 if keep else os.O_TRUNC)
+        self._groups[wave] = _File(own, self._check, empty=not keep)
         others = [path for number, path in groups_files(self._run_dir).items() if number not in self._groups]
         self._others = sum(path.stat().st_size for path in others)
 
@@ -194,9 +202,8 @@ class LedgerFiles:
         old = [path for n, path in groups_files(self._run_dir).items() if n < first and n not in needed]
         # The oldest first: whoever is killed meanwhile leaves no gap, which would be taken for a loss.
         old += [path for number, path in segments(self._run_dir).items() if number < begins]
-        for path in old:
-            self._check()
-            path.unlink(missing_ok=True)
+        for text in remove_each(old, self._check):
+            log.warning("ledger: not removed", what=text)
         self._remove_steps(max(kept))
         if max(kept) >= self._lost_step:
             self._lost_step = 0

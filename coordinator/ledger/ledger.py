@@ -188,9 +188,9 @@ class Ledger:
         return Restored(groups=groups, settled=settled)
 
     def finished(self, wave: int, group: Group) -> None:
-        """Note a finished group of a wave, and keep it."""
-        self._put("finished", groups=[group.group_id])
+        """Keep a finished group of a wave, then note it: what the log has as finished can be restored."""
         self._keep(wave, partial(group_record, group, self._orders[wave]))
+        self._put("finished", groups=[group.group_id])
 
     def scored(self, iteration: int, groups: Sequence[Group], scored: GroupScores) -> None:
         """Note that the groups of an iteration were scored, and keep the scores."""

@@ -38,9 +38,9 @@ class Exporter:
         self._template = template
         self._left = left
 
-    def note_template(self) -> None:
+    def note_template(self, before_write: Callable[[], None]) -> None:
         """Record the chat template in the run's folder, for the trainer's exports and those of `tandem export`."""
-        note_template(self._run_dir, self._template)
+        note_template(self._run_dir, self._template, before_write)
 
     def is_due(self, iteration: int) -> bool:
         """Whether the policy is exported after `iteration`."""

@@ -140,6 +140,8 @@ class RunState(BaseModel):
     # Status of the process: running, finished, failed, interrupted.
     status: str = "running"
     error: str = ""
+    # Token of the coordinator that wrote it (docs/weight-sync.md, Who leads); 0: an older release.
+    fence: int = 0
     # Iterations completed.
     iteration: int = 0
     policy_version: int = 0

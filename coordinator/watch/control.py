@@ -40,7 +40,7 @@ class RunControl:
         self.state = State.STARTING
         self.error = ""
         self.stop_requested = False
-        self._show()
+        self.show()
 
     def enter(self, state: State, why: str = "") -> None:
         """Change the state, unless it is final. why: for the event, and the error of a failed run."""
@@ -49,7 +49,7 @@ class RunControl:
         self.state = state
         if state is State.FAILED:
             self.error = why
-        self._show()
+        self.show()
         self._events.append(EventKind.STATE, f"{state.value}: {why}" if why else state.value)
 
     def pause(self) -> State:
@@ -73,7 +73,8 @@ class RunControl:
             self._events.append(EventKind.PROGRESS, "stop requested: ending after the current iteration")
         self.resume()
 
-    def _show(self) -> None:
+    def show(self) -> None:
+        """Export the state."""
         metrics.observe_state(self.state.value, [state.value for state in State])
 
     async def gate(self) -> None:

@@ -41,6 +41,8 @@ POLICY_VERSION = Gauge("tandem_policy_version", "Policy version that the coordin
 REPLICA_VERSION = Gauge("tandem_replica_policy_version", "Policy version committed on a replica.", ["replica"])
 RUN_STATE = Gauge("tandem_run_state", "1 for the state that the run is in.", ["state"])
 SCHEDULE = Gauge("tandem_schedule", "1 for the run's schedule.kind (sync, one_step_off, async).", ["kind"])
+STANDBY = LateGauge("tandem_standby",
+    "Of coordinators with --standby: 1 while it waits to take over, 0 while it leads.")
 RUN_START = LateGauge("tandem_run_start_timestamp_seconds",
     "Unix time at which the run began, before its first resume.")
 LAST_PROGRESS = LateGauge("tandem_last_progress_timestamp_seconds",

@@ -68,6 +68,7 @@ class Restarts:
         self._run_dir, self._config, self._names, self._clock = run_dir, config, names, clock
         # By name, the restarts in a row, and when the last one was: in iterations, of replicas in seconds.
         self._rows: dict[str, tuple[int, float]] = {}
+        self._furthest = 0
         self._has_begun = False
         self.left_out: set[str] = set()
 
@@ -127,7 +128,8 @@ class Restarts:
 
     def _spend(self, name: str, budget: int) -> int:
         """Take a restart from the budget of `name`. Returns: its number in a row; 0: none is left."""
-        now = self._clock() if is_rollout(name) else float(read_state(self._run_dir).get("iteration", 0))
+        self._furthest = max(self._furthest, int(read_state(self._run_dir).get("iteration") or 0))
+        now = self._clock() if is_rollout(name) else float(self._furthest)
         count, before = self._rows.get(name, (0, now))
         if now - before >= (LIVED_WELL_S if is_rollout(name) else 1):
             count = 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,9 @@ from servicekit.redis.records import COORDINATOR
 from tandem_config.schema import RunConfig
 from tandem_files.run_config import NEXT_CONFIG
 from tandem_files.run_folder import make_token, note_launch, read_state
+from weightsync.membership.rendezvous import COORDINATOR_SLOT, Rendezvous
 
+WORKER_ID = "TANDEM_WORKER_ID"
 # A service whose end makes the coordinator fail may be seen to end this much later than the coordinator.
 _CULPRIT_WINDOW_S = 1.0
 
@@ -83,7 +86,7 @@ async def _drive(request: RunRequest, supervisor: Supervisor, view: RunView) -> 
         note_launch(request.run_dir, launch_id)
         make_token(request.run_dir)
         redis_url = await start_redis(request.redis_url, request.run_dir, supervisor, view)
-        specs = _planned(request, launch_id, redis_url, resume=request.resume)
+        specs = _named(_planned(request, launch_id, redis_url, resume=request.resume))
         await start_services(specs, request.run_dir, supervisor, view)
         view_task = ViewTask(request.config, request.run_dir, launch_id, redis_url, view)
         try:
@@ -103,6 +106,8 @@ async def _restart_until_end(
     await view_task.begin()
     while True:
         death = await _next_death(supervisor, ignore=sorted(restarts.left_out))
+        if death.name == COORDINATOR:
+            await _give_lead_up(redis_url, launch_id, supervisor.variable(COORDINATOR, WORKER_ID), view)
         if death.name == COORDINATOR and death.code == 0:
             await view_task.finish()
             return outcome.ended(request.run_dir)
@@ -110,7 +115,7 @@ async def _restart_until_end(
         if restart is None:
             return outcome.failed(request.run_dir, death)
         view.warning(restart.text)
-        await supervisor.replace(restart.specs(planned))
+        await supervisor.replace(_named(restart.specs(planned)))
         if COORDINATOR in restart.names:
             await view_task.begin()
 
@@ -118,6 +123,25 @@ async def _restart_until_end(
 def _planned(request: RunRequest, launch_id: str, redis_url: str, *, resume: bool) -> list[ProcessSpec]:
     described = launch_of(request.run_dir, launch_id, redis_url, resume=resume)
     return request.plan(request.config, described, plan_devices(request.config, find_gpus().usable))
+
+
+def _named(specs: list[ProcessSpec]) -> list[ProcessSpec]:
+    """Give the coordinator a name of its own for this start, under which it leads."""
+    mine = {WORKER_ID: uuid.uuid4().hex}
+    return [replace(spec, env={**spec.env, **mine}) if spec.name == COORDINATOR else spec for spec in specs]
+
+
+async def _give_lead_up(redis_url: str, run_id: str, worker_id: str, view: RunView) -> None:
+    """Give the lead up in place of a process that has ended: its successor need not wait for the end of its lease.
+
+    Args:
+        worker_id: that process's alone: the lead of any other stays.
+    """
+    try:
+        group = await asyncio.to_thread(Rendezvous, redis_url, f"tandem:{run_id}")
+        await asyncio.to_thread(group.leave, COORDINATOR_SLOT, worker_id)
+    except TandemError as error:
+        view.warning(f"the next coordinator waits for the lease of the one that has ended: {error}")
 
 
 async def _next_death(supervisor: Supervisor, ignore: Sequence[str]) -> ProcessExit:

@@ -126,6 +126,10 @@ class Supervisor:
         """List the ids of a service's living processes, parents first, without its guard."""
         return guard.descendants(self._children[name].pid)
 
+    def variable(self, name: str, variable: str) -> str:
+        """Return an environment variable that a process was started with; "": none of that name was added."""
+        return self._specs[name].env.get(variable, "")
+
     async def wait(self, name: str) -> ProcessExit:
         """Wait for the exit of a process."""
         return await asyncio.shield(self._waiters[name])

@@ -71,9 +71,9 @@ class SampleFolder:
             for iteration, files in self._files().items()
         }
 
-    def remove(self, iteration: int) -> list[str]:
-        """Remove all samples of an iteration. Returns: what is left, and why, as remove_each."""
-        return remove_each(self._files().get(iteration, {}).values())
+    def remove(self, iteration: int, before_write: Callable[[], None] = no_check) -> list[str]:
+        """Remove all samples of an iteration. Returns and takes as remove_each."""
+        return remove_each(self._files().get(iteration, {}).values(), before_write)
 
     def resolve(self, iteration: int | None, kind: str | None) -> tuple[int, str]:
         """Find the samples that are meant.

@@ -12,13 +12,14 @@ import pytest
 import yaml
 
 from coordinator.app import conduct
-from coordinator.retries import FAILURES_FILE, MAX_FAILURES
+from coordinator.retries import MAX_FAILURES
 from coordinator.shutdown import Exits
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import Internal
 from servicekit.lifecycle.exit_codes import EXIT_GIVEN_UP
 from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import newest_iteration
+from tandem_files.leader import FAILURES_FILE
 from tests.contract.coordinator_runs import rows, variables_of, with_settings, write_config
 from tests.fakes.fake_fleet import announced_fleet
 from tests.fakes.fake_job import FakeJob
@@ -115,6 +116,19 @@ def test_the_stand_in_refuses_what_validation_refuses(change: dict[str, Any], re
     rule["onExitCodes"] |= change
     with pytest.raises(ValueError, match=refused):
         FakeJob(job)
+
+
+def test_a_job_with_a_standby_is_complete_when_both_pods_have_ended() -> None:
+    standby = the_job()
+    standby["spec"]["parallelism"] = 2
+    job = FakeJob(standby)
+    # A leader that was killed, one that a drain has evicted, a standby that does not fit its leader.
+    assert all(job.pod_ended(code) for code in (137, 143, 75))
+    assert (job.failed, job.active, job.ended) == (1, 2, "")
+    assert not job.pod_ended(0)
+    assert (job.active, job.ended) == (1, "")
+    assert not job.pod_ended(0)
+    assert (job.active, job.ended) == (0, "Complete")
 
 
 def test_the_stand_in_counts_as_a_job_does() -> None:

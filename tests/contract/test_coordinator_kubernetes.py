@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from coordinator.retries import FAILURES_FILE, MAX_FAILURES
+from coordinator.retries import MAX_FAILURES
 from launcher.view.status import describe
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import Internal
 from tandem_config.loading import dump_resolved
 from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import list_complete
+from tandem_files.leader import FAILURES_FILE
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
 from tests.contract.kube_objects import (
     NAMESPACE,

@@ -35,6 +35,7 @@ from tandem_clients.fleet import Fleet
 from tandem_clients.replica import Replica
 from tandem_clients.watched_fleet import WatchedFleet
 from tandem_config.schema import RunConfig
+from tandem_files.leader import PLACEMENT_FILE
 from tests.contract.coordinator_runs import with_settings
 from tests.contract.kube_objects import (
     NAMESPACE,
@@ -923,7 +924,7 @@ async def test_rollouts_make_room_for_the_trainer_and_come_back(
 async def test_a_note_of_a_set_that_was_applied_since_does_not_keep_fleet_scale_from_its_size(
     api: FakeCluster, start: Start, environment: ServiceEnvironment
 ) -> None:
-    (environment.run_dir / placement.PLACEMENT_FILE).write_text('{"replicas": 5}')
+    (environment.run_dir / PLACEMENT_FILE).write_text('{"replicas": 5}')
     api.put(rollout_set(5))
     await start(scale=True)
     assert api.get("StatefulSet", "rollout", NAMESPACE)["spec"]["replicas"] == 2

@@ -1,7 +1,8 @@
 """A FAKE Job controller for tests: what becomes of a Job when its pod ends, by backoffLimit and podFailurePolicy.
 
-It knows Jobs of one pod at a time with restartPolicy Never, makes no pods, and waits no back-off. As Kubernetes it
-counts failures over the Job's whole life. Nothing that passes here has run on Kubernetes.
+It knows Jobs without `completions` and with restartPolicy Never, makes no pods, and waits no back-off. As Kubernetes it
+counts failures over the Job's whole life, makes no pod any more once one has succeeded, and is complete when none is
+left. Nothing that passes here has run on Kubernetes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,6 +17,7 @@ class FakeJob:
 
     Attributes:
         failed: status.failed.
+        active: pods that run.
         ended: "" while it goes on, else "Complete" or the reason of its condition Failed.
     Raises: ValueError: what an API server refuses.
     """
@@ -30,25 +32,32 @@ class FakeJob:
         for rule in self._rules:
             _check(rule, {container["name"] for container in pod["containers"]})
         self._container = pod["containers"][0]["name"]
-        self.failed = 0
+        if "completions" in spec:
+            raise ValueError("a number of completions is not known here")
+        self.failed, self.active = 0, int(spec.get("parallelism", 1))
+        self._has_succeeded = False
         self.ended: End = ""
 
     def pod_ended(self, exit_code: int, conditions: Iterable[str] = ()) -> bool:
-        """Take the end of its pod. conditions: those that are True. Returns: whether another pod is made."""
+        """Take the end of a pod. conditions: those that are True. Returns: whether another pod is made."""
         assert not self.ended
         action = "Count" if exit_code else "Complete"
         if exit_code:
             matching = (rule["action"] for rule in self._rules if self._matches(rule, exit_code, set(conditions)))
             action = next(matching, "Count")
         if action == "Complete":
-            self.ended = "Complete"
+            self._has_succeeded = True
         elif action == "FailJob":
             self.failed += 1
             self.ended = "PodFailurePolicy"
         elif action == "Count":
             self.failed += 1
             self.ended = "BackoffLimitExceeded" if self.failed > self._limit else ""
-        return not self.ended
+        is_made_again = not self.ended and not self._has_succeeded
+        self.active -= not is_made_again
+        if not self.active and not self.ended:
+            self.ended = "Complete"
+        return is_made_again
 
     def _matches(self, rule: Manifest, exit_code: int, conditions: set[str]) -> bool:
         if "onPodConditions" in rule:

@@ -12,7 +12,7 @@ FILE = REPO / "docker-compose.yml"
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 # Services that run our code, by what they run.
 OURS = {
-    "coordinator": ("coordinator", "coordinator-gpu"),
+    "coordinator": ("coordinator", "coordinator-gpu", "coordinator-standby", "coordinator-standby-gpu"),
     "trainer": ("trainer", "trainer-gpu"),
     "rollout": ("rollout-0", "rollout-1", "rollout-0-gpu", "rollout-1-gpu"),
 }

@@ -30,7 +30,16 @@ WORKERS = {"rollout-worker": "rollout"}
 VARIANTS = {
     "cluster + all": (
         "cluster",
-        ("gpu-nccl", "mtls", "monitoring", "autoscale-rollout", "jobset-trainer", "lws-rollout", "kueue"),
+        (
+            "gpu-nccl",
+            "mtls",
+            "monitoring",
+            "standby-coordinator",
+            "autoscale-rollout",
+            "jobset-trainer",
+            "lws-rollout",
+            "kueue",
+        ),
     ),
     "cluster + names": (
         "cluster",

@@ -53,6 +53,7 @@ PROMISED = {
     "pull-secret",
     "reward-server",
     "single-node",
+    "standby-coordinator",
     "tracing",
 }
 # Below another component: a part of it that not every cluster wants.

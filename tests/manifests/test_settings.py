@@ -45,6 +45,7 @@ FOREIGN = {
 }
 # Set by other components or by people only; a pod of the base runs without.
 OPTIONAL = {
+    "TANDEM_WORKER_ID": "tandem run, which gives a lead up in another's place; a coordinator makes one",
     "TANDEM_RUN_TOKEN": "people: from a Secret of theirs; in a cluster certificates and policies close the services",
     "TANDEM_TLS_CERT": "component mtls",
     "TANDEM_TLS_KEY": "component mtls",
@@ -53,6 +54,8 @@ OPTIONAL = {
     "TANDEM_REDIS_CERT": "an external Redis that asks for client certificates",
     "TANDEM_REDIS_KEY": "an external Redis that asks for client certificates",
 }
+# Flags that components add.
+OF_COMPONENTS = {"--standby"}
 # What some services alone read, in their own code: variable -> the services.
 OF_SOME_SERVICES = {
     "TANDEM_RANKS_PER_HOST": ("trainer",),
@@ -164,13 +167,14 @@ def known_flags(module: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
 @pytest.mark.parametrize("service", SERVICES)
 def test_flags_are_the_programs_own(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways: none that the program does not know, and none of the program's left out."""
-    templates = [*templates_of(overlay("base"), service), *templates_of(overlay("cluster + all"), service)]
-    for template in templates:
-        (container,) = template["spec"]["containers"]
-        python, dash_m, module = container["command"]
-        assert (python, dash_m) == ("python", "-m")
-        used = {word for word in container["args"] if word.startswith("--")}
-        assert used == known_flags(module, monkeypatch)
+    for name in ("base", "cluster + all"):
+        for template in templates_of(overlay(name), service):
+            (container,) = template["spec"]["containers"]
+            python, dash_m, module = container["command"]
+            assert (python, dash_m) == ("python", "-m")
+            used = {word for word in container["args"] if word.startswith("--")}
+            of_components = OF_COMPONENTS if name == "base" else set()
+            assert used == known_flags(module, monkeypatch) - of_components
 
 
 @pytest.mark.parametrize("name", OVERLAYS)

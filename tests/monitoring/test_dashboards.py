@@ -17,6 +17,7 @@ from tools.metrics_reference import JOBS, metrics_of, series_of
 UNSHOWN = {
     "tandem_reward_fall_stds": "the name that dashboards of 0.1.0 know; kept for one release",
     "tandem_run_start_timestamp_seconds": "the rules tell runs of one name apart by it",
+    "tandem_standby": "of coordinators with --standby only; the rule TandemStandbyMissing asks for it",
     "tandem_schedule": "what runs of another schedule idle is by design; the rules tell them apart by it",
     "tandem_clip_fraction": "the trainer's own; the coordinator's tandem_clip_fraction_*_ratio are shown",
     "tandem_logprob_abs_diff": "the trainer's own; the coordinator's tandem_logprob_abs_diff_* are shown",

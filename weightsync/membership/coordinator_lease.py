@@ -39,12 +39,20 @@ class CoordinatorLease(SlotLease):
 
     Args:
         on_lost: called once, from the renewing thread, with a sentence.
+        worker_id: a new name, of no other process ever; "": one is made.
     """
 
     patience_ttls = 0.0
 
-    def __init__(self, rendezvous: Rendezvous, ttl_s: float, on_lost: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        ttl_s: float,
+        on_lost: Callable[[str], None] = lambda _: None,
+        worker_id: str = "",
+    ) -> None:
         super().__init__(rendezvous, COORDINATOR_SLOT, ttl_s, on_lost=on_lost)
+        self.worker_id = worker_id or self.worker_id
         self._token = 0
         self._kept_until_s = 0.0
 

@@ -66,11 +66,19 @@ class Cluster:
         wanted = self._replicas if config.fleet.scale else None
         self._placement = RoomForTrainer(api, pods, troubles, self.rollout_set, folder, wanted=wanted, clock=clock)
         self._making_room: asyncio.Task[None] | None = None
+        self._looks_on = False
 
-    async def start(self) -> None:
-        """Check the permissions, start watching pods, scale the rollout set; from then on make room for the trainer."""
+    async def look_on(self) -> None:
+        """Check the permissions, and start watching pods; a standby does this, which changes nothing."""
         await asyncio.to_thread(self._check_permissions)
         await asyncio.to_thread(self.pods.start, REQUEST_TIMEOUT_S)
+        self._looks_on = True
+
+    async def start(self) -> None:
+        """Look on, if that was not begun; scale the rollout set; from then on make room for the trainer."""
+        if not self._looks_on:
+            await self.look_on()
+        await asyncio.to_thread(self._placement.recall)
         if self.settings.scale:
             await asyncio.to_thread(self._scale)
         self._making_room = asyncio.create_task(self._placement.run(), name="placement")

@@ -26,8 +26,8 @@ from coordinator.fleet.kubernetes.troubles import Troubles
 from servicekit.errors import TandemError
 from servicekit.logs import get_logger
 from tandem_files.atomic import write_json_atomic
+from tandem_files.leader import PLACEMENT_FILE
 
-PLACEMENT_FILE = "placement.json"
 # More than a rollout's 75 s to end: preemption and pods that leave may be making room already.
 AFTER_S = 90.0
 INTERVAL_S = 5.0
@@ -62,7 +62,7 @@ class RoomForTrainer:
         self._since_s: float | None = None
         self._is_theirs = self._is_placed = self._is_empty = False
         self._trouble = ""
-        self.size_before = self._read()
+        self.size_before: int | None = None
 
     @property
     def is_waiting(self) -> bool:
@@ -114,7 +114,7 @@ class RoomForTrainer:
         if not before:
             return
         # First: who is started after this moment must know the size.
-        write_json_atomic(self._file, {"replicas": before})
+        write_json_atomic(self._file, {"replicas": before}, self._api.before_change)
         self.size_before = before
         self._api.scale(self._set, 0)
         self._is_empty, self._trouble = True, self._text(before)
@@ -142,15 +142,14 @@ class RoomForTrainer:
         self._trouble = ""
         self.forget()
 
-    def _read(self) -> int | None:
-        """Return the size that a predecessor has noted; None: none has."""
+    def recall(self) -> None:
+        """Read the size that a predecessor has noted, if one has."""
         try:
-            return int(json.loads(self._file.read_text(encoding="utf-8"))["replicas"])
+            self.size_before = int(json.loads(self._file.read_text(encoding="utf-8"))["replicas"])
         except FileNotFoundError:
-            return None
+            self.size_before = None
         except (OSError, ValueError, TypeError, KeyError) as error:
             log.warning("size of the rollout set not read", file=str(self._file), error=str(error))
-            return None
 
 
 def _lack_room(mine: Sequence[Pod]) -> bool:

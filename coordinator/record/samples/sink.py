@@ -81,14 +81,13 @@ class SampleSink:
                 self._old.add(number)
                 del self._sizes[number]
             if self._old:
-                self.before_write()
                 self._remove_old()
         self._old.discard(iteration)  # what is left of it is replaced now
         return self._sizes
 
     def _remove_old(self) -> None:
         """Remove what does not count any more; what cannot be removed is tried again with the next iteration."""
-        left = {number: self.folder.remove(number) for number in sorted(self._old)}
+        left = {number: self.folder.remove(number, self.before_write) for number in sorted(self._old)}
         self._old = {number for number, texts in left.items() if texts}
         self.left([text for texts in left.values() for text in texts])
 

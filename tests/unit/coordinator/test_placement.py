@@ -9,10 +9,11 @@ import pytest
 
 from coordinator.fleet.kubernetes.api.pod_sets import PodSet
 from coordinator.fleet.kubernetes.api.pods import Pod, PodOutlook
-from coordinator.fleet.kubernetes.placement import AFTER_S, PLACEMENT_FILE, RoomForTrainer
+from coordinator.fleet.kubernetes.placement import AFTER_S, RoomForTrainer
 from coordinator.fleet.kubernetes.troubles import Troubles
 from coordinator.watch.events import EventLog
 from servicekit.errors import PermissionDenied, Unavailable
+from tandem_files.leader import PLACEMENT_FILE
 
 FULL = "unschedulable: 0/5 nodes are available: 2 node(s) had untolerated taint(s), 3 Insufficient nvidia.com/gpu."
 
@@ -56,6 +57,9 @@ class Scene:
         before, self.size = self.size, replicas
         return before
 
+    def before_change(self) -> None:
+        """No other coordinator leads."""
+
     def create_event(self, body: Any) -> None:
         """Events are not looked at here."""
 
@@ -64,7 +68,9 @@ class Scene:
         api: Any = self
         rollouts = PodSet(kind="StatefulSet", name="rollout")
         troubles = Troubles(EventLog())
-        return RoomForTrainer(api, api, troubles, rollouts, self.folder, wanted=wanted, clock=lambda: self.now_s)
+        room = RoomForTrainer(api, api, troubles, rollouts, self.folder, wanted=wanted, clock=lambda: self.now_s)
+        room.recall()
+        return room
 
     def looks(self, placement: RoomForTrainer) -> Callable[[float], None]:
         """Lets a coordinator look after so many seconds."""

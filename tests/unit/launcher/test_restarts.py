@@ -137,6 +137,16 @@ def test_restarts_in_a_row_wait_longer_and_longer_until_there_is_progress(
     assert (restart.names >= {name}, restart.delay_s) == (True, 0)
 
 
+@pytest.mark.parametrize("name", ["coordinator", "trainer-0"])
+def test_iterations_that_are_done_again_are_no_progress(tmp_path: Path, clock: Clock, name: str) -> None:
+    restarts = restarts_of(tmp_path, clock)
+    found = []
+    for iteration in (7, 5, 7, 8, 8, 8, 9):
+        (tmp_path / "state.json").write_text(json.dumps({"iteration": iteration}))
+        found.append(restarts.after(death(tmp_path, name)) is not None)
+    assert found == [True, True, False, True, True, False, True]
+
+
 def test_each_replica_has_its_own_budget(tmp_path: Path, clock: Clock) -> None:
     restarts = restarts_of(tmp_path, clock, replica_restarts=1)
     for name in ("rollout-0", "rollout-1"):

@@ -20,6 +20,7 @@ from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_api.rollout.v1 import rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2, weights_pb2_grpc
+from tests.fenced_calls import fenced_calls
 from tests.unit.rollout.fake_engine import FakeEngine, FakeRanks
 from tests.unit.rollout.test_updates import a_round
 from weightsync.layouts.layout import Parallel
@@ -177,6 +178,12 @@ FENCED: dict[str, Any] = {
     "PauseGeneration": pb.PauseGenerationRequest(mode=weights_pb2.PAUSE_MODE_DRAIN, fence=OLD),
     "ResumeGeneration": pb.ResumeGenerationRequest(fence=OLD),
 }
+
+
+def test_no_call_with_a_fence_is_forgotten() -> None:
+    calls = fenced_calls()
+    asked = calls["tandem_api.rollout.v1.RolloutService"] | calls["tandem_api.weights.v1.RoundService"]
+    assert asked == set(FENCED)
 
 
 @pytest.mark.parametrize("call", FENCED)

@@ -14,6 +14,7 @@ from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2
 from tests.fakes.trainer_servicer import TrainerServicer
+from tests.fenced_calls import fenced_calls
 from tests.unit.trainer.batches import LIMITS, message
 from trainer_service.engine import Saving
 from trainer_service.ranks.commands import Command, Commander
@@ -94,6 +95,18 @@ CALLS: dict[str, Any] = {
     "ExportModel": pb.ExportModelRequest(path="/run/x", fence=OLD),
     "RestorePolicy": pb.RestorePolicyRequest(path="", policy_version=1, fence=OLD),
 }
+
+
+def test_no_call_with_a_fence_is_forgotten() -> None:
+    """Those within a replica come from its own service, which has refused the coordinator's before."""
+    calls = fenced_calls()
+    within = {"tandem_api.rollout.v1.RolloutWorkerService", "tandem_api.weights.v1.ShardReceiverService"}
+    assert {service for service, names in calls.items() if names} == within | {
+        *("tandem_api.trainer.v1.TrainerService", "tandem_api.rollout.v1.RolloutService"),
+        "tandem_api.weights.v1.RoundService",
+    }
+    asked = calls["tandem_api.trainer.v1.TrainerService"] | calls["tandem_api.weights.v1.RoundService"]
+    assert asked == {*CALLS, "TrainStep"}
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -17,6 +17,7 @@ from coordinator.fleet.kubernetes.api.permissions import Permission
 from coordinator.fleet.kubernetes.api.pod_sets import PodSet
 from coordinator.fleet.kubernetes.api.pods import Pod, read_pod
 from servicekit.errors import Aborted, Unavailable
+from tandem_files.atomic import no_check
 
 T = TypeVar("T")
 
@@ -42,6 +43,8 @@ class KubeApi:
 
     Args:
         timeout_s: for a request and its answer.
+    Attributes:
+        before_change: called immediately before pods or sets are changed; raises if another coordinator leads the run.
     """
 
     def __init__(self, api_client: Any, namespace: str, *, timeout_s: float) -> None:
@@ -51,6 +54,7 @@ class KubeApi:
         self._custom = client.CustomObjectsApi(api_client)
         self._authorization = client.AuthorizationV1Api(api_client)
         self._closed = threading.Event()
+        self.before_change: Callable[[], None] = no_check
 
     def close(self) -> None:
         """Let retries that wait fail immediately."""
@@ -89,6 +93,7 @@ class KubeApi:
 
     def evict(self, pod: Pod) -> None:
         """Evict exactly this pod. Raises: NotReady: a PodDisruptionBudget forbids it."""
+        self.before_change()
         body = client.V1Eviction(
             metadata=client.V1ObjectMeta(name=pod.name, namespace=self.namespace),
             delete_options=client.V1DeleteOptions(preconditions=client.V1Preconditions(uid=pod.uid)),
@@ -114,6 +119,8 @@ class KubeApi:
         Returns: the size before.
         """
 
+        self.before_change()
+
         def once() -> int:
             before, version = self.replicas_of(pod_set)
             if before != replicas:
@@ -133,6 +140,7 @@ class KubeApi:
 
     def delete(self, pod_set: PodSet) -> None:
         """Delete a set, and with it its pods."""
+        self.before_change()
         self._call(
             pod_set.delete,
             pod_set.name,
