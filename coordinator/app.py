@@ -44,7 +44,7 @@ from tandem_api.coordinator.v1.coordinator_pb2_grpc import add_CoordinatorServic
 from tandem_config.comparing.agreeing import agreed_settings
 from tandem_config.schema import RunConfig
 from tandem_files.metrics_file import METRICS_FILE, Baseline, MetricsFile
-from tandem_files.run_folder import RunIdentity, claim_run_dir
+from tandem_files.run_folder import RunIdentity, claim_run_dir, scale_of
 from tandem_files.samples.folder import SampleFolder
 from weightsync.membership.coordinator_lease import CoordinatorLease
 from weightsync.membership.rendezvous import Rendezvous
@@ -120,7 +120,7 @@ async def _assemble(
     )
     lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     group = await asyncio.to_thread(Rendezvous, environment.redis_url, f"tandem:{environment.run_id}")
-    events = EventLog()
+    events, observed = EventLog(), FleetRecorder()
     cluster = await asyncio.to_thread(_reach_cluster, config, environment, events)
     return App(
         config=config,
@@ -137,8 +137,8 @@ async def _assemble(
         control=RunControl(events),
         leaving=Leaving(),
         cluster=cluster,
-        view=FleetView(cluster, config.rollout.replicas),
-        observed=FleetRecorder(),
+        view=FleetView(cluster, partial(scale_of, environment.run_dir, config.rollout.replicas), observed.lent),
+        observed=observed,
     )
 
 
@@ -306,7 +306,11 @@ async def _overview(app: App, stack: AsyncExitStack) -> Source:
 
 def _note_arrivals(app: App, stack: AsyncExitStack) -> None:
     """Note for the overview which services are awaited."""
-    work = note_arrivals(app.config, app.registry, app.observed, lambda: app.control.state is State.STARTING)
+
+    def is_starting() -> bool:
+        return app.control.state is State.STARTING
+
+    work = note_arrivals(app.config, app.registry, app.observed, is_starting, app.view.replicas)
     stack.push_async_callback(cancel, asyncio.create_task(work, name="arrivals"))
 
 

@@ -27,6 +27,7 @@ from coordinator.record.evaluations import Evaluations
 from coordinator.record.exporting import Exporter
 from coordinator.record.health import logprob_limits
 from coordinator.record.progress import Progress
+from coordinator.record.replicas_wanted import ReplicasWanted
 from coordinator.record.resuming import sampled_by
 from coordinator.record.samples.sink import SampleSink
 from coordinator.record.sinks import Sink
@@ -259,7 +260,9 @@ def _sinks(app: App, progress: Progress) -> list[Sink]:
     """Make what gets every finished iteration."""
     loop, note_left = asyncio.get_running_loop(), partial(progress.note_left, "samples")
     config, run_dir = app.config, app.environment.run_dir
-    sinks: list[Sink] = [*build_trackers(config, run_dir, partial(_outcome, app), app.inputs.codec)]
+    least = config.rollout.min_replicas + (config.evaluation.replicas or 0)
+    wanted = ReplicasWanted(slots=config.rollout.max_running_requests, least=least, expected=app.view.expected)
+    sinks: list[Sink] = [wanted, *build_trackers(config, run_dir, partial(_outcome, app), app.inputs.codec)]
     if config.samples.enabled:
         sinks.append(
             SampleSink(

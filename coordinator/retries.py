@@ -190,6 +190,7 @@ async def _attempt(app: App) -> bool:
         with in_part("services of the run"):
             services = await find_services(
                 *(app.config, app.registry, app.identity, stack, app.cluster, app.lead.fence),
+                wanted=app.view.replicas,
                 resumed=app.inputs.resumed,
                 for_others=not app.stood_by,
             )

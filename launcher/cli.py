@@ -11,6 +11,7 @@ import typer
 from launcher.deploy.cli import deploy
 from launcher.init.cli import init
 from launcher.plan.cli import plan
+from launcher.scale.cli import scale
 from launcher.score.cli import score
 from launcher.simulate.cli import simulate
 from launcher.view.cli import compare, ledger, logs, page, profile, samples
@@ -31,6 +32,7 @@ app = typer.Typer(
     tandem run -c my.yaml            train; results in runs/<name>/
     tandem run --resume runs/<name>  resume after Ctrl-C or a crash
     tandem top                       watch a running run, live
+    tandem scale runs/<name> rollout=4    more or fewer replicas, while it runs
     tandem evaluate --model runs/<name>/hf --data heldout.jsonl
     tandem logs                      the logs of all services of a run
     tandem compare runs/a runs/b     curves, times and settings of several runs
@@ -172,6 +174,7 @@ def check(
 
 app.command()(init)
 app.command()(plan)
+app.command()(scale)
 app.command()(score)
 app.command()(simulate)
 app.command()(samples)

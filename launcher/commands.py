@@ -24,7 +24,7 @@ from tandem_config.schema import RunConfig
 from tandem_files.atomic import write_bytes_atomic
 from tandem_files.pace import remaining_s
 from tandem_files.run_config import LAUNCHED_CONFIG, NEXT_CONFIG, RESOLVED_CONFIG
-from tandem_files.run_folder import claimed, locked
+from tandem_files.run_folder import Scale, claimed, locked
 from weightsync.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -62,14 +62,14 @@ def run_command(config: Path | None, overrides: Sequence[str], *, resume: Path |
     """Run `tandem run` or `tandem demo`. resume: folder of the run to resume."""
     console, complaints = make_console(), make_console(stderr=True)
     resume = None if resume is None else resume.absolute()
-    draft = _draft(config, overrides, resume)
+    draft, scale = _scaled(config, overrides, resume, console)
     indices: list[RowIndex] = []
     problems = preflight(draft, redis_url=redis_url(), resume=resume, indices=indices)
     return start(
         complaints,
         draft,
         problems,
-        prepare=lambda stack, checked: _prepare(stack, checked, resume, indices),
+        prepare=lambda stack, checked: _prepare(stack, checked, resume, indices, scale),
         run=lambda request: _run(request, console),
     )
 
@@ -152,6 +152,26 @@ def top_command(run_dir: Path | None, *, once: bool) -> int:
     return EXIT_OK
 
 
+def _scaled(
+    config: Path | None, overrides: Sequence[str], resume: Path | None, console: Console
+) -> tuple[Draft, Scale | None]:
+    """Draft the configuration, that of a resumed run with as many replicas as it was scaled to."""
+    from launcher.run.scaling import at_resume
+
+    draft = _draft(config, overrides, resume)
+    if resume is None or draft.config is None:
+        return draft, None
+    try:
+        scale, line = at_resume(resume, draft.config.rollout.replicas, overrides)
+    except ConfigError as error:
+        return Draft(config=None, problems=[problem("--resume", resume, str(error))], bad_keys=frozenset()), None
+    if line:
+        console.print(Text(line))
+    if scale.replicas != scale.configured:
+        draft = _draft(config, [*overrides, f"rollout.replicas={scale.replicas}"], resume)
+    return draft, scale
+
+
 def _draft(config: Path | None, overrides: Sequence[str], resume: Path | None) -> Draft:
     """Draft the configuration; a resumed run keeps its folder, whatever run.name and run.output_dir are in the file."""
     if resume is None:
@@ -167,14 +187,18 @@ def _not_a_run(folder: Path) -> ConfigProblem:
     return problem("--resume", folder, message, "give a folder that `tandem run` has made")
 
 
-def _prepare(stack: ExitStack, config: RunConfig, resume: Path | None, indices: list[RowIndex]) -> "RunRequest":
+def _prepare(
+    stack: ExitStack, config: RunConfig, resume: Path | None, indices: list[RowIndex], scale: Scale | None
+) -> "RunRequest":
     """Lock the run's folder until `stack` ends, and write the configuration files and the data's indices into it.
 
     Args:
         indices: emptied, because they would take memory as long as the run.
+        scale: of a resume; the files keep the number that is configured.
     Raises: ConfigError, OSError: the folder cannot be locked or written to.
     """
     from launcher.run.run import RunRequest
+    from launcher.run.scaling import with_replicas
 
     if resume is None:
         run_dir = stack.enter_context(claimed(config.run.output_dir, config.run.name))
@@ -182,12 +206,15 @@ def _prepare(stack: ExitStack, config: RunConfig, resume: Path | None, indices: 
         run_dir = resume
         stack.enter_context(locked(run_dir))
     config = config.model_copy(update={"run": config.run.model_copy(update={"name": run_dir.name})})
-    write_config(run_dir, config, LAUNCHED_CONFIG, RESOLVED_CONFIG if resume is None else NEXT_CONFIG)
+    filed = config if scale is None else with_replicas(config, scale.configured)
+    write_config(run_dir, filed, LAUNCHED_CONFIG, RESOLVED_CONFIG if resume is None else NEXT_CONFIG)
     write_indices(run_dir, indices)
     indices.clear()
     if resume is None:
         note_model(run_dir, ModelSpec.from_folder(config.model.path))
-    return RunRequest(config=config, run_dir=run_dir, redis_url=redis_url_with_files(), resume=resume is not None)
+    return RunRequest(
+        config=config, run_dir=run_dir, redis_url=redis_url_with_files(), resume=resume is not None, scale=scale
+    )
 
 
 def _run(request: "RunRequest", console: Console) -> int:

@@ -19,6 +19,7 @@ from rollout_service.weight_updates.pauses import Pauses
 from rollout_service.weight_updates.ranks import RankGroups, rank_clients
 from rollout_service.weight_updates.updates import WeightUpdates
 from servicekit.environment import ServiceEnvironment
+from servicekit.errors import TandemError
 from servicekit.lifecycle.announcing import announce
 from servicekit.lifecycle.tasks import failing, first_of
 from servicekit.lifecycle.termination import run_until_stopped
@@ -40,8 +41,9 @@ from weightsync.round.client import SERVICE
 
 log = get_logger(__name__)
 
-# How long a stopping replica lets running groups finish; a pod's grace period must be longer.
-DRAIN_S = 20.0
+# How long a replica that leaves lets running groups finish, and then return as they are; a pod's grace period must be
+# longer.
+DRAIN_S, HAND_OVER_S = 20.0, 3.0
 # Timeout of a read from the TCP store of an engine over several hosts.
 STORE_READ_S = 300.0
 _FULL_NAME = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
@@ -197,10 +199,27 @@ class _Replica:
                 log.info("replica up", name=self._name, address=address, metrics_port=metrics_port)
             await run_until_stopped(self._stop, {**ends, "stall": watch.run()})
         finally:
-            servicer.refuse_new_calls()
-            await self._server.drain(DRAIN_S if self._stop.is_set() else 0.0)
+            if self._stop.is_set():
+                await self._leave(engine, servicer)
+            await self._server.drain(HAND_OVER_S if self._stop.is_set() else 0.0)
             for rank in local:
                 await rank.close()
+
+    async def _leave(self, engine: RolloutEngine, servicer: RolloutServicer) -> None:
+        """Out of dispatch, then hand over: no work comes any more, and what runs ends, or returns with its tokens."""
+        servicer.refuse_new_calls()
+        self._server.set_ready(False)
+        is_idle, _ = await asyncio.gather(servicer.until_idle(DRAIN_S), asyncio.to_thread(self._withdraw))
+        if not is_idle:
+            log.warning("grace period over: what runs is handed over as it is", seconds=DRAIN_S)
+            await engine.abort_running()
+            await servicer.until_idle(HAND_OVER_S)
+
+    def _withdraw(self) -> None:
+        try:
+            self._registry.withdraw()
+        except TandemError as error:
+            log.warning("record not withdrawn, its lease will expire", error=str(error))
 
     def _fence(self) -> FenceGuard:
         group = Rendezvous(self._environment.redis_url, f"tandem:{self._environment.run_id}")
@@ -216,7 +235,7 @@ class _Replica:
 
         def on_state(state: weights_pb2.ReplicaState.ValueType, policy_version: int) -> None:
             metrics.observe_state(state, policy_version)
-            self._server.set_ready(state == weights_pb2.REPLICA_STATE_SERVING)
+            self._server.set_ready(state == weights_pb2.REPLICA_STATE_SERVING and not self._stop.is_set())
 
         updates = WeightUpdates(
             engine,

@@ -29,6 +29,7 @@ from weightsync.round.client import run_in_turn
 MAX_TOKENS_PER_REPLY = 1 << 20
 # Between two looks at what is under way, and two reports of the load.
 NEWS_S = 0.5
+IDLE_POLL_S = 0.05
 _FINISH = {
     None: pb.FINISH_REASON_UNSPECIFIED,
     Finish.STOP: pb.FINISH_REASON_STOP,
@@ -77,11 +78,21 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
         # In a thread: a scheduler that hangs while it reports its load blocks the reader.
         self.load = SingleFlight(lambda: asyncio.to_thread(engine.load))
         self.generated_tokens = 0
-        self._draining = False
+        self._leaving = False
+        self._num_calls = 0
 
     def refuse_new_calls(self) -> None:
-        """Answer UNAVAILABLE to what is to be sampled from now on."""
-        self._draining = True
+        """Answer UNAVAILABLE to calls that are to sample from now on, and say to those that do that we leave."""
+        self._leaving = True
+
+    async def until_idle(self, timeout_s: float) -> bool:
+        """Wait until no call samples and no weight sync needs us. Returns: whether that came within `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        while self._num_calls or self._updates.is_in_round:
+            if time.monotonic() >= deadline_s:
+                return False
+            await asyncio.sleep(IDLE_POLL_S)
+        return True
 
     async def TakeOver(self, request: pb.TakeOverRequest, context: Any) -> pb.TakeOverResponse:
         """End the round of an earlier coordinator and say which version is served."""
@@ -93,6 +104,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
         self, requests: AsyncIterator[pb.GenerateRequest], context: Any
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Sample what is submitted until the stream ends."""
+        self._check_stays()
         first = await anext(requests, None)
         if first is None:
             return
@@ -102,22 +114,23 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
             async with stream.reading(first, requests):
                 del first  # the stream decides how long it lives
                 yield pb.GenerateResponse(load=await self._load())
-                load_due_s = time.perf_counter() + NEWS_S
+                load_due_s, has_said = time.perf_counter() + NEWS_S, self._leaving
                 async for news in self._admission.until_evicted(stream.news(NEWS_S)):
                     for part in _split(news):
                         self._count_tokens(part)
                         yield _fill(pb.GenerateResponse(engine_s=stream.engine_s), part)
-                    if (now_s := time.perf_counter()) >= load_due_s:
-                        load_due_s = now_s + NEWS_S
+                    if (now_s := time.perf_counter()) >= load_due_s or self._leaving > has_said:
+                        load_due_s, has_said = now_s + NEWS_S, self._leaving
                         yield pb.GenerateResponse(engine_s=stream.engine_s, load=await self._load())
-                    if not stream.num_groups:
-                        self._check_drains()
+                    if has_said and not stream.num_groups:
+                        return
 
     async def GenerateGroups(
         self, request: pb.GenerateGroupsRequest, context: Any
     ) -> AsyncIterator[pb.GenerateGroupsResponse]:
         """Sample groups of completions; a reply per finished part."""
         groups, sampling = read_request(request, self._engine.limits, self._max_groups)
+        self._check_stays()
         self._updates.check_can_generate()
         self._check_version(request.policy_version, request.policy_version)
         start_s = time.perf_counter()
@@ -136,7 +149,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
         self._check_version(request.min_policy_version, highest)
 
     def _check_version(self, lowest: int, highest: int | None) -> None:
-        self._check_drains()
         served = self._updates.policy_version
         if served < lowest or (highest is not None and served > highest):
             asked = (
@@ -144,8 +156,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
             )
             raise WrongVersion(f"asked for policy version {asked}, but {self._name} serves version {served}")
 
-    def _check_drains(self) -> None:
-        if self._draining:
+    def _check_stays(self) -> None:
+        if self._leaving:
             raise Unavailable(f"{self._name} is shutting down; ask another replica")
 
     async def _load(self) -> pb.ReplicaLoad:
@@ -156,13 +168,16 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
             kv_tokens=self._engine.limits.kv_tokens,
             policy_version=self._updates.policy_version,
             paused=self._updates.state == weights_pb2.REPLICA_STATE_PAUSED,
+            leaving=self._leaving,
         )
 
     @contextlib.contextmanager
     def _observe_call(self, start_s: float) -> Iterator[None]:
+        self._num_calls += 1
         try:
             yield
         finally:
+            self._num_calls -= 1
             self._metrics.generate_seconds.observe(time.perf_counter() - start_s)
 
     def _count_tokens(self, groups: Sequence[SampledGroup]) -> None:

@@ -148,13 +148,13 @@ class Generation:
     groups: tuple[Group, ...]
     # Seconds of work of the busiest replica's engine.
     engine_s: float
-    # Calls that failed and whose groups were generated elsewhere or again.
+    # Calls that failed, whose groups were generated elsewhere or again, and why the last one of each replica did.
     retried_calls: int
-    # Why the last call of each replica that failed did so.
     call_errors: tuple[str, ...] = ()
-    # Seconds that completions ran, all together, and how many can run at a time; 0: not known.
+    # Seconds that completions ran, all together; how many can run at a time, 0: not known; how many did at most.
     running_s: float = 0.0
     slots: int = 0
+    most_running: int = 0
     # Finished groups that wait for a later step.
     waiting: int = 0
     # Tokens after which completions continued elsewhere, or after a pause that had aborted them.

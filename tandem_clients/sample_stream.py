@@ -211,6 +211,10 @@ class SampleStream:
                 pb.GenerateRequest(groups=messages[first:last], min_policy_version=lowest, max_policy_version=highest)
             )
 
+    async def hand_over(self) -> None:
+        """Ask for what runs to come back as it is."""
+        await self._write(pb.GenerateRequest(cancel=list(self._open)))
+
     def _message(self, group: OpenGroup, indices: Sequence[int]) -> pb.PromptGroup:
         self._open[group.group_id] = group
         self._has_asked = True

@@ -1,4 +1,4 @@
-"""The folder of a run: its name and owner, its lock, the launcher's notes, and the coordinator's state and summary."""
+"""The folder of a run: name and owner, lock, launcher's notes, number of replicas, coordinator's state and summary."""
 
 import errno
 import fcntl
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from servicekit.errors import ConfigError
 from servicekit.security.run_token import own_token
@@ -29,7 +29,13 @@ EVALUATION_FILE = "evaluation.json"
 RUN_FILE = "run.json"
 _LOCK = ".lock"
 _NOTES = "launcher.json"
+# How many replicas the run has, and how many `tandem scale` has asked for last.
+_SCALE, _WISH = "scale.json", "scale.wish.json"
 _TOKEN = ".token"
+_NUMBERS = ("replicas", "configured")
+
+
+N = TypeVar("N", "Scale", "Wish")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +69,32 @@ class RunIdentity:
     def is_launched(self) -> bool:
         """Whether `tandem run` runs it, which names the run by its folder."""
         return bool(self.launch_id)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How many replicas there should be: written by who sets their number, the launcher or a cluster's coordinator.
+
+    Attributes:
+        configured: rollout.replicas of then: where a configuration has another number, that one counts.
+        launch_id: of the launcher that follows wishes.
+        wish_id: of the wish that it has looked at last.
+        refused: why it did not follow that one; "": it has.
+    """
+
+    replicas: int
+    configured: int
+    launch_id: str = ""
+    wish_id: str = ""
+    refused: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What `tandem scale` asks for; the latest one counts, until a launcher has looked at it."""
+
+    replicas: int
+    wish_id: str
 
 
 def claim_run_dir(run_dir: Path, run_id: str) -> RunIdentity:
@@ -241,6 +273,44 @@ def read_notes(run_dir: Path) -> LauncherNotes | None:
         return None if noted is None else LauncherNotes(**noted)
     except TypeError:
         return None
+
+
+def write_scale(run_dir: Path, noted: Scale | Wish) -> None:
+    """Replace the scale, or the wish, atomically. Raises: OSError."""
+    write_json_atomic(run_dir / (_SCALE if isinstance(noted, Scale) else _WISH), asdict(noted))
+
+
+def read_scale(run_dir: Path) -> Scale | None:
+    """Read how many replicas there should be; None: it was not set. Raises: ConfigError: the file is damaged."""
+    return _read_noted(run_dir / _SCALE, Scale)
+
+
+def read_wish(run_dir: Path) -> Wish | None:
+    """Read what `tandem scale` asks for; None: nothing yet. Raises: ConfigError: the file is damaged, or another's."""
+    return _read_noted(run_dir / _WISH, Wish)
+
+
+def scale_of(run_dir: Path, configured: int) -> int:
+    """Return how many replicas there should be, of a run whose configuration has `configured`."""
+    try:
+        noted = read_scale(run_dir)
+    except ConfigError:
+        return configured
+    return configured if noted is None or noted.configured != configured else noted.replicas
+
+
+def _read_noted(path: Path, kind: type[N]) -> N | None:
+    try:
+        if path.stat().st_uid not in (os.geteuid(), path.parent.stat().st_uid):
+            raise ConfigError(f"{path} is of another user than the run: remove it")
+        noted = kind(**json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}): remove it, and scale again") from error
+    if any(type(number) is not int or number < 1 for name, number in vars(noted).items() if name in _NUMBERS):
+        raise ConfigError(f"{path} has no number of replicas: remove it, and scale again")
+    return noted
 
 
 def has_begun(run_dir: Path) -> bool:

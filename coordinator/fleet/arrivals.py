@@ -77,13 +77,14 @@ class LeaseOutlook(Outlook):
 
 
 async def wait_for_enough(
-    config: RunConfig, registry: Registry, outlook: Outlook, *, for_others: bool = True
+    config: RunConfig, registry: Registry, outlook: Outlook, wanted: Callable[[], int], *, for_others: bool = True
 ) -> ServiceRecord:
     """Wait until the trainer and rollout.min_replicas are announced, and for the others as long as they may come.
 
     For the others at most until run.startup_timeout_s; the run finds later ones when they come.
 
     Args:
+        wanted: returns how many replicas there should be now.
         for_others: False: do not wait for the others.
     Returns: the trainer's record.
     Raises:
@@ -98,18 +99,22 @@ async def wait_for_enough(
         num_replicas = len(announced.rollouts)
         if announced.trainers and num_replicas >= config.rollout.min_replicas:
             is_late = waited_s >= config.run.startup_timeout_s or not for_others
-            if is_late or num_replicas >= config.rollout.replicas or not outlook.may_come(announced):
+            if is_late or num_replicas >= wanted() or not outlook.may_come(announced):
                 return announced.trainers[0]
         elif waited_s >= (timeout_s := outlook.patience_s(announced)):
             names = ", ".join(record.name for record in [*announced.trainers, *announced.rollouts]) or "none"
-            wanted = f"the trainer and {config.rollout.min_replicas} replicas (rollout.min_replicas)"
-            missed = f"waited {timeout_s:g} s for {wanted}; announced: {names}"
+            needed = f"the trainer and {config.rollout.min_replicas} replicas (rollout.min_replicas)"
+            missed = f"waited {timeout_s:g} s for {needed}; announced: {names}"
             raise DeadlineExceeded("; ".join([missed, *outlook.troubles(announced)]))
         await asyncio.sleep(LOOK_INTERVAL_S)
 
 
 async def note_arrivals(
-    config: RunConfig, registry: Registry, observed: FleetRecorder, is_starting: Callable[[], bool]
+    config: RunConfig,
+    registry: Registry,
+    observed: FleetRecorder,
+    is_starting: Callable[[], bool],
+    wanted: Callable[[], int],
 ) -> None:
     """Look at the registry until all services of the run are announced, or the run has started without them."""
     start_s = time.monotonic()
@@ -122,20 +127,20 @@ async def note_arrivals(
         for record in [*announced.trainers, *announced.rollouts]:
             observed.arrived.setdefault(record.name, time.monotonic() - start_s)
         replicas = [record.name for record in announced.rollouts]
-        observed.awaited = missing(config, len(announced.trainers), replicas)
+        observed.awaited = missing(config, wanted(), len(announced.trainers), replicas)
         if not observed.awaited:
             return
         await asyncio.sleep(_LOOK_S)
     observed.awaited = []
 
 
-def missing(config: RunConfig, num_trainers: int, replicas: list[str]) -> list[str]:
+def missing(config: RunConfig, wanted: int, num_trainers: int, replicas: list[str]) -> list[str]:
     """Name the services that are not announced; of a cluster, which names the replicas, their number."""
     awaited = [] if num_trainers else ["trainer"]
     if config.fleet.kind == "kubernetes":
-        more = config.rollout.replicas - len(replicas)
+        more = wanted - len(replicas)
         return awaited + ([f"{more} more replicas"] if more > 0 else [])
-    names = (f"rollout-{index}" for index in range(config.rollout.replicas))
+    names = (f"rollout-{index}" for index in range(wanted))
     return awaited + [name for name in names if name not in replicas]
 
 

@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from coordinator.fleet.arrivals import LeaseOutlook, Outlook, wait_for_enough
 from coordinator.shutdown import TrainerLost
@@ -113,6 +113,7 @@ async def find_services(
     cluster: "Cluster | None" = None,
     fence: common_pb2.CoordinatorFence | None = None,
     *,
+    wanted: Callable[[], int],
     resumed: bool = False,
     for_others: bool = True,
 ) -> Services:
@@ -121,15 +122,16 @@ async def find_services(
     Args:
         cluster: the cluster of a fleet of pods, which it watches already.
         fence: the coordinator's, for calls to the trainer.
+        wanted: returns how many replicas there should be now.
         resumed: the run is resumed: rollout.min_replicas are enough, the others join later.
         for_others: as in wait_for_enough.
     Raises: DeadlineExceeded: names the services missing after run.startup_timeout_s; TrainerDead: its pods have failed.
     """
     if cluster is None and not resumed:
-        record = await _wait_for_all(config, registry)
+        record = await _wait_for_all(config, registry, wanted)
     else:
         outlook = LeaseOutlook(config, registry) if cluster is None else _pods(config, cluster)
-        record = await wait_for_enough(config, registry, outlook, for_others=for_others)
+        record = await wait_for_enough(config, registry, outlook, wanted, for_others=for_others)
     trainer = Trainer(record.address, identity, fence)
     stack.push_async_callback(trainer.close)
     watched = WatchedFleet(registry, trainer, identity)
@@ -154,10 +156,9 @@ def merge_versions(services: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     return dict(sorted(merged.items()))
 
 
-async def _wait_for_all(config: RunConfig, registry: Registry) -> ServiceRecord:
-    """Wait for the trainer and all rollout.replicas. Returns: the trainer."""
-    names = [f"rollout-{index}" for index in range(config.rollout.replicas)]
-    timeout_s = config.run.startup_timeout_s
+async def _wait_for_all(config: RunConfig, registry: Registry, wanted: Callable[[], int]) -> ServiceRecord:
+    """Wait for the trainer and all replicas. Returns: the trainer."""
+    names, timeout_s = _Names(wanted), config.run.startup_timeout_s
     trainers, rollouts = await asyncio.gather(
         _found(registry, "trainer", ["trainer"], timeout_s), _found(registry, "rollout", names, timeout_s)
     )
@@ -169,8 +170,21 @@ async def _wait_for_all(config: RunConfig, registry: Registry) -> ServiceRecord:
     return trainer
 
 
+class _Names(Sequence[str]):
+    """Names of the replicas that there should be, whose number may change while they are waited for."""
+
+    def __init__(self, wanted: Callable[[], int]) -> None:
+        self._wanted = wanted
+
+    def __len__(self) -> int:
+        return self._wanted()
+
+    def __getitem__(self, index: Any) -> Any:
+        return [f"rollout-{number}" for number in range(self._wanted())][index]
+
+
 async def _found(
-    registry: Registry, role: str, names: list[str], timeout_s: float
+    registry: Registry, role: str, names: Sequence[str], timeout_s: float
 ) -> list[ServiceRecord] | DeadlineExceeded:
     """Wait for services. Returns: their records, or the error that names the missing ones."""
     try:

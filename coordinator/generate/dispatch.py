@@ -7,6 +7,7 @@ a stream fails                       what it has brought is kept: finished compl
                                      which they continue (not with stop texts or a repetition penalty). The groups go to
                                      the replica that has failed least
 a pause aborts completions           they continue in the same way, and it is no failure
+a replica says that it leaves        it gets no more; what runs there continues elsewhere, if it can and another serves
 a replica fails MAX_FAILURES streams   it gets no more work of this dispatch; its next process counts as a new replica
 groups wait, all replicas are busy   replicas that join are seeded and take them (joiners.py)
 no replica is left, one is lost      the dispatch waits for one to join, up to Patience.rejoin_s without a new group, in
@@ -23,7 +24,7 @@ from functools import partial
 from weakref import WeakKeyDictionary
 
 from coordinator.generate.joiners import Joiners, Patience, Seed
-from coordinator.generate.lane import Lane, Tally
+from coordinator.generate.lane import MAX_FAILURES, Lane, Tally
 from coordinator.generate.turns import Interacting, Turns, opened
 from coordinator.watch import metrics
 from servicekit.errors import DeadlineExceeded, InvalidRequest, TandemError, TooLarge, Unavailable
@@ -34,9 +35,6 @@ from servicekit.rpc.limits import MAX_COMPLETIONS_PER_CALL
 from tandem_clients.flow import Generation, Group, Order, Prompt
 from tandem_clients.probing import while_alive
 from tandem_clients.sample_stream import OpenGroup, Sampler, SampleStream, ServingFleet
-
-# One failed stream may be an accident.
-MAX_FAILURES = 2
 
 NOTHING: Mapping[str, Group] = {}
 
@@ -172,7 +170,7 @@ class Dispatch:
 
     def generation(self, groups: Sequence[Group]) -> Generation:
         """Return groups with the figures of the work since the last call."""
-        tally, self._tally = self._tally, Tally()
+        tally, self._tally = self._tally, Tally(most_running=self._num_running)
         return tally.generation(groups, self._slots * len(self._fleet.serving()))
 
     def under_way(self) -> str:
@@ -190,9 +188,9 @@ class Dispatch:
 
     def _start_lanes(self) -> None:
         """Give each replica a stream, first those that have failed least."""
-        free = sorted(self._free(), key=lambda replica: self._failures[replica]) if self._pending else []
+        free = sorted(self._free(), key=lambda replica: self._failures[replica])
         self._num_replicas = len(self._running) + len(free)
-        for number, replica in enumerate(free):
+        for number, replica in enumerate(free if self._pending else ()):
             if replica not in self._replicas:
                 self._replicas.append(replica)
                 metrics.DISPATCH_JOINERS.inc()
@@ -260,7 +258,8 @@ class Dispatch:
     async def _is_one_lost(self) -> bool:
         """Whether a replica has left or does not answer, or there was none: then another may join."""
         serving = self._fleet.serving()
-        if not self._replicas or any(replica not in serving for replica in self._replicas):
+        leaves = (one for one in self._replicas if self._failures[one] and one not in self._errors)
+        if not self._replicas or any(leaves) or any(replica not in serving for replica in self._replicas):
             return True
         calls = (replica.status(timeout_s=self._patience.probe_s) for replica in serving)
         return any(isinstance(one, BaseException) for one in await asyncio.gather(*calls, return_exceptions=True))
@@ -280,20 +279,12 @@ class Dispatch:
         for group in [group for group in lane.open.values() if group.is_whole()]:  # came with what has failed
             lane.close(group)
             self._keep(group.group())
-        if error is None and lane.open:
+        if error is None and lane.open and not lane.leaves:
             error = Unavailable(f"{replica.name}: left {len(lane.open)} groups unfinished")
         if error is not None:
             self._failures[replica] += 1
-            self._tally.failures += 1
-            self._errors[replica] = self._tally.errors[replica.name] = error
-            begun = sum(group.num_begun() for group in lane.open.values())
-            log.warning(
-                "generate call failed",
-                replica=replica.name,
-                unfinished=len(lane.open),
-                kept_tokens=begun if self._order.sampling.can_continue else 0,
-                error=str(error),
-            )
+            self._errors[replica] = error
+            self._tally.note_failure(lane, error, continues=self._order.sampling.can_continue)
 
     async def _sample(self, lane: Lane) -> None:
         seen_s, looked_s = 0.0, asyncio.get_running_loop().time()
@@ -316,13 +307,23 @@ class Dispatch:
                     feeding.check()
                     lane.note(news.load)
                     self._rooms[lane.replica] = news.load.kv_tokens or math.inf
+                    await self._let_leave(lane, stream)
                 lane.running -= news.num_ended
                 self._num_running -= news.num_ended
                 if news.num_ended or news.load is not None:
                     if parts := self._next_parts(lane):
                         await stream.submit(parts)
-                    elif not lane.open:
+                    elif not lane.open or (lane.leaves and not lane.running):
                         return
+
+    async def _let_leave(self, lane: Lane, stream: SampleStream) -> None:
+        """Take back what runs on a replica that leaves; what cannot continue elsewhere ends there."""
+        if lane.leaves:
+            self._failures[lane.replica] = MAX_FAILURES
+            self._errors.pop(lane.replica, None)
+            others = (one for one in self._fleet.serving() if self._failures[one] < MAX_FAILURES)
+            if self._order.sampling.can_continue and any(others):
+                await stream.hand_over()
 
     async def _feed(self, lane: Lane, stream: SampleStream) -> None:
         """Submit what there is room for: at the beginning, and when groups are added."""
@@ -360,7 +361,7 @@ class Dispatch:
         """Take the completions for which the replica has room: of groups that it has begun, then of others."""
         parts: list[tuple[OpenGroup, list[int]]] = []
         lane.is_full = False
-        while len(parts) < self._most_groups and (source := lane.cut or self._pending):
+        while not lane.leaves and len(parts) < self._most_groups and (source := lane.cut or self._pending):
             if source is self._pending and not self._may_take(lane):
                 break
             if not (room := lane.room(source[0], self._most, self._order.sampling.max_new_tokens)):
@@ -373,6 +374,7 @@ class Dispatch:
             if group.found:
                 self._tally.resumed_tokens += group.num_resumed(taken)
             self._num_running += len(taken)
+            self._tally.most_running = max(self._tally.most_running, self._num_running)
             parts.append((group, taken))
         self._num_reserved -= lane.reserved
         lane.reserved = 0
@@ -382,8 +384,7 @@ class Dispatch:
         """Whether a replica, which stays, has less than its share of the completions that run or wait."""
         if lane.replica not in self._fleet.serving():
             return False
-        waiting = len(self._pending) * self._order.num_completions
-        share = (waiting + self._num_running) / max(1, self._num_replicas)
+        share = (len(self._pending) * self._order.num_completions + self._num_running) / max(1, self._num_replicas)
         return lane.reserved > 0 or (len(self._pending) > self._num_reserved and lane.running < share)
 
     def _exhausted(self) -> Unavailable:

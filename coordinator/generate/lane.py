@@ -7,10 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from servicekit.errors import TandemError, Unavailable
+from servicekit.logs import get_logger
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_clients.flow import Generation, Group
 from tandem_clients.sample_stream import OpenGroup, Sampler
 
+log = get_logger(__name__)
+
+# One failed stream may be an accident.
+MAX_FAILURES = 2
 # As often pauses may abort a completion; a replica that does so for another reason must not be asked for ever.
 MAX_RETURNS = 10
 
@@ -22,6 +27,7 @@ class Tally:
     Attributes:
         engine_s: seconds of work of each replica's engine.
         running_s: seconds that completions ran, all together.
+        most_running: completions at a time.
         resumed_tokens: after which completions continued elsewhere, or after a pause.
         failures: streams that have failed.
         errors: the last one of each replica.
@@ -29,9 +35,23 @@ class Tally:
 
     engine_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     running_s: float = 0.0
+    most_running: int = 0
     resumed_tokens: int = 0
     failures: int = 0
     errors: dict[str, TandemError] = field(default_factory=dict)
+
+    def note_failure(self, lane: "Lane", error: TandemError, *, continues: bool) -> None:
+        """Note that a stream has failed. continues: whether its completions do, after the tokens that came."""
+        self.failures += 1
+        self.errors[lane.replica.name] = error
+        begun = sum(group.num_begun() for group in lane.open.values())
+        log.warning(
+            "generate call failed",
+            replica=lane.replica.name,
+            unfinished=len(lane.open),
+            kept_tokens=begun if continues else 0,
+            error=str(error),
+        )
 
     def generation(self, groups: Sequence[Group], slots: int) -> Generation:
         """Return groups with these figures."""
@@ -41,6 +61,7 @@ class Tally:
             retried_calls=self.failures,
             call_errors=tuple(map(str, self.errors.values())),
             running_s=self.running_s,
+            most_running=self.most_running,
             slots=slots,
             resumed_tokens=self.resumed_tokens,
         )
@@ -60,6 +81,7 @@ class Lane:
             is doubled whenever it was too little and nothing waits for room. 0: not known yet; infinite: not reported.
         is_full: whether there was no credit for a group that waits, when there was something to submit last.
         is_noted: whether the replica has said its load in this dispatch.
+        leaves: whether the replica has said that it ends soon: it gets nothing more.
         wakes: set when groups are added.
     """
 
@@ -72,10 +94,12 @@ class Lane:
     credit: float = 0.0
     is_full: bool = False
     is_noted: bool = False
+    leaves: bool = False
     wakes: asyncio.Event = field(default_factory=asyncio.Event)
 
     def note(self, load: pb.ReplicaLoad) -> None:
         """Note what the replica has said."""
+        self.leaves = self.leaves or load.leaving
         if not self.is_noted:
             self.credit, self.is_noted = load.kv_tokens or math.inf, True
         elif not load.waiting and self.is_full:
@@ -106,7 +130,7 @@ class Lane:
         """Let what was aborted wait again. Raises: Unavailable: that has been too often."""
         if group not in self.cut:
             self.cut.append(group)
-        if group.num_aborted >= MAX_RETURNS * group.num_completions:
+        if not self.leaves and group.num_aborted >= MAX_RETURNS * group.num_completions:
             group.num_aborted = 0
             raise Unavailable(f"{self.replica.name}: group {group.group_id} was aborted {MAX_RETURNS} times")
 

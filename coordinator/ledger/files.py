@@ -145,7 +145,7 @@ class LedgerFiles:
         if self._lost_step:
             self._lost_step = iteration
             return
-        step = _File(step_file(self._run_dir, iteration), self._check, os.O_TRUNC)
+        step = _File(step_file(self._run_dir, iteration), self._check, empty=True)
         try:
             for content in records:
                 self._check_room(len(content))

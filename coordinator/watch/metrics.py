@@ -67,6 +67,9 @@ ANNOUNCED_REPLICAS = Gauge("tandem_announced_replicas",
     "Replicas that are announced, whether they serve or not; not those that evaluate apart (evaluation.replicas).")
 EXPECTED_REPLICAS = Gauge("tandem_expected_replicas",
     "Replicas that there should be: rollout.replicas, or in a cluster as many as have pods, pending ones included.")
+REPLICAS_WANTED = LateGauge("tandem_replicas_wanted",
+    "Replicas that an autoscaler should give the run: as many as keep engines about as busy as the trainer; as many as "
+    "there should be, until enough iterations are measured.")
 REPLICA_STARTS = Counter("tandem_replica_starts_total",
     "Processes of a replica that the coordinator has found: one more than the replica's restarts.", ["replica"])
 REPLICA_SYNC_SECONDS = Gauge("tandem_replica_weight_sync_seconds",

@@ -17,6 +17,8 @@ _SERVICE_STAGE, _COORDINATOR_STAGE = 1, 2
 # The coordinator's is added to run.stop_timeout_s, in which it saves what is finished. An engine ends within 2 s of
 # processor time: on a machine whose processors other programs use, that takes half a minute.
 _COORDINATOR_GRACE_S, _SERVICE_GRACE_S = 15.0, 30.0
+# What a replica samples may end, or is handed over, before that (rollout_service/app.py, DRAIN_S).
+_HAND_OVER_S = 25.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +112,7 @@ def _rollout(config: RunConfig, launch: Launch, index: int, devices: DevicePlan)
         log=launch.run_dir / "logs" / f"{name}.log",
         stage=_SERVICE_STAGE,
         env={**launch.environment(), **_device(devices.rollouts[index])},
-        grace_s=_SERVICE_GRACE_S,
+        grace_s=_HAND_OVER_S + _SERVICE_GRACE_S,
     )
 
 

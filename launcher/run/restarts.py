@@ -58,14 +58,14 @@ class Restarts:
     A row ends with progress: for trainer and coordinator a finished iteration, for a replica ten minutes.
 
     Args:
-        names: the run's processes.
+        names: the run's processes; changed where it is scaled (scaling.py).
         clock: monotonic seconds.
     """
 
     def __init__(
         self, run_dir: Path, config: RunConfig, names: Sequence[str], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._run_dir, self._config, self._names, self._clock = run_dir, config, names, clock
+        self._run_dir, self._config, self.names, self._clock = run_dir, config, names, clock
         # By name, the restarts in a row, and when the last one was: in iterations, of replicas in seconds.
         self._rows: dict[str, tuple[int, float]] = {}
         self._furthest = 0
@@ -94,7 +94,7 @@ class Restarts:
         if count == 0:
             return None
         text = f"{death.describe()}; the trainer resumes from {self._newest()} ({self._of('trainer', count)})"
-        return self._restart(text, {name for name in self._names if is_trainer(name)} | others, count)
+        return self._restart(text, {name for name in self.names if is_trainer(name)} | others, count)
 
     def _after_coordinator(self, death: ProcessExit) -> Restart | None:
         count = self._spend(COORDINATOR, self._config.run.coordinator_restarts)
@@ -111,7 +111,7 @@ class Restarts:
             text = f"{death.describe()}; it starts again and is seeded ({self._of('replica', count)})"
             return Restart(text=text, names=frozenset({death.name}), delay_s=_back_off_s(count))
         self.left_out.add(death.name)
-        remaining = [name for name in self._names if is_rollout(name) and name not in self.left_out]
+        remaining = [name for name in self.names if is_rollout(name) and name not in self.left_out]
         if len(remaining) < self._config.rollout.min_replicas:
             return None
         why = "a restart cannot help" if bad_config else "run.replica_restarts are used up"

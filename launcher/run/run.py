@@ -3,8 +3,9 @@
 import asyncio
 import secrets
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from signal import Signals
 
@@ -13,6 +14,7 @@ from launcher.run.devices import DevicePlan, plan_devices
 from launcher.run.outcome import LaunchOutcome
 from launcher.run.processes import Launch, plan_processes
 from launcher.run.restarts import Restarts
+from launcher.run.scaling import Scaling, why_not_here, with_replicas
 from launcher.run.starting import StopSignals, launch_of, start_redis, start_services, stop_services
 from launcher.run.supervisor import ProcessExit, ProcessSpec, Supervisor
 from launcher.view.follow import ViewTask
@@ -23,7 +25,7 @@ from servicekit.lifecycle.tasks import cancel, end_of, first_of
 from servicekit.redis.records import COORDINATOR
 from tandem_config.schema import RunConfig
 from tandem_files.run_config import NEXT_CONFIG
-from tandem_files.run_folder import make_token, note_launch, read_state
+from tandem_files.run_folder import Scale, make_token, note_launch, read_state, write_scale
 from weightsync.membership.rendezvous import COORDINATOR_SLOT, Rendezvous
 
 WORKER_ID = "TANDEM_WORKER_ID"
@@ -38,6 +40,7 @@ class RunRequest:
     Attributes:
         redis_url: None: start a server.
         resume: from the newest checkpoint.
+        scale: of a resume: as many replicas as `config` has, and how many its files have; None: as many.
         plan: plans the processes of the run.
     """
 
@@ -45,6 +48,7 @@ class RunRequest:
     run_dir: Path
     redis_url: str | None
     resume: bool
+    scale: Scale | None = None
     plan: Callable[[RunConfig, Launch, DevicePlan], list[ProcessSpec]] = plan_processes
 
 
@@ -85,12 +89,29 @@ async def _drive(request: RunRequest, supervisor: Supervisor, view: RunView) -> 
     try:
         note_launch(request.run_dir, launch_id)
         make_token(request.run_dir)
+        replicas = request.config.rollout.replicas
+        scale = replace(request.scale or Scale(replicas=replicas, configured=replicas), launch_id=launch_id)
+        write_scale(request.run_dir, scale)
         redis_url = await start_redis(request.redis_url, request.run_dir, supervisor, view)
-        specs = _named(_planned(request, launch_id, redis_url, resume=request.resume))
+        gpus = find_gpus().usable
+        specs = _named(_planned(request, launch_id, redis_url, gpus, scale.replicas, resume=request.resume))
         await start_services(specs, request.run_dir, supervisor, view)
         view_task = ViewTask(request.config, request.run_dir, launch_id, redis_url, view)
         try:
-            return await _restart_until_end(request, launch_id, redis_url, supervisor, view, view_task)
+            restarts = Restarts(request.run_dir, request.config, [spec.name for spec in specs])
+            # On the CPU it stays there, also when fewer replicas would fit the GPUs.
+            gpus = gpus if plan_devices(request.config, gpus).on_gpus else ()
+            scaling = Scaling(
+                request.run_dir,
+                scale,
+                supervisor,
+                restarts,
+                plan=partial(_planned, request, launch_id, redis_url, gpus, resume=True),
+                why_not=partial(why_not_here, request.config, gpus, supervisor),
+                say=view.print_line,
+            )
+            give_lead_up = partial(_give_lead_up, redis_url, launch_id, view)
+            return await _restart_until_end(request, supervisor, restarts, scaling, view, view_task, give_lead_up)
         finally:
             await view_task.cancel()
     except (TandemError, OSError) as error:
@@ -98,16 +119,26 @@ async def _drive(request: RunRequest, supervisor: Supervisor, view: RunView) -> 
 
 
 async def _restart_until_end(
-    request: RunRequest, launch_id: str, redis_url: str, supervisor: Supervisor, view: RunView, view_task: ViewTask
+    request: RunRequest,
+    supervisor: Supervisor,
+    restarts: Restarts,
+    scaling: Scaling,
+    view: RunView,
+    view_task: ViewTask,
+    give_lead_up: Callable[[str], Awaitable[None]],
 ) -> LaunchOutcome:
-    """Restart processes that die, as restarts.py decides, until the run ends."""
-    planned = _planned(request, launch_id, redis_url, resume=True)
-    restarts = Restarts(request.run_dir, request.config, [spec.name for spec in planned])
+    """Restart processes that die, as restarts.py decides, and scale as is asked (scaling.py), until the run ends."""
     await view_task.begin()
     while True:
-        death = await _next_death(supervisor, ignore=sorted(restarts.left_out))
+        ignore = sorted({*restarts.left_out, *scaling.leaving})
+        first = await first_of({"death": _next_death(supervisor, ignore), "scale": scaling.wait()})
+        if first.name == "scale":
+            await scaling.follow()
+            view_task.expect(scaling.replicas)
+            continue
+        death: ProcessExit = first.value
         if death.name == COORDINATOR:
-            await _give_lead_up(redis_url, launch_id, supervisor.variable(COORDINATOR, WORKER_ID), view)
+            await give_lead_up(supervisor.variable(COORDINATOR, WORKER_ID))
         if death.name == COORDINATOR and death.code == 0:
             await view_task.finish()
             return outcome.ended(request.run_dir)
@@ -115,14 +146,17 @@ async def _restart_until_end(
         if restart is None:
             return outcome.failed(request.run_dir, death)
         view.warning(restart.text)
-        await supervisor.replace(_named(restart.specs(planned)))
+        await supervisor.replace(_named(restart.specs(scaling.planned)))
         if COORDINATOR in restart.names:
             await view_task.begin()
 
 
-def _planned(request: RunRequest, launch_id: str, redis_url: str, *, resume: bool) -> list[ProcessSpec]:
+def _planned(
+    request: RunRequest, launch_id: str, redis_url: str, gpus: Sequence[str], replicas: int, *, resume: bool
+) -> list[ProcessSpec]:
+    config = with_replicas(request.config, replicas)
     described = launch_of(request.run_dir, launch_id, redis_url, resume=resume)
-    return request.plan(request.config, described, plan_devices(request.config, find_gpus().usable))
+    return request.plan(config, described, plan_devices(config, gpus))
 
 
 def _named(specs: list[ProcessSpec]) -> list[ProcessSpec]:
@@ -131,7 +165,7 @@ def _named(specs: list[ProcessSpec]) -> list[ProcessSpec]:
     return [replace(spec, env={**spec.env, **mine}) if spec.name == COORDINATOR else spec for spec in specs]
 
 
-async def _give_lead_up(redis_url: str, run_id: str, worker_id: str, view: RunView) -> None:
+async def _give_lead_up(redis_url: str, run_id: str, view: RunView, worker_id: str) -> None:
     """Give the lead up in place of a process that has ended: its successor need not wait for the end of its lease.
 
     Args:

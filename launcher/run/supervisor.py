@@ -122,6 +122,19 @@ class Supervisor:
         ended: ProcessExit = first.value
         return ended
 
+    @property
+    def names(self) -> list[str]:
+        """The processes, those that have ended included, until they are replaced or forgotten."""
+        return list(self._specs)
+
+    async def end(self, name: str) -> None:
+        """End a process: SIGTERM, and SIGKILL after its grace period."""
+        await self._stop_one(name)
+
+    def forget(self, name: str) -> None:
+        """Forget a process that has ended: its name is free again."""
+        del self._specs[name], self._children[name], self._waiters[name]
+
     def pids(self, name: str) -> list[int]:
         """List the ids of a service's living processes, parents first, without its guard."""
         return guard.descendants(self._children[name].pid)
@@ -149,7 +162,7 @@ class Supervisor:
         """Stop the processes of these names, as `stop` does, and start `specs` in their place. Raises: OSError."""
         await self._stop_all([self._specs[spec.name] for spec in specs])
         for spec in specs:
-            del self._specs[spec.name], self._children[spec.name], self._waiters[spec.name]
+            self.forget(spec.name)
         for spec in specs:
             await self.start(spec)
 

@@ -59,7 +59,7 @@ class Follower:
     async def _watch_arrivals(self, address: asyncio.Future[str]) -> None:
         """Show services as they are announced, until all are; name the missing ones again and again."""
         started = reminded = time.monotonic()
-        missing = {(role, name) for role, names in self.roles.items() for name in names}
+        missing, arrived = self._expected(), set[tuple[str, str]]()
         shown: set[tuple[str, str]] = set()
         while missing:
             if missing != shown:  # else this would overwrite the coordinator's progress events
@@ -72,15 +72,19 @@ class Follower:
                     continue  # the services handle an unreachable Redis; their exit is what the launcher acts on
                 for record in records:
                     if (role, record.name) in missing:
-                        missing.discard((role, record.name))
+                        arrived.add((role, record.name))
                         self.view.ready(record.name, time.monotonic() - started)
                     if role == COORDINATOR and not address.done():
                         address.set_result(record.address)
                         await self._show_page_url()
+            missing = self._expected() - arrived  # whose number may have changed
             if missing and (now := time.monotonic()) - reminded >= self.remind_s:
                 reminded = now
                 self.view.print_line(f"  {_waiting(missing)}: {now - started:.0f} s", "dim")
             await asyncio.sleep(_POLL_S)
+
+    def _expected(self) -> set[tuple[str, str]]:
+        return {(role, name) for role, names in self.roles.items() for name in names}
 
     async def _show_page_url(self) -> None:
         """Show the URL of the run's page, which the coordinator publishes before it announces itself, with its key."""
@@ -158,14 +162,18 @@ class ViewTask:
 
     def __init__(self, config: RunConfig, run_dir: Path, launch_id: str, redis_url: str, view: RunView) -> None:
         self._run_dir, self._launch_id, self._redis_url, self._view = run_dir, launch_id, redis_url, view
-        self._roles = {
+        self._roles: dict[str, Sequence[str]] = {
             "trainer": ["trainer"],
-            "rollout": [f"rollout-{index}" for index in range(config.rollout.replicas)],
             COORDINATOR: [COORDINATOR],
         }
+        self.expect(config.rollout.replicas)
         self._notes = LauncherNotes(pid=os.getpid(), run_id=launch_id)
         self._task: asyncio.Task[None] | None = None
         self._found_coordinator = False
+
+    def expect(self, replicas: int) -> None:
+        """Wait for so many replicas from now on, where services are waited for."""
+        self._roles["rollout"] = [f"rollout-{index}" for index in range(replicas)]
 
     async def begin(self) -> None:
         """Show the run from its first event on; call it again when another coordinator starts."""

@@ -15,7 +15,7 @@ import grpc
 from launcher.view.evaluation import describe_evaluation, is_evaluation
 from launcher.view.summary import rewards_text, summary_lines
 from servicekit.environment import ServiceEnvironment
-from servicekit.errors import ConfigError, TandemError
+from servicekit.errors import ConfigError, TandemError, from_rpc_error
 from servicekit.redis.records import COORDINATOR, Failure
 from servicekit.redis.registry import Registry
 from servicekit.rpc.channel import open_channel
@@ -125,13 +125,23 @@ def _announced(environment: ServiceEnvironment) -> tuple[str, str, list[Failure]
         registry.close()
 
 
-async def ask_coordinator(address: str, token: str) -> list[tuple[str, str]]:
-    """Ask a coordinator how its run stands; a coordinator that does not answer is an answer too."""
+async def ask_status(address: str, token: str) -> pb.GetStatusResponse:
+    """Ask a coordinator for its status. Raises: TandemError: it does not answer."""
     async with open_channel(address, identity=operator_identity(), peer=COORDINATOR, token=token) as channel:
         try:
-            status = await pb_grpc.CoordinatorServiceStub(channel).GetStatus(pb.GetStatusRequest(), timeout=_ANSWER_S)
+            stub = pb_grpc.CoordinatorServiceStub(channel)
+            answer: pb.GetStatusResponse = await stub.GetStatus(pb.GetStatusRequest(), timeout=_ANSWER_S)
+            return answer
         except grpc.aio.AioRpcError as error:
-            return [("state", f"running, but the coordinator at {address} does not answer: {error.details()}")]
+            raise from_rpc_error(error) from error
+
+
+async def ask_coordinator(address: str, token: str) -> list[tuple[str, str]]:
+    """Ask a coordinator how its run stands; a coordinator that does not answer is an answer too."""
+    try:
+        status = await ask_status(address, token)
+    except TandemError as error:
+        return [("state", f"running, but the coordinator at {address} does not answer: {error}")]
     state = pb.RunState.Name(status.state).removeprefix("RUN_STATE_").lower()
     quiet_s = time.time() - status.last_progress.seconds
     return [

@@ -87,6 +87,11 @@ class WeightUpdates(RunsPhases):
         """The state that GetStatus reports."""
         return PAUSED if self._pauses.paused and self._rest == SERVING else self._rest
 
+    @property
+    def is_in_round(self) -> bool:
+        """Whether a round is under way, which would fail without us."""
+        return self._guard.current is not None
+
     def check_can_generate(self) -> None:
         """Raise Poisoned or NotReady unless the replica is SERVING."""
         if self._rest == POISONED:

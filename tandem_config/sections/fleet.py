@@ -30,7 +30,8 @@ class FleetSection(Section):
     trainer_set_kind: Literal["StatefulSet", "JobSet"] = setting("StatefulSet", "needs no other controller")
     """Kind of that set: JobSet with the component jobset-trainer."""
     scale: bool = setting(False, "the size may be set on purpose, or by an autoscaler")
-    """Bring the rollout set to rollout.replicas at the start; false: its size is kubectl's or an autoscaler's."""
+    """Bring the rollout set at the start to the size that the run had reached, at first to rollout.replicas, unless
+    kubectl scale or an autoscaler has set it; false: its size is theirs, or the manifest's."""
     release_after_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = setting(
         0.0, "what a run leaves is on its volume; idle GPUs are of no use", "s"
     )

@@ -49,7 +49,7 @@ async def test_status_says_why_a_replica_ended_until_it_is_back(announcer: list[
     looker, first, second = announcer
     async with fake_fleet() as services:
         fleet = WatchedFleet(looker, services.trainer)
-        view = FleetView(replicas=2)
+        view = FleetView(replicas=lambda: 2)
         view.fleet = fleet
         first.announce(record("rollout-0", services.addresses["rollout-0"], "a"), TTL_S)
         second.report_failure("rollout", "rollout-1", "the engine of rollout-1 computed no token for 60 s")

@@ -13,8 +13,9 @@ import pytest
 
 from coordinator.fleet.arrivals import wait_for_enough
 from coordinator.fleet.kubernetes import cluster as cluster_module
-from coordinator.fleet.kubernetes import placement
+from coordinator.fleet.kubernetes import placement, size
 from coordinator.fleet.kubernetes.api import watch
+from coordinator.fleet.kubernetes.api.client import MANAGER
 from coordinator.fleet.kubernetes.api.events import About
 from coordinator.fleet.kubernetes.api.permissions import PERMISSIONS
 from coordinator.fleet.kubernetes.api.pod_sets import PodSet
@@ -36,6 +37,7 @@ from tandem_clients.replica import Replica
 from tandem_clients.watched_fleet import WatchedFleet
 from tandem_config.schema import RunConfig
 from tandem_files.leader import PLACEMENT_FILE
+from tandem_files.run_folder import Scale, scale_of, write_scale
 from tests.contract.coordinator_runs import with_settings
 from tests.contract.kube_objects import (
     NAMESPACE,
@@ -52,7 +54,7 @@ from tests.contract.kube_objects import (
 from tests.fakes.cluster.fake_cluster import FakeCluster
 from tests.fakes.cluster.kinds import CONTROLLERS
 from tests.fakes.cluster.requests import COORDINATOR
-from tests.fakes.cluster.verbs import told_to_end
+from tests.fakes.cluster.verbs import scaled_by, told_to_end
 from tests.fakes.fake_fleet import FakeFleet, announced_fleet, fake_fleet
 from tests.fakes.fake_fleet import announced as announced_service
 from tests.kit.waiting import until
@@ -204,7 +206,7 @@ async def test_all_that_rbac_refuses_is_said_once_at_the_start(api: FakeCluster,
 
 
 async def test_only_what_the_settings_need_is_asked_for(api: FakeCluster, start: Start) -> None:
-    api.refuse("create pods/eviction", "get statefulsets/scale", "patch statefulsets/scale")
+    api.refuse("create pods/eviction", "get statefulsets", "get statefulsets/scale", "patch statefulsets/scale")
     cluster = await start(scale=False, max_evictions_per_hour=0, release_after_s=None)
     assert cluster.troubles() == []
 
@@ -230,6 +232,7 @@ def test_every_call_is_in_the_table_of_permissions(kind: str, sizes: str) -> Non
     assert {str(each) for each in PERMISSIONS} == always
     rows = {str(each) for each in PodSet(kind=kind, name="rollout").permissions}
     assert rows == {f"get {sizes}", f"patch {sizes}"}
+    assert str(PodSet(kind=kind, name="rollout").get) == f"get {sizes}".replace("/scale", "")
     rows = {str(each) for each in PodSet(kind="JobSet", name="trainer").permissions}
     assert rows == {"get jobsets.jobset.x-k8s.io", "delete jobsets.jobset.x-k8s.io"}
 
@@ -271,6 +274,7 @@ async def test_the_rollout_set_gets_its_size_in_spite_of_a_conflict(kind: str, a
     cluster = await start(scale=True, rollout_set_kind=kind)
     assert api.get(kind, "rollout", NAMESPACE)["spec"]["replicas"] == 2
     assert api.seen[f"get {plural}/scale"] == api.seen[f"patch {plural}/scale"] == 2  # read again, then changed
+    assert api.get(kind, "rollout", NAMESPACE)["metadata"]["managedFields"] == [scaled_by(MANAGER)]
     assert cluster.troubles() == []
     (event,) = api.list_of("Event")
     assert event["reason"] == "TandemScaled"
@@ -284,13 +288,15 @@ async def test_a_set_that_is_of_another_kind_is_named(api: FakeCluster, start: S
     api.put(rollout_set(5))
     cluster = await start(scale=True, rollout_set_kind="LeaderWorkerSet")
     (trouble,) = cluster.troubles()
-    assert trouble.startswith("the rollout set keeps its size: Kubernetes API, get leaderworkersets/scale")
+    assert trouble.startswith(
+        "the size of leaderworkerset/rollout stays: Kubernetes API, get leaderworkersets.leaderworkerset"
+    )
     assert "not found" in trouble
 
 
 async def test_the_size_of_the_other_kind_need_not_be_allowed(api: FakeCluster, start: Start) -> None:
     api.put(leader_worker_set(2))
-    api.refuse("get statefulsets/scale", "patch statefulsets/scale")
+    api.refuse("get statefulsets", "get statefulsets/scale", "patch statefulsets/scale")
     cluster = await start(scale=True, rollout_set_kind="LeaderWorkerSet", release_after_s=None)
     assert cluster.troubles() == []
 
@@ -314,6 +320,111 @@ async def test_repeated_events_are_one_with_a_count(api: FakeCluster, start: Sta
     assert (first["count"], second["count"]) == (3, 1)  # written at 0 and 40 s; a new one after ten minutes
     assert api.seen["patch events"] == 1
     assert first["involvedObject"] == {"kind": "Pod", "apiVersion": "v1", "name": "rollout-0", "namespace": NAMESPACE}
+
+
+# ---- who sets the size ----
+
+
+def set_by(manager: str, replicas: int, kind: str = "StatefulSet") -> dict[str, Any]:
+    obj = SETS[kind](replicas)
+    obj["metadata"]["managedFields"] = [scaled_by(manager)] if manager else []
+    return obj
+
+
+def size_of(api: FakeCluster, kind: str = "StatefulSet") -> int:
+    return int(api.get(kind, "rollout", NAMESPACE)["spec"]["replicas"])
+
+
+@pytest.mark.parametrize("kind", SETS)
+async def test_the_size_that_was_reached_is_kept_by_the_next_coordinator(
+    kind: str, api: FakeCluster, start: Start, environment: ServiceEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(size, "LOOK_S", 0.02)
+    api.put(set_by("", 1, kind))
+    first = await start(scale=True, rollout_set_kind=kind)
+    assert size_of(api, kind) == 2
+    api.put(set_by("kubectl", 6, kind))  # kubectl scale
+    await soon(lambda: scale_of(environment.run_dir, 2) == 6)
+    first.close()
+    second = await start(scale=True, rollout_set_kind=kind)
+    assert size_of(api, kind) == 6
+    second.close()
+    # An upgrade deletes the set, and applies its manifest.
+    api.put(set_by("", 2, kind))
+    await start(scale=True, rollout_set_kind=kind)
+    assert size_of(api, kind) == 6
+    events = [event["message"] for event in api.list_of("Event") if event["reason"] == "TandemScaled"]
+    assert "from 2 to 6 replicas (the size that it had reached)" in events
+
+
+async def test_another_number_in_the_configuration_counts(
+    api: FakeCluster, start: Start, environment: ServiceEnvironment
+) -> None:
+    write_scale(environment.run_dir, Scale(replicas=6, configured=1))
+    api.put(set_by("", 6))
+    await start(scale=True)
+    assert size_of(api) == 2
+
+
+async def test_an_autoscaler_owns_the_size_and_fleet_scale_beside_it_is_a_trouble(
+    api: FakeCluster, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(size, "LOOK_S", 0.02)
+    api.put(set_by("kube-controller-manager", 9))
+    cluster = await start(scale=True)
+    await soon(lambda: cluster.troubles() != [])
+    assert size_of(api) == 9
+    (trouble,) = cluster.troubles()
+    assert trouble == (
+        "statefulset/rollout has two owners of its size: an autoscaler (kube-controller-manager), which has set 9, and "
+        "fleet.scale, which leaves it to that one: set fleet.scale: false"
+    )
+    await soon(lambda: any(event["reason"] == "TandemScaleConflict" for event in api.list_of("Event")))
+    api.put(set_by("", 9))
+    await soon(lambda: cluster.troubles() == [])
+    assert api.seen["patch statefulsets/scale"] == 0
+
+
+@pytest.mark.parametrize("scale", [True, False])
+async def test_gpus_that_were_given_back_return_as_many_as_they_were(
+    api: FakeCluster, start: Start, environment: ServiceEnvironment, monkeypatch: pytest.MonkeyPatch, scale: bool
+) -> None:
+    monkeypatch.setattr(size, "LOOK_S", 0.02)
+    api.put(set_by("kubectl", 6))
+    api.put(trainer_set(1))
+    first = await start(scale=scale)
+    await soon(lambda: scale_of(environment.run_dir, 2) == 6)
+    await asyncio.to_thread(first.release, "the run is finished")
+    assert size_of(api) == 0
+    first.close()
+    # The autoscaler's manifest has no size, so applying it leaves the 0.
+    await start(scale=scale)
+    assert size_of(api) == 6
+
+
+async def test_a_size_of_0_that_a_person_has_set_stays(
+    api: FakeCluster, start: Start, environment: ServiceEnvironment
+) -> None:
+    write_scale(environment.run_dir, Scale(replicas=6, configured=2))
+    api.put(set_by("kubectl", 0))
+    await start(scale=False)
+    await start(scale=True)
+    assert size_of(api) == 0
+
+
+async def test_a_size_that_may_not_be_read_is_left_and_named(
+    api: FakeCluster, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(size, "LOOK_S", 0.02)
+    api.put(set_by("", 5))
+    api.bind([rule for rule in role_rules() if rule["resources"] != ["statefulsets"]])  # that of an earlier release
+    cluster = await start(scale=True)
+    told = " ".join(cluster.troubles())
+    assert "get statefulsets.apps (" in told
+    assert "the size of statefulset/rollout stays: Kubernetes API, get statefulsets.apps rollout in namespace" in told
+    assert size_of(api) == 5
+    api.bind(role_rules())  # the Role is applied
+    await soon(lambda: size_of(api) == 2)
 
 
 # ---- GPUs are given back ----
@@ -677,7 +788,9 @@ async def test_pods_of_a_lost_node_are_told_and_expected_until_it_answers(
 async def arrival(kube_config: RunConfig, environment: ServiceEnvironment, cluster: Cluster) -> ServiceRecord:
     registry = Registry(environment.redis_url, environment.run_id)
     try:
-        return await wait_for_enough(kube_config, registry, ClusterOutlook(kube_config, cluster))
+        return await wait_for_enough(
+            kube_config, registry, ClusterOutlook(kube_config, cluster), lambda: kube_config.rollout.replicas
+        )
     finally:
         registry.close()
 

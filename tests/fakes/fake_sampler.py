@@ -19,6 +19,7 @@ from tandem_clients.flow import Order
 from tandem_clients.sample_stream import SampleStream
 
 STOP = 50_000
+GRACE_S = 20.0
 
 
 def length_of(group: str, index: int, most: int) -> int:
@@ -51,6 +52,7 @@ class FakeSampler:
     policy_version: int = 0
     logprob: float = -0.5
     is_dead: bool = False
+    is_leaving: bool = False
     turn_tokens: int = 0
     sampled: int = 0
     running: int = 0
@@ -59,6 +61,8 @@ class FakeSampler:
 
     @asynccontextmanager
     async def sampling(self, order: Order, *, timeout_s: float, newer: bool = False) -> AsyncIterator[SampleStream]:
+        if self.is_leaving:
+            raise Unavailable(f"{self.name} is shutting down; ask another replica")
         call = _Call(self, order)
         self.calls.append(call)
         try:
@@ -84,11 +88,19 @@ class FakeSampler:
         for call in self.calls:
             call.responses.put_nowait(None)
 
+    def leave(self) -> None:
+        """As a process that is asked to end: what runs has a grace period, then it comes back as it is."""
+        if not self.is_leaving:
+            self.is_leaving = True
+            for call in self.calls:
+                call.say_load()
+            asyncio.get_running_loop().call_later(GRACE_S, self.abort)
+            asyncio.get_running_loop().call_later(GRACE_S + 1.0, self.die)
+
     def abort(self) -> None:
         """As a pause that aborts does."""
         for call in self.calls:
-            call.aborts.set()
-            call.aborts = asyncio.Event()
+            call.abort()
 
 
 class _Call:
@@ -100,7 +112,9 @@ class _Call:
 
     async def write(self, request: pb.GenerateRequest) -> None:
         if request.HasField("sampling"):
-            self.responses.put_nowait(pb.GenerateResponse(load=pb.ReplicaLoad(kv_tokens=self.sampler.kv_tokens)))
+            self.say_load()
+        if request.cancel:  # of all that runs: the coordinator asks for nothing else
+            self.abort()
         if request.groups:
             served = self.sampler.policy_version
             highest = request.max_policy_version if request.HasField("max_policy_version") else served
@@ -157,7 +171,15 @@ class _Call:
             pb.GenerateResponse(groups=[pb.GroupResult(group_id=group, completions=[completion])])
         )
         if self.sampler.random.random() < 0.1:
-            self.responses.put_nowait(pb.GenerateResponse(load=pb.ReplicaLoad(kv_tokens=self.sampler.kv_tokens)))
+            self.say_load()
+
+    def abort(self) -> None:
+        self.aborts.set()
+        self.aborts = asyncio.Event()
+
+    def say_load(self) -> None:
+        load = pb.ReplicaLoad(kv_tokens=self.sampler.kv_tokens, leaving=self.sampler.is_leaving)
+        self.responses.put_nowait(pb.GenerateResponse(load=load))
 
     async def close(self) -> None:
         await cancel(*self.tasks)

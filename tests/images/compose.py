@@ -14,8 +14,10 @@ VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 OURS = {
     "coordinator": ("coordinator", "coordinator-gpu", "coordinator-standby", "coordinator-standby-gpu"),
     "trainer": ("trainer", "trainer-gpu"),
-    "rollout": ("rollout-0", "rollout-1", "rollout-0-gpu", "rollout-1-gpu"),
+    "rollout": ("rollout-0", "rollout-1", "rollout", "rollout-0-gpu", "rollout-1-gpu"),
 }
+# Of which a command says how many there are: none without it.
+SCALED = "rollout"
 
 
 @cache
@@ -33,7 +35,8 @@ def service(name: str) -> dict[str, Any]:
 
 def of_profile(profile: str) -> set[str]:
     """Names of the services that `--profile PROFILE` starts."""
-    return {name for name, each in compose()["services"].items() if profile in each.get("profiles", [profile])}
+    services = compose()["services"].items()
+    return {name for name, each in services if profile in each.get("profiles", [profile]) and each.get("scale", 1)}
 
 
 def resolved(text: str) -> str:

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import tomllib
+from pathlib import Path
 
 import pytest
 import yaml
@@ -13,7 +14,7 @@ from servicekit.environment import ServiceEnvironment
 from servicekit.rpc.health import LIVENESS, READINESS
 from tandem_config.loading import load_config
 from tests.house.repository import REPO
-from tests.images.compose import FILE, OURS, VARIABLE, compose, of_profile, resolved, service, variables
+from tests.images.compose import FILE, OURS, SCALED, VARIABLE, compose, of_profile, resolved, service, variables
 from tests.images.dockerfiles import read
 from tests.images.test_dockerfiles import ENTRYPOINTS, GPU_BASE
 from tests.manifests.nccl_rule import EVERY, GpuContainer, faults, transport
@@ -68,6 +69,7 @@ def settings_of(kind: str) -> set[str]:
 def test_the_environment_is_what_the_service_reads(name: str) -> None:
     """Both ways: nothing that it does not know, and nothing left out but what UNSET gives a reason for."""
     known, given = settings_of(KIND[name]), set(service(name)["environment"])
+    given |= {"TANDEM_ADVERTISE_HOST"} if name == SCALED else set()  # by its entrypoint
     assert given - known == (OF_NCCL if name in ON_GPUS else set())
     assert known - given == known & set(UNSET)
 
@@ -75,6 +77,7 @@ def test_the_environment_is_what_the_service_reads(name: str) -> None:
 @pytest.mark.parametrize("name", SERVICES)
 def test_the_environment_is_accepted(name: str) -> None:
     environ = {key: str(value) for key, value in service(name)["environment"].items()}
+    environ |= {"TANDEM_ADVERTISE_HOST": SCALED} if name == SCALED else {}
     found = ServiceEnvironment.from_env(environ | {"TANDEM_RUN_DIR": str(REPO)})
     assert found.advertise_host == name.removesuffix("-gpu")
 
@@ -88,11 +91,29 @@ def test_reasons_are_given() -> None:
 def test_flags_are_those_of_the_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways: none that it does not know, and none left out but what UNUSED_FLAGS gives a reason for."""
     known = known_flags(ENTRYPOINTS[KIND[name]], monkeypatch)
-    used = {word for word in service(name)["command"] if word.startswith("--")}
+    words = [*" ".join(service(name).get("entrypoint", [])).split(), *service(name)["command"]]
+    used = {word for word in words if word.startswith("--")}
     assert used == known - set(UNUSED_FLAGS) - (set() if "standby" in name else {"--standby"})
 
 
-@pytest.mark.parametrize("name", SERVICES)
+def test_a_replica_of_a_scaled_service_is_called_and_reached_by_its_container(tmp_path: Path) -> None:
+    """As the shell of the image starts it, whose first process it is then."""
+    found = service(SCALED)
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$TANDEM_ADVERTISE_HOST" "$$" "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    command = [word.replace("$$", "$") for word in [*found["entrypoint"], *found["command"]]]
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOSTNAME": "3f2a9c81b0de"}
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as started:
+        said, _ = started.communicate(timeout=30)
+    assert said.split() == [
+        "3f2a9c81b0de",
+        str(started.pid),
+        *("-m", "rollout_service", "--name", "rollout-3f2a9c81b0de"),
+        *found["command"],
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(set(SERVICES) - {SCALED}))
 def test_it_is_reached_under_the_name_that_it_gives(name: str) -> None:
     wanted = service(name)["environment"]["TANDEM_ADVERTISE_HOST"]
     aliases = service(name).get("networks", {}).get("default", {}).get("aliases", [])
@@ -265,4 +286,4 @@ def test_compose_reads_it(command: list[str], profile: str) -> None:
     # 1.29 shows the services of all profiles, and starts those of the given one.
     assert of_profile(profile) <= started
     if command == ["docker", "compose"]:
-        assert started == of_profile(profile)
+        assert started - {SCALED} == of_profile(profile)

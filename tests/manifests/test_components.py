@@ -57,7 +57,11 @@ PROMISED = {
     "tracing",
 }
 # Below another component: a part of it that not every cluster wants.
-PARTS = {"gpu-nccl": ["ipc-lock"], "gpu-nodes": ["priority", "runtime-class", "selector"]}
+PARTS = {
+    "autoscale-rollout": ["unset-size"],
+    "gpu-nccl": ["ipc-lock"],
+    "gpu-nodes": ["priority", "runtime-class", "selector"],
+}
 DOCKERFILE = DEPLOY / "images/coordinator.Dockerfile"
 # In kustomize's order: what others change again, what is changed, then what removes or copies it.
 FIRST = ("names",)
@@ -380,9 +384,7 @@ def quantity(text: str) -> float:
 
 
 def test_the_autoscaler_keeps_to_the_run(tmp_path: Path) -> None:
-    from prometheus_client import CollectorRegistry
-
-    from rollout_service.metrics import RolloutMetrics
+    from coordinator.watch import metrics
     from tandem_config.loading import load_config
     from tests.manifests.kustomize import run_yaml
 
@@ -394,10 +396,22 @@ def test_the_autoscaler_keeps_to_the_run(tmp_path: Path) -> None:
     assert scaler["spec"]["minReplicas"] >= config.rollout.min_replicas
     assert scaler["spec"]["scaleTargetRef"]["name"] == config.fleet.rollout_set
     assert not config.fleet.scale
-    registry = CollectorRegistry()
-    RolloutMetrics(registry)
     (metric,) = scaler["spec"]["metrics"]
-    assert metric["pods"]["metric"]["name"] in {family.name for family in registry.collect()}
+    asked = metric["object"]
+    assert asked["metric"]["name"] == metrics.REPLICAS_WANTED._gauge._name
+    # As many replicas as the metric says: it is divided by their number, and compared with 1.
+    assert asked["target"] == {"type": "AverageValue", "averageValue": "1"}
+    about = asked["describedObject"]
+    job = find(manifests, about["kind"], about["name"])
+    assert job["apiVersion"] == about["apiVersion"]
+
+
+@pytest.mark.parametrize("before", [[], ["lws-rollout"]])
+def test_a_set_of_an_autoscaler_has_no_size_in_its_manifest(tmp_path: Path, before: list[str]) -> None:
+    manifests = combine(tmp_path, "cluster", ["autoscale-rollout", *before, "autoscale-rollout/unset-size"])
+    (scaler,) = kinds(manifests, "HorizontalPodAutoscaler")
+    scaled = find(manifests, scaler["spec"]["scaleTargetRef"]["kind"], "rollout")
+    assert "replicas" not in scaled["spec"]
 
 
 def test_monitoring_labels_what_the_rules_select_by(tmp_path: Path) -> None:
@@ -405,7 +419,7 @@ def test_monitoring_labels_what_the_rules_select_by(tmp_path: Path) -> None:
     (monitor,) = kinds(manifests, "PodMonitor")
     assert monitor["spec"]["jobLabel"] == "app.kubernetes.io/component"
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    assert len(endpoint["relabelings"]) == 2
+    assert len(endpoint["relabelings"]) == 3
 
 
 # Ids that look like names of pods, and the longest one.

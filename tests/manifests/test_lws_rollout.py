@@ -124,7 +124,7 @@ def test_the_role_is_what_the_code_uses_for_such_a_set(name: str) -> None:
     trainer = PodSet(kind="JobSet" if kinds(overlay(name), "JobSet") else "StatefulSet", name="trainer")
     assert granted(role["rules"]) == used(PodSet(kind="LeaderWorkerSet", name="rollout"), trainer)
     named = [rule["resourceNames"] for rule in role["rules"] if "resourceNames" in rule]
-    assert named == [["rollout"], ["trainer"]]
+    assert named == [["rollout"], ["trainer"], ["rollout"]]
 
 
 def test_the_readme_lists_the_flows_that_are_added() -> None:

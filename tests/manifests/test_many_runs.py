@@ -128,6 +128,7 @@ def test_what_pods_and_roles_refer_to_is_their_own_runs(runs: Pair) -> None:
         for each in (*kinds(mine, "Certificate"), *kinds(mine, "HorizontalPodAutoscaler")):
             spec = each["spec"]
             used = {spec["issuerRef"]["name"]} if "issuerRef" in spec else {spec["scaleTargetRef"]["name"]}
+            used |= {metric["object"]["describedObject"]["name"] for metric in spec.get("metrics", [])}
             assert used <= made, label(each)
 
 

@@ -20,11 +20,14 @@ def granted(rules: list[Manifest]) -> set[tuple[str, str, str]]:
 def test_the_role_is_what_the_code_uses(name: str) -> None:
     (role,) = kinds(overlay(name), "Role")
     assert granted(role["rules"]) == used(PodSet(kind="StatefulSet", name="rollout"))
+    (reads,) = [rule for rule in role["rules"] if rule["resources"] == ["statefulsets"]]
+    assert (reads["resourceNames"], reads["verbs"]) == (["rollout"], ["get"])
 
 
 def used(*pod_sets: PodSet) -> set[tuple[str, str, str]]:
     """What the code needs for these sets."""
     needed = [*PERMISSIONS, *(permission for pod_set in pod_sets for permission in pod_set.permissions)]
+    needed += [pod_set.get for pod_set in pod_sets if pod_set.name == "rollout"]
     return {(each.group, each.resource, each.verb) for each in needed}
 
 

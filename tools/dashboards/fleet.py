@@ -33,6 +33,7 @@ _REPLICAS = Row(
             "Replicas, as the coordinator counts them. Fewer announced than expected: TandemReplicasMissing. Fewer "
             "serving than announced, for long: TandemReplicaNotServing.",
             gauge("tandem_expected_replicas", "expected"),
+            gauge("tandem_replicas_wanted", "wanted"),
             gauge("tandem_announced_replicas", "announced"),
             gauge("tandem_serving_replicas", "serving"),
             alert="TandemReplicasMissing",

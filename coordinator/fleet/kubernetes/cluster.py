@@ -6,7 +6,7 @@ No failure here ends a run: a refused or unreachable API is reported once, and t
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from coordinator.fleet.kubernetes.api.pods import TRAINER, Pod, PodOutlook, sele
 from coordinator.fleet.kubernetes.api.watch import PodWatch
 from coordinator.fleet.kubernetes.placement import RoomForTrainer
 from coordinator.fleet.kubernetes.pod_states import engines, queue_of, trainer_outlook
+from coordinator.fleet.kubernetes.size import RolloutSize
 from coordinator.fleet.kubernetes.troubles import Troubles
 from coordinator.watch.events import EventLog
 from servicekit.environment import ServiceEnvironment
@@ -57,15 +58,22 @@ class Cluster:
         self.api, self.pods = api, pods
         self.recorder = EventRecorder(api)
         self.noted = troubles
-        self._replicas = config.rollout.replicas
         self._clock = clock
         self._suspended = False
         self._next_look_s = 0.0
         self.rollout_set = PodSet(kind=config.fleet.rollout_set_kind, name=config.fleet.rollout_set)
         self.trainer_set = PodSet(kind=config.fleet.trainer_set_kind, name=config.fleet.trainer_set)
-        wanted = self._replicas if config.fleet.scale else None
-        self._placement = RoomForTrainer(api, pods, troubles, self.rollout_set, folder, wanted=wanted, clock=clock)
-        self._making_room: asyncio.Task[None] | None = None
+        self._placement = RoomForTrainer(api, pods, troubles, self.rollout_set, folder, clock=clock)
+        self._size = RolloutSize(
+            api,
+            troubles,
+            self.rollout_set,
+            folder,
+            configured=config.rollout.replicas,
+            scales=config.fleet.scale,
+            is_emptied=lambda: self._placement.size_before is not None,
+        )
+        self._tasks: list[asyncio.Task[None]] = []
         self._looks_on = False
 
     async def look_on(self) -> None:
@@ -75,14 +83,18 @@ class Cluster:
         self._looks_on = True
 
     async def start(self) -> None:
-        """Look on, if that was not begun; scale the rollout set; from then on make room for the trainer."""
+        """Look on, if that was not begun; set the rollout set's size; then watch it, and make room for the trainer."""
         if not self._looks_on:
             await self.look_on()
         await asyncio.to_thread(self._placement.recall)
-        if self.settings.scale:
-            await asyncio.to_thread(self._scale)
-        self._making_room = asyncio.create_task(self._placement.run(), name="placement")
-        watch(self._making_room, lambda error: self.noted.note("placement", f"no room is made any more: {error}"))
+        if self.settings.scale or self.settings.release_after_s is not None:
+            await self._size.look()
+            self._begin("size", self._size.run(), "the rollout set's size is not watched any more")
+        self._begin("placement", self._placement.run(), "no room is made any more")
+
+    def _begin(self, about: str, work: Coroutine[Any, Any, None], what: str) -> None:
+        self._tasks.append(asyncio.create_task(work, name=about))
+        watch(self._tasks[-1], lambda error: self.noted.note(about, f"{what}: {error}"))
 
     def troubles(self) -> list[str]:
         """List the troubles of the cluster now, as sentences."""
@@ -146,8 +158,8 @@ class Cluster:
 
     def close(self) -> None:
         """Stop watching; does not wait for the API server."""
-        if self._making_room is not None:
-            self._making_room.cancel()
+        for task in self._tasks:
+            task.cancel()
         self.pods.stop()
 
     def release(self, why: str) -> None:
@@ -198,24 +210,10 @@ class Cluster:
         needed = [(permission, "") for permission in permissions.PERMISSIONS if permission not in unused]
         releases = settings.release_after_s is not None
         if settings.scale or releases:
-            needed += [(permission, rollout.name) for permission in rollout.permissions]
+            needed += [(permission, rollout.name) for permission in (*rollout.permissions, rollout.get)]
         if releases:
             needed += [(permission, trainer.name) for permission in trainer.permissions]
         return needed
-
-    def _scale(self) -> None:
-        ours, replicas = self.rollout_set, self._replicas
-        try:
-            if self._placement.size_before is not None and self.api.replicas_of(ours)[0] == 0:
-                return  # taken away for the trainer by a predecessor: brought back when it has its nodes
-            before = self.api.scale(ours, replicas)
-        except TandemError as error:
-            self.noted.note("scale", f"the rollout set keeps its size: {error}")
-            return
-        if before != replicas:
-            log.info("rollout set scaled", name=ours.name, before=before, replicas=replicas)
-            message = f"from {before} to {replicas} replicas (rollout.replicas)"
-            self.recorder.record(About.pod_set(ours), "TandemScaled", message)
 
 
 def reach_cluster(config: RunConfig, environment: ServiceEnvironment, events: EventLog) -> Cluster:

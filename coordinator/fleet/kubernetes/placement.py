@@ -42,7 +42,6 @@ class RoomForTrainer:
 
     Args:
         folder: of the run.
-        wanted: size of the set that the configuration asks for (fleet.scale); None: the one that it had.
     """
 
     def __init__(
@@ -53,12 +52,11 @@ class RoomForTrainer:
         rollout_set: PodSet,
         folder: Path,
         *,
-        wanted: int | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._api, self._pods, self._noted, self._set = api, pods, troubles, rollout_set
         self._recorder = EventRecorder(api)
-        self._file, self._wanted, self._clock = folder / PLACEMENT_FILE, wanted, clock
+        self._file, self._clock = folder / PLACEMENT_FILE, clock
         self._since_s: float | None = None
         self._is_theirs = self._is_placed = self._is_empty = False
         self._trouble = ""
@@ -134,10 +132,9 @@ class RoomForTrainer:
             if not self._is_placed:
                 self._trouble = self._text(before)
                 return
-            wanted = self._wanted if self._wanted is not None else before
-            self._api.scale(self._set, wanted)
-            text = f"from 0 to {wanted} replicas: the trainer has its nodes"
-            log.info("rollouts brought back", pod_set=str(self._set), replicas=wanted)
+            self._api.scale(self._set, before)
+            text = f"from 0 to {before} replicas: the trainer has its nodes"
+            log.info("rollouts brought back", pod_set=str(self._set), replicas=before)
             self._recorder.record(About.pod_set(self._set), "TandemScaled", text)
         self._trouble = ""
         self.forget()

@@ -33,7 +33,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_new_tokens were sampled."""
     FINISH_REASON_ABORT: _FinishReason.ValueType  # 3
-    """Aborted by a pause of mode ABORT_REQUEUE or by a shutdown."""
+    """Aborted by a cancel, a pause of mode ABORT_REQUEUE, or the end of a shutdown's grace period."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
@@ -43,7 +43,7 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_new_tokens were sampled."""
 FINISH_REASON_ABORT: FinishReason.ValueType  # 3
-"""Aborted by a pause of mode ABORT_REQUEUE or by a shutdown."""
+"""Aborted by a cancel, a pause of mode ABORT_REQUEUE, or the end of a shutdown's grace period."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -240,7 +240,9 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def cancel(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ids of groups to end: their completions come with FINISH_REASON_ABORT, those that are finished or unknown do not."""
+        """Ids of groups to end: their completions come with FINISH_REASON_ABORT and the tokens that they have, those that are
+        finished or unknown do not come.
+        """
 
     def __init__(
         self,
@@ -270,6 +272,7 @@ class ReplicaLoad(_message.Message):
     KV_TOKENS_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Completions in the engine, and those of them that wait for room."""
     waiting: _builtins.int
@@ -278,6 +281,10 @@ class ReplicaLoad(_message.Message):
     policy_version: _builtins.int
     paused: _builtins.bool
     """What is submitted waits for the end of a weight sync, or for ResumeGeneration."""
+    leaving: _builtins.bool
+    """The replica ends soon: nothing more is to be submitted. What runs may end here within its grace period, or be cancelled
+    and continued elsewhere after the tokens that come back.
+    """
     def __init__(
         self,
         *,
@@ -286,10 +293,11 @@ class ReplicaLoad(_message.Message):
         kv_tokens: _builtins.int = ...,
         policy_version: _builtins.int = ...,
         paused: _builtins.bool = ...,
+        leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_tokens", b"kv_tokens", "paused", b"paused", "policy_version", b"policy_version", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_tokens", b"kv_tokens", "leaving", b"leaving", "paused", b"paused", "policy_version", b"policy_version", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

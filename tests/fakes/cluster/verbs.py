@@ -216,10 +216,17 @@ class Verbs:
             if expect and expect != owner["metadata"]["resourceVersion"]:
                 raise changed(request.kind.plural, request.name)
             owner["spec"]["replicas"] = int(request.body["spec"]["replicas"])
+            owner["metadata"]["managedFields"] = [scaled_by(request.query.get("fieldManager", "unknown"))]
             owner = self._store.put(owner)
         metadata = {key: owner["metadata"][key] for key in ("name", "namespace", "uid", "resourceVersion")}
         head = {"kind": "Scale", "apiVersion": "autoscaling/v1", "metadata": metadata}
         return 200, {**head, "spec": {"replicas": owner["spec"]["replicas"]}, "status": {"replicas": 0}}
+
+
+def scaled_by(manager: str) -> Object:
+    """What metadata.managedFields says of who has set `replicas` by /scale, since Kubernetes 1.22."""
+    fields = {"fieldsType": "FieldsV1", "fieldsV1": {"f:spec": {"f:replicas": {}}}}
+    return {"apiVersion": "apps/v1", "manager": manager, "operation": "Update", "subresource": "scale", **fields}
 
 
 def told_to_end(pod: Object, grace_s: int | None = None) -> Object:

@@ -1,6 +1,7 @@
 """How a replica ends: asked to, killed, or because a rank died. Three start at the same time, on one machine."""
 
 import os
+import queue
 import re
 import signal
 import threading
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from servicekit.redis.registry import Registry
+from servicekit.rpc.arrays import packed
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.rollout.v1 import rollout_pb2
 from tests.kit.models import make_model
@@ -41,6 +43,35 @@ def replicas(tmp_path_factory: pytest.TempPathFactory, module_redis: str) -> Ite
             replica.close()
 
 
+class TakenBack(threading.Thread):
+    """A stream whose completions are taken back when the replica says that it leaves, as the coordinator does."""
+
+    def __init__(self, replica: Replica) -> None:
+        super().__init__()
+        self.tokens: dict[int, tuple[int, int, int]] = {}
+        self._asks = queue.SimpleQueue[rollout_pb2.GenerateRequest | None]()
+        self._call = replica.stub.Generate(iter(self._asks.get, None), timeout=60.0)
+        params = rollout_pb2.SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=400)
+        group = rollout_pb2.PromptGroup(
+            group_id="a", prompt_ids_u32=packed("prompt_ids_u32", [1, 2]), num_completions=2
+        )
+        self._asks.put(rollout_pb2.GenerateRequest(sampling=params))
+        self._asks.put(rollout_pb2.GenerateRequest(groups=[group], min_policy_version=1))
+        self.code: grpc.StatusCode | None = None
+        self.start()
+
+    def run(self) -> None:
+        for response in self._call:
+            for one in (one for group in response.groups for one in group.completions):
+                tokens, logprobs, _ = self.tokens.get(one.index, (0, 0, 0))
+                more = len(one.token_ids_u32) // 4, len(one.logprobs_f32) // 4
+                self.tokens[one.index] = (tokens + more[0], logprobs + more[1], one.finish_reason)
+            if response.load.leaving:
+                self._asks.put(rollout_pb2.GenerateRequest(cancel=["a"]))
+        self.code = self._call.code()
+        self._asks.put(None)
+
+
 def gone(processes: list[psutil.Process]) -> bool:
     return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
@@ -61,11 +92,19 @@ def test_sigterm_finishes_what_runs_and_exits_zero(replicas: dict[str, Replica])
     call.start()
     until(lambda: replica.status().running_groups == 1, 10.0, "a running group")
     assert replica.status().parallel.engine == "sglang"
+    taken_back = TakenBack(replica)
+    until(lambda: replica.status().running_groups == 2, 10.0, "a group of a stream")
     os.killpg(replica.process.pid, signal.SIGTERM)  # as a terminal does: the ranks get it too
     assert replica.process.wait(timeout=60) == 0
     call.join(timeout=10)
     trainer.close()
     assert [len(completion.token_ids) for completion in groups[0].completions] == [300] * 4
+    taken_back.join(timeout=10)
+    assert taken_back.code is grpc.StatusCode.OK
+    assert set(taken_back.tokens) == {0, 1}
+    assert {reason for _, _, reason in taken_back.tokens.values()} == {rollout_pb2.FINISH_REASON_ABORT}
+    for num_tokens, num_logprobs, _ in taken_back.tokens.values():
+        assert 0 < num_tokens == num_logprobs < 400
     until(lambda: gone(family), 10.0, "the end of the ranks")
     registry = Registry(replica.redis_url, replica.run_id)
     assert registry.list("rollout") == []

@@ -8,6 +8,7 @@ import pytest
 
 from coordinator.fleet import arrivals
 from coordinator.fleet.arrivals import LeaseOutlook, missing, note_arrivals, wait_for_enough
+from coordinator.fleet.services import _Names
 from coordinator.watch.fleet_recorder import FleetRecorder
 from servicekit.errors import DeadlineExceeded, Unavailable
 from tandem_config.schema import RunConfig
@@ -45,7 +46,7 @@ async def test_services_are_noted_until_all_have_come(monkeypatch: pytest.Monkey
         return True
 
     registry: Any = FakeRegistry()
-    await asyncio.wait_for(note_arrivals(config(), registry, observed, starting), 5)
+    await asyncio.wait_for(note_arrivals(config(), registry, observed, starting, lambda: 3), 5)
     assert seen[2:] == [["trainer", "rollout-0", "rollout-1"], ["rollout-0", "rollout-1"], ["rollout-1"]]
     assert (observed.awaited, set(observed.arrived)) == ([], {"trainer", "rollout-0", "rollout-1", "rollout-2"})
 
@@ -53,14 +54,23 @@ async def test_services_are_noted_until_all_have_come(monkeypatch: pytest.Monkey
 async def test_a_run_that_has_started_without_some_waits_for_none() -> None:
     observed, registry = FleetRecorder(), FakeRegistry()
     observed.awaited = ["rollout-1"]
-    await note_arrivals(config(), registry, observed, lambda: False)  # type: ignore[arg-type]
+    await note_arrivals(config(), registry, observed, lambda: False, lambda: 3)  # type: ignore[arg-type]
     assert observed.awaited == []
 
 
 def test_replicas_of_a_cluster_are_counted() -> None:
     cluster = config(kind="kubernetes")
-    assert missing(cluster, 0, ["r-x"]) == ["trainer", "2 more replicas"]
-    assert missing(cluster, 1, ["a", "b", "c", "d"]) == []
+    assert missing(cluster, 3, 0, ["r-x"]) == ["trainer", "2 more replicas"]
+    assert missing(cluster, 3, 1, ["a", "b", "c", "d"]) == []
+
+
+async def test_a_start_waits_for_as_many_replicas_as_there_should_be_now() -> None:
+    settings, registry = waits(1, 600.0, 600.0), FakeRegistry(0, 2)
+    wanted = iter([3, 3, 1])
+    found = wait_for_enough(settings, registry, LeaseOutlook(settings, registry), lambda: next(wanted))  # type: ignore[arg-type]
+    assert (await asyncio.wait_for(found, 5)).name == "trainer"
+    names = _Names(lambda: 2)
+    assert (list(names), len(names), "rollout-1" in names) == (["rollout-0", "rollout-1"], 2, True)
 
 
 def waits(min_replicas: int, timeout_s: float, lease_ttl_s: float) -> RunConfig:
@@ -76,7 +86,8 @@ def waits(min_replicas: int, timeout_s: float, lease_ttl_s: float) -> RunConfig:
 )
 async def test_enough_services_are_waited_for(most: int, timeout_s: float, lease_ttl_s: float) -> None:
     settings, registry = waits(1, timeout_s, lease_ttl_s), FakeRegistry(0, most)
-    trainer = await asyncio.wait_for(wait_for_enough(settings, registry, LeaseOutlook(settings, registry)), 5)  # type: ignore[arg-type]
+    waiting = wait_for_enough(settings, registry, LeaseOutlook(settings, registry), lambda: 3)  # type: ignore[arg-type]
+    trainer = await asyncio.wait_for(waiting, 5)
     assert (trainer.name, registry.asked >= most) == ("trainer", True)
 
 
@@ -84,4 +95,4 @@ async def test_too_few_services_are_named_with_the_failures_of_others() -> None:
     settings, registry = waits(2, 0.3, 600.0), FakeRegistry(0, 2)
     said = r"waited 0.3 s for the trainer and 2 replicas .*; announced: trainer, rollout-2; rollout-0 failed: no GPU"
     with pytest.raises(DeadlineExceeded, match=said):
-        await wait_for_enough(settings, registry, LeaseOutlook(settings, registry))  # type: ignore[arg-type]
+        await wait_for_enough(settings, registry, LeaseOutlook(settings, registry), lambda: 3)  # type: ignore[arg-type]

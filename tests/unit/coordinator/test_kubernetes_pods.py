@@ -509,11 +509,11 @@ def test_replicas_that_should_be_there_are_those_with_pods_even_pending_ones(tmp
     )
     config = RunConfig.model_validate({"model": {"path": str(tmp_path)}, "data": {"train": str(tmp_path / "t.jsonl")}})
     api = KubeApi(client.ApiClient(), "ml", timeout_s=1.0)
-    view = FleetView(Cluster(config, api, pods, Troubles(EventLog()), tmp_path), replicas=4)
+    view = FleetView(Cluster(config, api, pods, Troubles(EventLog()), tmp_path), lambda: 4)
     assert view.expected() == 2
     stuck = dataclasses.replace(leaving, trouble="its node does not answer")
     pods.pods = (*pods.pods, dataclasses.replace(stuck, name="rollout-3"))
     assert view.expected() == 3
     pods.is_current = False  # the API is unreachable
     assert view.expected() == 4
-    assert FleetView(None, replicas=4).expected() == 4
+    assert FleetView(None, lambda: 4).expected() == 4

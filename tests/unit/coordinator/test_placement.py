@@ -63,12 +63,12 @@ class Scene:
     def create_event(self, body: Any) -> None:
         """Events are not looked at here."""
 
-    def placement(self, wanted: int | None = None) -> RoomForTrainer:
+    def placement(self) -> RoomForTrainer:
         """Another coordinator's."""
         api: Any = self
         rollouts = PodSet(kind="StatefulSet", name="rollout")
         troubles = Troubles(EventLog())
-        room = RoomForTrainer(api, api, troubles, rollouts, self.folder, wanted=wanted, clock=lambda: self.now_s)
+        room = RoomForTrainer(api, api, troubles, rollouts, self.folder, clock=lambda: self.now_s)
         room.recall()
         return room
 
@@ -81,9 +81,9 @@ class Scene:
 
         return look
 
-    def coordinator(self, wanted: int | None = None) -> Callable[[float], None]:
+    def coordinator(self) -> Callable[[float], None]:
         """Another coordinator. Returns: lets it look after so many seconds."""
-        return self.looks(self.placement(wanted))
+        return self.looks(self.placement())
 
 
 @pytest.fixture
@@ -91,8 +91,8 @@ def scene(tmp_path: Path) -> Scene:
     return Scene(tmp_path)
 
 
-def emptied(scene: Scene, wanted: int | None = None) -> Callable[[float], None]:
-    look = scene.coordinator(wanted)
+def emptied(scene: Scene) -> Callable[[float], None]:
+    look = scene.coordinator()
     look(0.0)
     look(AFTER_S)
     assert scene.size == 0
@@ -120,15 +120,14 @@ def test_rollouts_go_until_the_trainer_has_its_nodes_and_come_back_as_many_as_th
     assert scene.asked == [0, 16]
 
 
-@pytest.mark.parametrize("wanted", [None, 20])
-def test_a_coordinator_that_is_started_meanwhile_brings_them_back(scene: Scene, wanted: int | None) -> None:
+def test_a_coordinator_that_is_started_meanwhile_brings_back_as_many_as_there_were(scene: Scene) -> None:
     emptied(scene)
-    look = scene.coordinator(wanted)
+    look = scene.coordinator()
     look(AFTER_S)
     assert scene.asked == [0]
     scene.trainers(a_pod("trainer-0", node="gpu-0"))
     look(1.0)
-    assert scene.asked == [0, wanted or 16]
+    assert scene.asked == [0, 16]
 
 
 def test_a_set_that_somebody_else_scales_is_theirs(scene: Scene) -> None:

@@ -51,7 +51,7 @@ class Fleet:
         while True:
             await asyncio.sleep(self.random.expovariate(0.1))
             member, kind = self.random.choice(self.members), self.random.choice(kinds)
-            member.die() if kind == "die" else member.abort()
+            {"die": member.die, "abort": member.abort, "leave": member.leave}[kind]()
 
     @property
     def sampled(self) -> int:
@@ -99,7 +99,7 @@ def check(generation: Generation, finished: Counter[str]) -> None:
             assert (len(completion.logprobs), completion.version_spans) == (length, ((length, 0),))
 
 
-@pytest.mark.parametrize("kinds", [(), ("abort",), ("die",), ("die", "abort", "abort")])
+@pytest.mark.parametrize("kinds", [(), ("abort",), ("die",), ("die", "abort", "abort"), ("leave",), ("leave", "abort")])
 @pytest.mark.parametrize("kv_tokens", [0, 1, 300, 5000])
 def test_every_completion_comes_whole_and_once(kinds: Sequence[str], kv_tokens: int) -> None:
     for seed in range(25):
@@ -110,6 +110,41 @@ def test_every_completion_comes_whole_and_once(kinds: Sequence[str], kv_tokens: 
         # What was under way when a replica died or aborted, less than a part of each, is sampled again; no more.
         lost = fleet.sampled - TOKENS
         assert lost == 0 or "die" in kinds, lost
+
+
+@pytest.mark.parametrize("stop", [(), ("x",)])
+def test_what_runs_on_a_replica_that_leaves_continues_elsewhere_if_it_can(stop: tuple[str, ...]) -> None:
+    fleet = Fleet(random.Random(1), num=2, kv_tokens=0)
+    stays, leaves = fleet.members
+    stays.tokens_per_s = leaves.tokens_per_s = 10.0
+
+    async def leave() -> Generation:
+        asyncio.get_running_loop().call_later(1.5, leaves.leave)
+        generation, finished = await generate(fleet, order_of(stop=stop), ())
+        check(generation, finished)
+        return generation
+
+    generation = run(leave())
+    assert generation.retried_calls == 0
+    assert fleet.sampled == TOKENS
+    handed_over = 0 < leaves.sampled < TOKENS / 4
+    assert (generation.resumed_tokens > 0, handed_over) == ((False, False) if stop else (True, True))
+
+
+def test_the_only_replica_finishes_within_its_grace_period_and_then_hands_over() -> None:
+    fleet = Fleet(random.Random(1), num=1, kv_tokens=0)
+    (leaves,) = fleet.members
+    leaves.tokens_per_s = 4.0
+
+    async def leave() -> Generation:
+        asyncio.get_running_loop().call_later(1.5, leaves.leave)
+        generation, finished = await generate(fleet, order_of(), ())
+        check(generation, finished)
+        return generation
+
+    generation = run(leave())
+    assert leaves.sampled > 4.0 * 20.0
+    assert (fleet.sampled, generation.resumed_tokens > 0) == (TOKENS, True)
 
 
 TURN, CONTEXT = 16, 5

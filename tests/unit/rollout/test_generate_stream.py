@@ -47,6 +47,11 @@ class Stream:
         while not served.engine.running:
             assert isinstance(await self.call.read(), pb.GenerateResponse)
 
+    async def until_it_leaves(self) -> None:
+        """Until the replica has said that it ends."""
+        while not (response := await self.call.read()).load.leaving:
+            assert isinstance(response, pb.GenerateResponse)
+
     async def results(self, num: int) -> list[pb.GroupResult]:
         """The next so many results."""
         found: list[pb.GroupResult] = []
@@ -271,12 +276,39 @@ async def test_a_replica_that_shuts_down_finishes_what_runs_and_then_ends_the_st
     async with stream_of(served) as (stream, _):
         await stream.submit(group("a"))
         await stream.until_it_runs(served)
+        assert not await served.servicer.until_idle(0.0)
         served.servicer.refuse_new_calls()
+        code, _, text = await Stream(served).refusal()
+        assert (code, text) == (grpc.StatusCode.UNAVAILABLE, "rollout-0 is shutting down; ask another replica")
+        await stream.until_it_leaves()
         served.engine.release()
         assert [one.group_id for one in await stream.results(1)] == ["a"]
-        code, _, text = await stream.refusal()
-    assert code is grpc.StatusCode.UNAVAILABLE
-    assert "shutting down; ask another replica" in text
+        await stream.end()
+        assert await stream.call.code() is grpc.StatusCode.OK
+        assert await served.servicer.until_idle(DEADLINE_S)
+
+
+async def test_what_runs_on_a_replica_that_shuts_down_can_be_taken_back(served: Served) -> None:
+    served.engine.hold()
+    async with stream_of(served) as (stream, _):
+        await stream.submit(group("a"))
+        await stream.until_it_runs(served)
+        served.servicer.refuse_new_calls()
+        await stream.until_it_leaves()
+        await stream.call.write(pb.GenerateRequest(cancel=["a"]))
+        (found,) = await stream.results(1)
+        assert {one.finish_reason for one in found.completions} == {pb.FINISH_REASON_ABORT}
+        await stream.end()
+        assert await stream.call.code() is grpc.StatusCode.OK
+
+
+async def test_a_replica_that_shuts_down_waits_for_the_end_of_a_weight_sync(served: Served) -> None:
+    await served.updates.run_phase(PREPARE, a_round("r2", 2))
+    served.servicer.refuse_new_calls()
+    assert not await served.servicer.until_idle(0.0)
+    for phase in (PAUSE, TRANSFER, VERIFY, COMMIT):
+        await served.updates.run_phase(phase, a_round("r2", 2))
+    assert await served.servicer.until_idle(0.0)
 
 
 async def test_an_eviction_ends_the_stream_with_its_reason(served: Served) -> None:

@@ -27,6 +27,8 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 4.0
 # The server ends a watch after this long, and the next one begins; this also ends connections that died silently.
 WATCH_S = 60
 _WATCH_MARGIN_S = 15.0
+# As which we are noted as the one who has set a size.
+MANAGER = "tandem-coordinator"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +115,18 @@ class KubeApi:
         )
         return int(scale["spec"].get("replicas", 0)), str(scale["metadata"]["resourceVersion"])
 
+    def size_of(self, pod_set: PodSet) -> tuple[int, str]:
+        """Read the desired size of a set, and who has set its scale (metadata.managedFields); "": its manifest."""
+        found = self._call(
+            pod_set.get, pod_set.name, lambda kw: self._custom.get_namespaced_custom_object(**_path(pod_set), **kw)
+        )
+        owner = [
+            str(entry["manager"])
+            for entry in found["metadata"].get("managedFields", ())
+            if entry.get("subresource") == "scale" and "f:replicas" in entry["fieldsV1"].get("f:spec", {})
+        ]
+        return int(found["spec"].get("replicas", 1)), (owner or [""])[0]
+
     def scale(self, pod_set: PodSet, replicas: int) -> int:
         """Set the size of a set; a concurrent change is not overwritten, but read first.
 
@@ -126,7 +140,9 @@ class KubeApi:
             if before != replicas:
                 body = {"metadata": {"resourceVersion": version}, "spec": {"replicas": replicas}}
                 with kube_errors(pod_set.patch_scale, pod_set.name, self.namespace):
-                    self._custom.patch_namespaced_custom_object_scale(**_path(pod_set), body=body, **self._arguments())
+                    self._custom.patch_namespaced_custom_object_scale(
+                        **_path(pod_set), body=body, field_manager=MANAGER, **self._arguments()
+                    )
             return before
 
         return self._retrying(Aborted, Unavailable)(once)

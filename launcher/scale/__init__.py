@@ -1,0 +1,1 @@
+"""`tandem scale`: how many replicas a run of `tandem run` has."""
