@@ -505,3 +505,18 @@ def test_every_dashboard_is_in_a_config_map() -> None:
     ]
     files = {path.name: path.read_text() for path in (REPO / "deploy" / "monitoring" / "dashboards").glob("*.json")}
     assert {name: text for each in maps for name, text in each["data"].items()} == files
+
+
+def test_a_standby_is_the_jobs_second_pod_and_looks_for_another_node(tmp_path: Path) -> None:
+    manifests = combine(tmp_path, "cluster", ["names", "standby-coordinator"], "math")
+    (job,) = kinds(manifests, "Job")
+    assert (job["spec"]["parallelism"], "completions" in job["spec"]) == (2, False)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert "--standby" in container["args"]
+    assert "--retry-exit" in container["args"]  # else its refusal would fail the Job
+    rules = job["spec"]["template"]["spec"]["affinity"]["podAntiAffinity"]
+    (term,) = rules["preferredDuringSchedulingIgnoredDuringExecution"]
+    own = job["spec"]["template"]["metadata"]["labels"]
+    wanted = term["podAffinityTerm"]["labelSelector"]["matchLabels"]
+    assert wanted.items() <= own.items()
+    assert wanted["tandem.run/id"] == own["tandem.run/id"]

@@ -12,6 +12,7 @@ from kubernetes.client.exceptions import ApiException
 
 from coordinator.fleet.kubernetes.api.client import KubeApi
 from coordinator.fleet.kubernetes.api.errors import Expired, Throttled, translate
+from coordinator.fleet.kubernetes.api.pod_sets import PodSet
 from coordinator.fleet.kubernetes.api.pods import Pod, PodOutlook, read_pod, seen_at, selector
 from coordinator.fleet.kubernetes.api.watch import Crashes
 from coordinator.fleet.kubernetes.cluster import Cluster
@@ -20,7 +21,7 @@ from coordinator.fleet.kubernetes.pod_states import engines, trainer_outlook
 from coordinator.fleet.kubernetes.troubles import Troubles
 from coordinator.fleet.view import FleetView
 from coordinator.watch.events import EventLog
-from servicekit.errors import Aborted, ConfigError, InvalidRequest, NotReady, PermissionDenied, Unavailable
+from servicekit.errors import Aborted, ConfigError, Fenced, InvalidRequest, NotReady, PermissionDenied, Unavailable
 from servicekit.lifecycle.budget import HourlyBudget
 from tandem_config.schema import RunConfig
 
@@ -517,3 +518,22 @@ def test_replicas_that_should_be_there_are_those_with_pods_even_pending_ones(tmp
     pods.is_current = False  # the API is unreachable
     assert view.expected() == 4
     assert FleetView(None, lambda: 4).expected() == 4
+
+
+@pytest.mark.parametrize("change", ["evict", "scale", "delete"])
+def test_a_replaced_coordinator_changes_nothing_in_the_cluster(change: str) -> None:
+    """A call would fail with another error: there is no server."""
+    api = KubeApi(client.ApiClient(), "tandem", timeout_s=0.1)
+
+    def check() -> None:
+        raise Fenced("coordinator b has taken over the run")
+
+    api.before_change = check
+    rollouts = PodSet(kind="StatefulSet", name="rollout")
+    given: dict[str, tuple[Any, ...]] = {
+        "evict": (a_pod("rollout-0", PodOutlook.UP),),
+        "scale": (rollouts, 0),
+        "delete": (rollouts,),
+    }
+    with pytest.raises(Fenced, match="coordinator b"):
+        getattr(api, change)(*given[change])
