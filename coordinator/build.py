@@ -243,7 +243,7 @@ def _evaluations(
     progress: Progress,
 ) -> Evaluations:
     config, inputs = app.config, app.inputs
-    # Replicas that join cannot be seeded while the trainer, which sends the weights, is at work.
+    # The trainer, which is at work, cannot seed replicas that join; others may (WeightSync.run_seeding).
     beside = _rollouts(app, services, seed=None)
     return Evaluations(
         settings=config.evaluation,

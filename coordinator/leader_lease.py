@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -48,10 +48,10 @@ class LeaderLease(Protocol):
         """Seconds for which no other coordinator can acquire the lead, whether Redis answers or not."""
         ...
 
-    def confirm(self, epoch: int) -> None:
-        """Check with Redis that we lead the run and the epoch lasts.
+    def confirm(self, epoch: int, slots: Iterable[str]) -> None:
+        """Check with Redis that we lead the run, and that these slots are as they were in the epoch.
 
-        Raises: Evicted: another coordinator has taken over; Aborted: the epoch is over; Unavailable: no answer.
+        Raises: Evicted: another coordinator has taken over; Aborted: a slot has changed; Unavailable: no answer.
         """
         ...
 

@@ -34,6 +34,7 @@ from coordinator.watch.control import RunControl
 from servicekit.errors import Internal, TandemError, WrongVersion, in_part
 from servicekit.lifecycle.background import BackgroundTask
 from servicekit.lifecycle.tasks import cancel
+from servicekit.lifecycle.termination import watch
 from servicekit.logs import get_logger
 from servicekit.stopwatch import Stopwatch
 from servicekit.tracing import span
@@ -119,6 +120,8 @@ class Run:
         Raises: TandemError: of the service that failed, with its name; the state on disk is that of the last iteration.
         """
         working = asyncio.create_task(self._work(), name="iterations")
+        seeding = asyncio.create_task(self.schedule.weights.run_seeding(), name="seeding")
+        watch(seeding, lambda error: self.progress.warn("replicas", f"joiners wait for the trainer now: {error}"))
         try:
             await self.leaving.until_safe(working)
             if working.done() or self._is_over(self.state.iteration):
@@ -131,7 +134,7 @@ class Run:
             await self.checkpoints.checkpointer.linger(self.settings.stop_timeout_s)
             raise
         finally:
-            await cancel(working)
+            await cancel(working, seeding)
             await self.schedule.close()
             await self.evaluations.close()
             await self.checkpoints.checkpointer.close()
@@ -301,6 +304,7 @@ class Run:
         if self.evaluations.has_apart(number, waits=is_last or decides):
             with watch.part("evaluate"):
                 apart, evaluated_after = await self.evaluations.apart()
+                await self.schedule.weights.seed_by_replicas()  # those that have evaluated
                 await self.schedule.seed_joiners(record.policy_version)
             self._note_evaluated(apart, evaluated_after)
             evaluated = [*evaluated, *apart]

@@ -245,6 +245,7 @@ class _Replica:
             metrics.sync.observe_reports,
             metrics.sync.observe_outcome,
             metrics.sync.observe_pause,
+            name=self._name,
             seeded=rollout.serve_model,
         )
         servicer = RolloutServicer(

@@ -339,8 +339,7 @@ class SyncResult:
     attempts: int
     # Wall seconds from the first look for participants to the last phase's end, failed rounds included.
     total_s: float
-    # Seconds by stage, which add up to total_s: those of the phases (weightsync/round/phases.py), roll_call (until the
-    # participants were present), retries (failed rounds), other (what is in none of them: calls, checks, planning).
+    # Seconds by stage, which add up to total_s: of the phases (weightsync/round/phases.py), roll_call, retries, other.
     stages: dict[str, float]
     # Bytes received by the rollout rank that received most.
     bytes_per_rollout_rank: int
@@ -354,6 +353,7 @@ class SyncResult:
     epoch: int = 0
     # By replica, the seconds of its slowest rank, over all stages.
     replica_s: Mapping[str, float] = field(default_factory=dict)
+    source: str = ""  # the replica that has sent; "": the trainer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ class Replica:
 
     Attributes:
         rounds: runs the phases of a weight sync on it.
+        left: whether its process has ended as it was asked to, as far as is known.
     """
 
     def __init__(self, name: str, address: str, identity: Identity | None = None) -> None:
@@ -34,6 +35,7 @@ class Replica:
         self._channel = open_channel(address, identity=identity, peer="rollout")
         self._stub = rollout_pb2_grpc.RolloutServiceStub(self._channel)
         self.rounds = of_participant(name, self._channel)
+        self.left = False
         self._generating = 0
 
     @property

@@ -32,17 +32,25 @@ class WatchedFleet:
         self._serving: tuple[Replica, ...] = ()
         self._failures: list[Failure] = []
         self._gone: list[Replica] = []  # lost, but still generating: closing the channel would end that call
+        self._looking = asyncio.Lock()  # a look that is older than another one must not undo it
+        self._last: dict[str, Replica] = {}  # by name, the one that was lost last
 
     async def look(self) -> tuple[Replica, ...]:
         """Read the announced replicas, and move the trainer's client. Raises: Unavailable: Redis does not answer."""
-        rollouts, trainers, self._failures = await asyncio.to_thread(self._read)
+        async with self._looking:
+            return await self._look()
+
+    async def _look(self) -> tuple[Replica, ...]:
+        rollouts, trainers, self._failures, names = await asyncio.to_thread(self._read)
         for record in trainers:
             await self._trainer.move_to(record.address)
         for record in rollouts:
             if record.worker_id not in self._known:
                 self._known[record.worker_id] = Replica(record.name, record.address, self._identity)
                 log.info("replica found", replica=record.name, address=record.address)
-        await self._forget({record.worker_id for record in rollouts})
+        await self._forget({record.worker_id for record in rollouts}, names)
+        for name in self._last.keys() & {one.name for one in self._failures if one.role == ROLLOUT_ROLE}:
+            self._last[name].left = False
         return tuple(self._known[record.worker_id] for record in rollouts)
 
     async def still_announced(self) -> tuple[Replica, ...]:
@@ -53,16 +61,19 @@ class WatchedFleet:
         records = await asyncio.to_thread(self._registry.list, ROLLOUT_ROLE)
         return tuple(self._known[record.worker_id] for record in records if record.worker_id in self._known)
 
-    def _read(self) -> tuple[list[ServiceRecord], list[ServiceRecord], list[Failure]]:
-        return self._registry.list(ROLLOUT_ROLE), self._registry.list(TRAINER_ROLE), self._registry.failures()
+    def _read(self) -> tuple[list[ServiceRecord], list[ServiceRecord], list[Failure], set[str]]:
+        rollouts, trainers = self._registry.list(ROLLOUT_ROLE), self._registry.list(TRAINER_ROLE)
+        return rollouts, trainers, self._registry.failures(), self._registry.names(ROLLOUT_ROLE)
 
     def troubles(self) -> list[str]:
         """Return why each replica ended that has not come back, and when."""
         return [str(failure) for failure in self._failures if failure.role == ROLLOUT_ROLE]
 
-    async def _forget(self, announced: set[str]) -> None:
+    async def _forget(self, announced: set[str], names: set[str]) -> None:
         for worker_id in self._known.keys() - announced:
             gone = self._known.pop(worker_id)
+            gone.left = gone.name not in names  # it has withdrawn its record, and no other has taken its name
+            self._last[gone.name] = gone
             self._serving = tuple(replica for replica in self._serving if replica is not gone)
             self._gone.append(gone)
             log.warning("replica lost", replica=gone.name)

@@ -21,16 +21,18 @@ REPO = Path(__file__).resolve().parent.parent
 # pause that recomputes, the page's time line (230), the plot of `tandem simulate` (100), and what check and init
 # foresee (250); by 31: turns whose ids are those that were sampled, and parsers of tool calls (700), environments and
 # tools in worker processes (1,040), conversations between them and the policy (700), as a tree (400), in a server of
-# their own (750), with metrics (50) and adapters of other libraries (690); by 32: a trainer that comes back (530).
-PRODUCT_LINES = 78_000
+# their own (750), with metrics (50) and adapters of other libraries (690); by 32: a trainer that comes
+# back (530), a standby (590), scaling (690), replicas that seed others (640).
+PRODUCT_LINES = 79_900
 # Modules with one importer that are short and no extension point: each is a door to a closet.
 CLOSETS, CLOSET_LINES = 25, 60
 # Lines of the two paths, so that each can be read in an afternoon. Raised by 29: what becomes of a prompt is noted,
 # completions continue elsewhere, and what is submitted during a pause waits; by 30: a schedule has parts, a
 # dispatch may last as long as the run, an engine drops the KV cache of what it keeps; a round has stragglers. By 29:
 # what a step needs of the trainer is a protocol, so that what stands in for it is checked. By 31: which template,
-# tools in prompts, answers between turns, and what an episode gets. By 32: what is asked of a lost trainer again.
-PROMPT_LINES, WEIGHT_LINES = 7_540, 5_720
+# tools in prompts, answers between turns, and what an episode gets. By 32: what is asked of a lost trainer again,
+# replicas that hand over; a replica as source of weights.
+PROMPT_LINES, WEIGHT_LINES = 7_600, 5_900
 SUBJECT_CHARACTERS = 72
 
 # Folders that are not the product.

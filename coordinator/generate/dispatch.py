@@ -51,7 +51,7 @@ class Rollouts:
         timeout_s: a replica is given up if it brings no token for so long.
         slots: completions that a replica's engine runs at a time, others wait; 0: not known.
         patience: how long to wait for a replica that does not answer, and for one to join when none is left.
-        seed: brings a version to replicas that join (WeightSync.seed_late_joiners); None: replicas cannot join.
+        seed: brings a version to replicas that join (WeightSync.seed_late_joiners); None: the trainer cannot now.
         warn: gets a message for the operator when no replica is left, and when one joins.
         environments: answer between turns; None: every completion has one.
     """

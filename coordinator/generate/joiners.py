@@ -42,7 +42,7 @@ class Joiners:
     """Looks for replicas that join one dispatch, and seeds them.
 
     Args:
-        seed: None: replicas cannot be seeded, so none joins.
+        seed: None: the trainer seeds none; replicas may, without being asked (WeightSync.run_seeding).
         is_enough: whether a replica can take work now.
     """
 

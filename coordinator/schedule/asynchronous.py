@@ -42,7 +42,7 @@ class _Beside:
 
     Attributes:
         policy_version: that replicas serve; the next groups begin with it.
-        trainer: held while the trainer is at work; whoever seeds replicas that join needs it.
+        trainer: held while the trainer is at work; it seeds replicas that join only between.
         finished: set when a group has come.
         befores: by wave with groups that no step has taken, the position of the data before it.
     """
@@ -131,7 +131,7 @@ class Asynchronous(SyncSchedule):
         return beside.dispatch
 
     async def seed_joiners(self, policy_version: int) -> None:
-        """As SyncSchedule, while the trainer, which sends the weights, has nothing to do."""
+        """As SyncSchedule, while the trainer has nothing to do: it seeds those that no replica can."""
         async with self._beside.trainer:
             await self.weights.seed_late_joiners(self._beside.policy_version)
 

@@ -31,7 +31,7 @@ class OneStepOff(SyncSchedule):
     """Iterations of which each is generated during the one before.
 
     Attributes:
-        beside_training: generates while the trainer is at work, which cannot seed replicas that join.
+        beside_training: generates while the trainer is at work; only replicas can seed those that join then.
         iterations: run.iterations; nothing is generated for one after the last.
     """
 

@@ -8,6 +8,7 @@ held in a queue, the deadline does not come nearer.
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,7 +23,7 @@ from tandem_clients.fleet import LOOK_INTERVAL_S, Fleet
 from tandem_clients.replica import Replica
 from tandem_clients.trainer import Trainer
 from weightsync.layouts.layout import Parallel
-from weightsync.plans.participants import rollout_slot, trainer_slot
+from weightsync.plans.participants import Participants, rollout_slot, trainer_slot
 
 # A poll of the group that is running when the run is cancelled can delay the exit by this long.
 _WAIT_SLICE_S = 0.5
@@ -76,11 +77,22 @@ class Agreement(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PresentServices:
-    """Trainer and replicas that are present, and the epoch of their group."""
+    """Trainer and replicas that are present, and the epoch of their group.
+
+    Attributes:
+        trainer: None: it was not asked.
+        source: the replica that sends in its place, if there is one.
+    """
 
     epoch: int
-    trainer: trainer_pb2.GetStatusResponse
+    trainer: trainer_pb2.GetStatusResponse | None = None
+    source: dict[Replica, rollout_pb2.GetStatusResponse] = field(default_factory=dict)
     replicas: dict[Replica, rollout_pb2.GetStatusResponse]
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The slots of all of them."""
+        return Participants.of_round(parallel_sizes(self)).slots
 
 
 @dataclass(kw_only=True)
@@ -175,9 +187,10 @@ class RollCall:
             if ahead and len(look.replicas) < self._min_replicas:
                 raise StaleVersion(f"version {policy_version} is not new: {'; '.join(ahead)}; {RESUME_ADVICE}")
             present = await self._with_slots(look, max(left_s, 0.0))
-            if present is not None and present.trainer.policy_version != policy_version:
+            trainer = None if present is None else present.trainer
+            if trainer is not None and trainer.policy_version != policy_version:
                 raise WrongVersion(
-                    f"the trainer is at policy version {present.trainer.policy_version}, not at {policy_version}: "
+                    f"the trainer is at policy version {trainer.policy_version}, not at {policy_version}: "
                     f"it was restarted from a checkpoint; {RESUME_ADVICE}"
                 )
             if present is not None and len(present.replicas) >= self._min_replicas:
@@ -186,7 +199,9 @@ class RollCall:
                     log.warning("starting round without absent members", absent=look.absent)
                 self._known_absent = set(look.absent)
                 return present
-            may_rejoin = rejoin_timeout_s if self._has_trainer(look) else None
+            may_rejoin = (
+                rejoin_timeout_s if look.trainer is not None and self._trainer.name not in look.absent else None
+            )
             timeout_s = self._timeout_s if may_rejoin is None else max(self._timeout_s, may_rejoin)
             is_queued = may_rejoin is not None and self._is_queued()
             wait.note(is_queued, look.absent)
@@ -205,8 +220,13 @@ class RollCall:
         present = await self._with_slots(look, 0.0)
         return None if look.absent else present
 
-    def _has_trainer(self, look: _Look) -> bool:
-        return look.trainer is not None and self._trainer.name not in look.absent
+    async def replicas_now(self, policy_version: int) -> PresentServices | None:
+        """Look at the replicas alone, without waiting for any; None: no replica is present, or the group is unknown."""
+        look = await self._look(asks_trainer=False)
+        with suppress(ConfigurationSkew):  # it has marked them as absent
+            await self._refuse_other_settings(look)
+        _exclude_newer(look, policy_version)
+        return await self._with_slots(look, 0.0, asks_trainer=False)
 
     async def check_configuration(self) -> None:
         """Compare the settings of the services that answer now with ours. Raises: ConfigurationSkew: as call()."""
@@ -231,7 +251,7 @@ class RollCall:
             refused = "; ".join(f"{name}: {look.absent[name]}" for name in other)
             raise ConfigurationSkew(f"{refused}: {SETTINGS_ADVICE}")
 
-    async def _look(self) -> _Look:
+    async def _look(self, *, asks_trainer: bool = True) -> _Look:
         """Ask the trainer and every announced replica for their status."""
         look = _Look()
         try:
@@ -239,16 +259,13 @@ class RollCall:
         except Unavailable as error:
             look.absent["the registry"] = str(error)
             return look
-        self._left_out.keep(replicas)
+        self.note_announced(replicas)
         silent = self._still_silent(replicas)
         look.absent = {replica.name: "it has not answered since it was waited for" for replica in silent}
         replicas = tuple(replica for replica in replicas if replica not in silent)
-        answers = await asyncio.gather(
-            self._trainer.status(timeout_s=self._probe_timeout_s),
-            *(replica.status(timeout_s=self._probe_timeout_s) for replica in replicas),
-            return_exceptions=True,
-        )
-        services: tuple[Trainer | Replica, ...] = (self._trainer, *replicas)
+        services: tuple[Trainer | Replica, ...] = (*([self._trainer] if asks_trainer else []), *replicas)
+        calls = (service.status(timeout_s=self._probe_timeout_s) for service in services)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
         for service, answer in zip(services, answers, strict=True):
             if isinstance(answer, TandemError):
                 look.absent[service.name] = str(answer)
@@ -261,6 +278,11 @@ class RollCall:
             elif isinstance(answer, BaseException):
                 raise answer
         return look
+
+    def note_announced(self, replicas: Sequence[Replica]) -> None:
+        """Note who is announced; the answer of one that flaps is not waited for."""
+        for replica in self._left_out.look(replicas, self._fleet.serving()):
+            self._ask_aside(replica)
 
     def _still_silent(self, replicas: Sequence[Replica]) -> set[Replica]:
         """Return the replicas that have not answered since they were waited for in vain."""
@@ -290,12 +312,13 @@ class RollCall:
 
         self._asked[replica] = asyncio.create_task(answers(), name=f"ask-{replica.name}")
 
-    async def _with_slots(self, look: _Look, left_s: float) -> PresentServices | None:
+    async def _with_slots(self, look: _Look, left_s: float, *, asks_trainer: bool = True) -> PresentServices | None:
         """Keep the services of `look` whose ranks hold their slots; None: not the trainer's, or no replica answered."""
-        if look.trainer is None or not look.replicas:
+        if (look.trainer is None and asks_trainer) or not look.replicas:
             return None
-        slots = {self._trainer.name: trainer_slots(look.trainer)} | replica_slots(look.replicas)
-        absent = {replica.name for replica in look.replicas if self._left_out.is_absent(replica)}
+        slots = {} if look.trainer is None else {self._trainer.name: trainer_slots(look.trainer)}
+        slots |= replica_slots(look.replicas)
+        absent = {replica.name for replica in look.replicas if not self._left_out.is_awaited(replica)}
         awaited = [slot for name, wanted in slots.items() if name not in absent for slot in wanted]
         try:
             group = await self._settle(awaited, left_s)
@@ -371,4 +394,7 @@ def parallel_sizes(present: PresentServices) -> weights_pb2.Round:
         weights_pb2.ReplicaSpec(name=replica.name, parallel=status.parallel)
         for replica, status in present.replicas.items()
     ]
-    return weights_pb2.Round(trainer=present.trainer.parallel, replicas=specs)
+    for source, status in present.source.items():
+        return weights_pb2.Round(trainer=status.parallel, source=source.name, replicas=specs)
+    sender = None if present.trainer is None else present.trainer.parallel
+    return weights_pb2.Round(trainer=sender, replicas=specs)

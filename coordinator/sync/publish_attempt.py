@@ -1,8 +1,10 @@
 """State of one attempt to publish weights: its rounds so far, their failures, and whether another round may help."""
 
+import asyncio
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Awaitable, Sequence, Set
 from dataclasses import dataclass, field
+from typing import TypeVar, cast
 
 from coordinator.sync.blame import Blame
 from coordinator.sync.excluded_replicas import LeftOut
@@ -22,6 +24,7 @@ from servicekit.errors import (
     TooLarge,
     Unavailable,
 )
+from servicekit.lifecycle.tasks import DEADLINE, cancel, first_of
 from tandem_clients.flow import ReplicaOutcome, SyncResult
 from tandem_clients.replica import Replica
 from weightsync.membership.rendezvous import Evicted
@@ -34,8 +37,35 @@ _RETRIABLE = (Aborted, PeerLost, Unavailable, DeadlineExceeded, DigestMismatch)
 _RETRIABLE_OF_REPLICA = (*_RETRIABLE, Internal, TooLarge, NotReady, Poisoned, PhaseOrder)
 # Rounds that fail before a publication ends, whatever was learnt from them: enough to find several that fail of 64.
 MOST_FAILURES = 20
+# For the seeding that is under way when a publication is due: most end by then, and a publication takes no longer.
+SEEDING_MAY_TAKE_S = 3.0
 # Pauses before the next round when there is no replica to leave out: they grow fourfold.
 LONGEST_PAUSE_S, PAUSE_GROWTH = 30.0, 4.0
+
+T = TypeVar("T")
+
+
+class NoLongerWanted(Aborted):
+    """A seeding by replicas has held up a publication for too long."""
+
+
+async def unless_due(due: asyncio.Event | None, doing: Awaitable[T]) -> T:
+    """Wait for a part of a seeding by replicas, which has SEEDING_MAY_TAKE_S once a publication is due.
+
+    Raises: NoLongerWanted: it has taken longer.
+    """
+    if due is None:
+        return await doing
+    task = asyncio.ensure_future(doing)
+    try:
+        first = await first_of({"done": task, "due": due})
+        if first.name == "due":
+            first = await first_of({"done": task}, timeout_s=SEEDING_MAY_TAKE_S)
+    finally:
+        await cancel(task)
+    if first.name == DEADLINE:
+        raise NoLongerWanted("the seeding of joiners is given up: the trainer has new weights for all")
+    return cast(T, first.value)
 
 
 def is_retriable(error: TandemError) -> bool:
@@ -53,6 +83,7 @@ class FailedRound:
     """A round that failed on all replicas of `group`, or from COMMIT on on some.
 
     Attributes:
+        suspect: the source, if the fault is its own, or of whom is not known.
         unreachable: names of replicas that did not answer when it was given up.
     """
 
@@ -60,6 +91,7 @@ class FailedRound:
     cause: Blame
     unreachable: Set[str]
     cost_s: float
+    suspect: Replica | None = None
 
 
 @dataclass(kw_only=True)
@@ -70,6 +102,8 @@ class Publication:
         first: get the weights before all others, which cannot fail them.
         strikes: failed rounds after which no replica could be left out.
         most: replicas in a round at most, while it is sought who of them fails.
+        due: set when the next publication is due, for a seeding by replicas; None: the trainer sends.
+        source: the replica that has sent, in the last round that committed.
     """
 
     policy_version: int
@@ -79,6 +113,8 @@ class Publication:
     first: Sequence[Replica] = ()
     strikes: int = 0
     most: int | None = None
+    due: asyncio.Event | None = None
+    source: str = ""
     # How often others have named a replica in their errors: these come last.
     named: dict[str, int] = field(default_factory=dict)
     # The replicas of the last roll call.
@@ -142,7 +178,7 @@ class Publication:
         if not self.of_replicas:
             return True
         if not cause.failed and not cause.lost:
-            if not self._is_puzzled and isinstance(error, PeerLost | Aborted):
+            if not self._is_puzzled and isinstance(error, PeerLost | Aborted) and self.due is None:
                 self._is_puzzled = True  # it may have been an accident
                 return True
             self.most = (len(failed.group) + 1) // 2
@@ -172,6 +208,7 @@ class Publication:
             outside_s={"roll_call": self.roll_call_s} | ({"retries": self.retries_s} if self.retries_s else {}),
             outcomes=self.outcomes,
             epoch=self.epoch,
+            source=self.source,
         )
 
     def given_up(self) -> TandemError:

@@ -21,7 +21,7 @@ class SlotWatch:
     """Watches the slots of one round's participants.
 
     Args:
-        trainer: the trainer's slots.
+        trainer: slots whose loss shows that Redis has lost its data: the trainer's, or of who is sure to live else.
         replicas: those of each replica, all of which are held now.
         lease_ttl_s: for so long after Redis has lost its data no replica is lost.
     """

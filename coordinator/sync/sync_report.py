@@ -91,12 +91,14 @@ class RoundReports:
         outside_s: Mapping[str, float],
         outcomes: Mapping[str, ReplicaOutcome],
         epoch: int,
+        source: str = "",
     ) -> SyncResult:
         """Sum up the rounds that have committed.
 
         Args:
             total_s: seconds of the whole publication.
             outside_s: seconds of it that were spent outside of these rounds, by stage.
+            source: the replica that has sent; "": the trainer.
         """
         stages = {**outside_s, **self._stages}
         stages["other"] = max(0.0, total_s - sum(stages.values()))
@@ -116,4 +118,5 @@ class RoundReports:
             outcomes=dict(outcomes),
             epoch=epoch,
             replica_s=replica_s,
+            source=source,
         )

@@ -1,8 +1,8 @@
-"""One weight-sync round: its phases in order, on the trainer and every replica.
+"""One weight-sync round: its phases in order, on the sender (the trainer, or a replica) and every receiving replica.
 
 The table of phases is weightsync/round/phases.py. Checks after PREPARE that all plans are equal, and after TRANSFER
 that each rank received the bytes of its shard. COMMIT is sent once more if its reply is lost. Up to VERIFY all succeed
-or the round is aborted, but for a trainer that is lost once every replica has verified its own bytes: it has done its
+or the round is aborted, but for a sender that is lost once every replica has verified its own bytes: it has done its
 part. From COMMIT on every replica has done so: losing one does not undo the others.
 """
 
@@ -61,6 +61,7 @@ class SyncRound:
     """One round; `run` it once, `abort` it if that raises.
 
     Args:
+        sender: the trainer, or the replica that the description names as the source.
         probe_timeout_s: a participant that does not answer a status call for so long is lost.
         straggler_s: replicas that take so much longer than the others in a phase fail; None: only with its deadline.
         usual_s: what a round takes, if there are no others to compare with; None: it is not known.
@@ -70,12 +71,13 @@ class SyncRound:
         outcomes: by replica, how the round ended for it.
         errors: by participant, of the call that failed.
         unreachable: replicas that did not answer when the round was given up.
+        is_pressed: ABORT and the question for states get SECOND_CHANCE_S of each: a publication waits for them.
     """
 
     def __init__(
         self,
         description: weights_pb2.Round,
-        trainer: Trainer,
+        sender: Participant,
         replicas: Sequence[Replica],
         *,
         probe_timeout_s: float = 10.0,
@@ -88,9 +90,10 @@ class SyncRound:
         self.outcomes: dict[str, ReplicaOutcome] = {}
         self.errors: dict[str, TandemError] = {}
         self.unreachable: set[str] = set()
+        self.is_pressed = False
         self._slots = slots
-        self._trainer, self._replicas = trainer, tuple(replicas)
-        self._everyone: tuple[Participant, ...] = (trainer, *replicas)
+        self._sender, self._replicas = sender, tuple(replicas)
+        self._everyone: tuple[Participant, ...] = (sender, *replicas)
         self._probe_timeout_s = probe_timeout_s
         self._straggler_s, self._usual_s = straggler_s, usual_s
         # Names of participants that have not answered a probe.
@@ -113,7 +116,7 @@ class SyncRound:
         """Raises: Internal, DigestMismatch: the participants' reports contradict each other."""
         wrong: dict[str, TandemError] = {}
         if phase == PREPARE:
-            wrong = self.reports.check_plans(reports, self._trainer.name)
+            wrong = self.reports.check_plans(reports, self._sender.name)
         if phase == TRANSFER:
             wrong = self.reports.check_bytes({replica.name: reports[replica.name] for replica in self._replicas})
         if wrong:
@@ -164,7 +167,7 @@ class SyncRound:
 
     async def _abort_one(self, participant: Participant) -> TandemError | None:
         # With the deadline of any phase: a participant that waits for a lost peer answers only when that wait is over.
-        is_silent = participant.name in self._silent
+        is_silent = self.is_pressed or participant.name in self._silent
         try:
             async with asyncio.timeout(SECOND_CHANCE_S if is_silent else None):
                 await self._call((ABORT,), participant)
@@ -176,7 +179,7 @@ class SyncRound:
 
     async def _settle(self, replica: Replica) -> str:
         """Ask a replica for the state that the round left: an RPC error only says that a reply was lost."""
-        is_silent = replica.name in self._silent
+        is_silent = self.is_pressed or replica.name in self._silent
         timeout_s = min(self._probe_timeout_s, SECOND_CHANCE_S) if is_silent else self._probe_timeout_s
         try:
             status = await replica.status(timeout_s=timeout_s)
@@ -215,7 +218,7 @@ class SyncRound:
 
     def _own(self, rules: Sequence[PhaseRule], participant: Participant) -> list[Phase]:
         """Return the phases in which a participant has work."""
-        role = Role.TRAINER if participant is self._trainer else Role.REPLICA
+        role = Role.SENDER if participant is self._sender else Role.REPLICA
         return [rule.phase for rule in rules if role in rule.roles]
 
     async def _on_all(self, phases: Mapping[Participant, Sequence[Phase]]) -> dict[str, Reports]:
@@ -285,21 +288,22 @@ class SyncRound:
         return cast(T, first.value)
 
     async def _lost_after_its_part(self, tasks: "Mapping[str, asyncio.Task[Reports]]") -> str | None:
-        """Return the trainer's name if only its reply was lost: every replica has received and verified all bytes."""
-        sending = tasks.get(self._trainer.name)
+        """Return the sender's name if only its reply was lost: every replica has received and verified all bytes."""
+        sending = tasks.get(self._sender.name)
         if self._begun != TRANSFER or sending is None or not sending.done() or not _is_loss(sending.exception()):
             return None
         receiving = [task for name, task in tasks.items() if task is not sending]
         await asyncio.wait(receiving, timeout=BLAME_S, return_when=asyncio.FIRST_EXCEPTION)
         if not all(task.done() and task.exception() is None for task in receiving):
             return None
-        log.warning("trainer reply lost after it had sent everything", round_id=self.description.round_id)
-        return self._trainer.name
+        name = self._sender.name
+        log.warning("reply of the sender lost: it had sent everything", sender=name, round_id=self.description.round_id)
+        return name
 
     async def _call(self, phases: Sequence[Phase], participant: Participant) -> Reports:
         call = participant.rounds.run_phases(phases, self.description)
         try:
-            watched = self._slots is not None and participant is not self._trainer
+            watched = self._slots is not None and isinstance(participant, Replica)
             lost = self._slots.until_lost(participant.name) if self._slots is not None and watched else None
             return await while_alive(call, participant, probe_timeout_s=self._probe_timeout_s, lost=lost)
         except NoAnswer:

@@ -5,13 +5,14 @@ replica. The next round is made of those present then, without the replicas whos
 lost replica nor one that lives and fails stops the others. It is seeded by a round of its own when it returns, or ever
 more rarely (excluded_replicas.py), before it gets work. Where it is not clear who failed, rounds of fewer replicas
 find it out.
+
+Replicas that join are seeded by one that serves (sources.py), or else by the trainer between its steps.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from coordinator.leader_lease import LeaderLease
 from coordinator.sync.excluded_replicas import LeftOut
@@ -24,11 +25,12 @@ from coordinator.sync.participants import (
     WeightGroup,
     seeded_version,
 )
-from coordinator.sync.publish_attempt import MOST_FAILURES, FailedRound, Publication, is_retriable
+from coordinator.sync.publish_attempt import MOST_FAILURES, FailedRound, Publication, is_retriable, unless_due
 from coordinator.sync.rounds import Rounds
+from coordinator.sync.sources import Sources
 from coordinator.watch import metrics
 from coordinator.watch.fleet_recorder import FleetRecorder
-from servicekit.errors import Aborted, DeadlineExceeded, Fenced, TandemError, Unavailable
+from servicekit.errors import Aborted, Fenced, TandemError, Unavailable
 from servicekit.logs import get_logger
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_clients.fleet import Fleet
@@ -45,6 +47,9 @@ PAUSE_S = 1.0
 SLOT_INTERVAL_S = 1.0
 # For a replica to end the work of an earlier coordinator; from our first round with it on it refuses that one anyway.
 TAKE_OVER_S = 60.0
+# Between two looks for replicas that join, each of some reads of Redis: they take longer than that to start.
+LOOK_S = 1.0
+
 log = get_logger(__name__)
 
 
@@ -87,14 +92,10 @@ class WeightSync:
         warn: Callable[[str], None] = lambda _: None,
         pause_s: float = PAUSE_S,
     ) -> None:
-        self.left_out = LeftOut()
+        self.left_out = LeftOut(warn)
         self._warn, self._pause_s = warn, pause_s
-        self._trainer = trainer
-        self._fleet = fleet
-        self._settings = settings
-        self._lead = lead
+        self._trainer, self._fleet, self._settings, self._lead = trainer, fleet, settings, lead
         self._min_replicas, self._rejoin_timeout_s = min_replicas, rejoin_timeout_s
-        self._disk_folder = disk_folder
         self._observed = FleetRecorder() if observed is None else observed
         self._rounds = Rounds(
             trainer=trainer,
@@ -120,6 +121,10 @@ class WeightSync:
             left_out=self.left_out,
         )
         self._ahead = LookAhead(self._roll_call, trainer, fleet)
+        self._sources = Sources(self._roll_call, fleet)
+        # The version that replicas serve; None: none has been published.
+        self._served: int | None = None
+        self._alone, self._due, self._replicas_seed = asyncio.Lock(), asyncio.Event(), False
 
     def look_ahead(self) -> AsyncIterator[None]:
         """Look at the services for the next publication, as long as this is iterated: while the trainer works."""
@@ -132,7 +137,35 @@ class WeightSync:
         Raises: TandemError: the last round's, if the budget is spent, another round would not help, or too few replicas
             are present; the message names them. The round has been aborted on all participants.
         """
-        return await self._run_rounds(policy_version, first=self._fleet.serving())
+        self._due.set()
+        try:
+            async with self._alone:
+                return await self._run_rounds(policy_version, first=self._fleet.serving())
+        finally:
+            self._due.clear()
+
+    async def run_seeding(self) -> None:
+        """Seed replicas that join by those that serve, for as long as this runs."""
+        self._replicas_seed = True
+        try:
+            while True:
+                await asyncio.sleep(LOOK_S)
+                await self.seed_by_replicas()
+        finally:
+            self._replicas_seed = False
+
+    async def seed_by_replicas(self) -> None:
+        """Seed the replicas that have joined by one that serves, where it can; a publication that is due ends that."""
+        if self._served is None:
+            return
+        async with self._alone:
+            try:
+                serving, waiting = await self._waiting(self._served, self._due)
+                # Who lets weights travel through files may have no other way between the hosts of replicas.
+                if serving and self._settings.transport != "disk" and any(map(self.left_out.is_due, waiting)):
+                    await self._run_rounds(self._served, serving=serving, due=self._due)
+            except TandemError as error:
+                log.warning("late joiners could not be seeded by a replica", error=str(error))
 
     async def take_over(self) -> None:
         """Make trainer and replicas refuse earlier coordinators, and wait for the work that those started.
@@ -147,7 +180,7 @@ class WeightSync:
         # Concurrently: the work that an older coordinator started on the trainer may wait for a replica.
         trainer, *answers = await asyncio.gather(
             while_alive(self._trainer.take_over(), self._trainer, probe_timeout_s=probe_timeout_s),
-            *(self._bounded(replica.take_over(self._lead.fence), replica, TAKE_OVER_S) for replica in replicas),
+            *(self._rounds.bounded(replica.take_over(self._lead.fence), replica, TAKE_OVER_S) for replica in replicas),
             return_exceptions=True,
         )
         for answer in (trainer, *answers):
@@ -171,34 +204,44 @@ class WeightSync:
         return newest
 
     async def seed_late_joiners(self, policy_version: int) -> SyncResult | None:
-        """Bring the current weights to replicas that are present and do not serve yet, without interrupting the others.
+        """Bring the trainer's weights to replicas that are present and do not serve yet; others are not interrupted.
 
-        If the last round went through disk, joiners without weights load them from there: the trainer may be busy or
-        lost. A joiner that fails is left for the next call, while any replica serves.
+        Those that other replicas can seed are left to `run_seeding`. If the last round went through disk, joiners
+        without weights load them from there: the trainer may be busy or lost. A joiner that fails is left for the next
+        call, while any replica serves.
         Returns: None: no round was needed, or it failed while others serve.
         Raises: TandemError: it failed, and no replica serves.
         """
+        async with self._alone:
+            serving, waiting = await self._waiting(policy_version)
+            joiners = [replica for replica in waiting if self.left_out.is_due(replica)]
+            if self._replicas_seed and self._settings.transport != "disk":
+                joiners = [replica for replica in joiners if replica in self._sources.unserved]
+            if serving and (not waiting or (not joiners and len(serving) >= self._min_replicas)):
+                return None
+            try:
+                return await self._run_rounds(policy_version, serving=serving)
+            except TandemError as error:
+                if not self._fleet.serving():
+                    raise
+                log.warning("late joiners could not be seeded", error=str(error))
+                return None
+
+    async def _waiting(
+        self, policy_version: int, due: asyncio.Event | None = None
+    ) -> tuple[tuple[Replica, ...], list[Replica]]:
+        """Return the replicas that serve, and those that do not, which load what is on disk."""
         announced = self._ahead.replicas() or await self._announced()
         serving = self._fleet.serving()
         self._observed.fleet(announced, serving)
-        if all(replica in serving for replica in announced) and serving:
-            return None
-        joiners = [replica for replica in announced if replica not in serving and self.left_out.is_due(replica)]
-        if not joiners and len(serving) >= self._min_replicas:
-            return None
-        loaded = await self._load_published(policy_version, joiners)
+        self._roll_call.note_announced(announced)
+        waiting = [replica for replica in announced if replica not in serving]
+        joiners = [replica for replica in waiting if self.left_out.is_due(replica)]
+        loaded = await unless_due(due, self._rounds.load_published(policy_version, joiners, self.left_out))
         if loaded:
             serving = (*serving, *loaded)
             self._fleet.admit(serving)
-            if len(serving) == len(announced):
-                return None
-        try:
-            return await self._run_rounds(policy_version, serving=serving)
-        except TandemError as error:
-            if not self._fleet.serving():
-                raise
-            log.warning("late joiners could not be seeded", error=str(error))
-            return None
+        return serving, [replica for replica in waiting if replica not in loaded]
 
     async def _announced(self) -> tuple[Replica, ...]:
         """Return the announced replicas; while the registry is unreachable, the serving ones, or raise Unavailable."""
@@ -210,47 +253,19 @@ class WeightSync:
             log.warning("registry unreachable", error=str(error))
             return self._fleet.serving()
 
-    async def _load_published(self, policy_version: int, joiners: Sequence[Replica]) -> list[Replica]:
-        """Let joiners load the version that our last round wrote to disk. Returns: those that have."""
-        version, round_id = self._rounds.on_disk
-        if not round_id or version != policy_version:
-            return []
-        joiners = [joiner for joiner in joiners if not self.left_out.is_absent(joiner)]
-        calls = (
-            self._bounded(
-                joiner.load_published(
-                    self._disk_folder, policy_version=version, round_id=round_id, fence=self._lead.fence
-                ),
-                joiner,
-                self._settings.transfer_timeout_s,
-            )
-            for joiner in joiners
-        )
-        loaded = []
-        for joiner, answer in zip(joiners, await asyncio.gather(*calls, return_exceptions=True), strict=True):
-            if isinstance(answer, TandemError):  # it has weights of some version: a round brings ours
-                log.warning("late joiner failed to load weights from disk", error=str(answer))
-            elif isinstance(answer, BaseException):
-                raise answer
-            else:
-                loaded.append(joiner)
-        return loaded
-
-    async def _bounded(self, call: Coroutine[Any, Any, None], replica: Replica, most_s: float) -> None:
-        """Await a call to a replica outside of rounds. Raises: DeadlineExceeded: it takes longer; as while_alive."""
-        try:
-            async with asyncio.timeout(most_s):
-                await while_alive(call, replica, probe_timeout_s=self._settings.probe_timeout_s)
-        except TimeoutError:
-            raise DeadlineExceeded(f"{replica.name} has not ended its work within {most_s:g} s") from None
-
     async def _run_rounds(
-        self, policy_version: int, *, serving: Sequence[Replica] = (), first: Sequence[Replica] = ()
+        self,
+        policy_version: int,
+        *,
+        serving: Sequence[Replica] = (),
+        first: Sequence[Replica] = (),
+        due: asyncio.Event | None = None,
     ) -> SyncResult:
         """Run rounds until every replica that can serves `policy_version`, as those of `serving` do already.
 
         Args:
             first: replicas that get it before any other.
+            due: as in Publication.
         """
         work = Publication(
             policy_version=policy_version,
@@ -261,6 +276,7 @@ class WeightSync:
             left_out=self.left_out,
             min_replicas=self._min_replicas,
             first=first,
+            due=due,
         )
         lent = [replica.name for replica in self._observed.lent]
         while True:
@@ -283,12 +299,16 @@ class WeightSync:
         staying = self._fleet.serving()
         work.committed = [replica for replica in work.committed if replica in staying or replica not in serving]
         self._fleet.admit(work.committed)
+        self._served = policy_version
         gained = [replica for replica in work.committed if replica not in serving]
         if work.failures and (not gained or len(work.committed) < self._min_replicas):
             raise work.given_up() from work.failures[-1]
         result = work.result()
         if work.rounds:
             self._observed.sync(result, lent)
+        if serving and gained:
+            metrics.JOINER_SECONDS.labels(sender="replica" if work.source else "trainer").observe(result.total_s)
+            log.info("late joiners seeded", by=work.source or "trainer", replicas=[one.name for one in gained])
         metrics.SERVING_REPLICAS.set(len(work.committed))
         return result
 
@@ -301,14 +321,17 @@ class WeightSync:
         else:
             is_alone = all(replica.name in failed.cause.failed for replica in failed.group)
             is_needed = len(work.committed) < self._min_replicas  # else it is seeded when it has its slot again
-            waits = is_needed and work.waits_for_slot(error, self._settings.lease_ttl_s)
+            waits = is_needed and work.due is None and work.waits_for_slot(error, self._settings.lease_ttl_s)
             if waits and (is_alone or not failed.cause.failed) and not self._ending.is_set():
                 return await self._pause(SLOT_INTERVAL_S)
             self._warn_of(failed)
+            if failed.suspect is not None:
+                self._sources.note_failure(failed.suspect, error, failed.cost_s, work, self._warn)
             is_strike = work.learn(error, failed)
         work.failures.append(error)
         work.strikes += is_strike
-        spent = work.strikes >= MAX_ROUNDS or len(work.failures) >= MOST_FAILURES
+        # `run_seeding` looks again soon.
+        spent = work.strikes >= (MAX_ROUNDS if work.due is None else 1) or len(work.failures) >= MOST_FAILURES
         if spent or work.is_over or self._ending.is_set() or (failed is not None and not work.next_group()):
             return False
         return await self._pause(work.pause_s(self._pause_s)) if is_strike else True
@@ -337,6 +360,8 @@ class WeightSync:
         Raises: TandemError: too few were present before the deadline.
         """
         begun_s = time.perf_counter()
+        if work.due is not None:
+            return await unless_due(work.due, self._sources.find(work))
         try:
             present = await self._seen_ahead(work) or await self._call_roll(work)
         finally:
@@ -356,7 +381,7 @@ class WeightSync:
         if present is None:
             return None
         try:
-            await asyncio.to_thread(self._lead.confirm, present.epoch)
+            await asyncio.to_thread(self._lead.confirm, present.epoch, present.slots)
         except (Aborted, Unavailable) as error:
             log.info("participants of the check during training are not confirmed: checking again", error=str(error))
             self._ahead.forget()
@@ -371,5 +396,5 @@ class WeightSync:
         except TandemError:
             work.is_over = True
             raise
-        await asyncio.to_thread(self._lead.confirm, present.epoch)
+        await asyncio.to_thread(self._lead.confirm, present.epoch, present.slots)
         return present

@@ -31,6 +31,7 @@ class ObservedSync:
     epoch: int = 0
     attempts: int = 1
     lent: tuple[str, ...] = ()  # replicas that evaluated meanwhile
+    source: str = ""  # the replica that has sent; "": the trainer
     error: str = ""
 
     @property
@@ -131,6 +132,7 @@ class FleetRecorder:
                 epoch=result.epoch,
                 attempts=result.attempts,
                 lent=tuple(lent),
+                source=result.source,
             )
         )
 

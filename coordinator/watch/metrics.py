@@ -74,6 +74,9 @@ REPLICA_STARTS = Counter("tandem_replica_starts_total",
     "Processes of a replica that the coordinator has found: one more than the replica's restarts.", ["replica"])
 REPLICA_SYNC_SECONDS = Gauge("tandem_replica_weight_sync_seconds",
     "Seconds that a replica's slowest rank worked in its last weight sync, over all stages.", ["replica"])
+JOINER_SECONDS = Summary("tandem_joiner_seeding_seconds",
+    "Seconds in which replicas that joined got weights while others served, by what sent them (replica, trainer, "
+    "disk).", ["sender"])
 SYNC_LAST_SECONDS = LateGauge("tandem_weight_sync_last_seconds",
     "Seconds of the last committed weight sync, start to end.")
 SYNC_GOODPUT = LateGauge("tandem_weight_sync_goodput_bytes_per_second",
@@ -158,6 +161,8 @@ _EXPORT: dict[str, Callable[[float], None]] = {
 # Exported from 0 on: for a counter that appears with its first event, an alert would see no increase.
 for _result in ("committed", "aborted"):
     SYNC_ROUNDS.labels(result=_result)
+for _sender in ("replica", "trainer", "disk"):
+    JOINER_SECONDS.labels(sender=_sender)
 for _data in get_args(DataKey):
     for _counter in (SCORED_COMPLETIONS, REWARD_ERRORS, REWARD_TIMEOUTS, UNREADABLE_ANSWERS):
         _counter.labels(data=_data)
@@ -218,14 +223,15 @@ def progress() -> None:
 def observe_sync(result: SyncResult) -> None:
     """Record a weight sync that succeeded; the outcomes of its rounds are recorded when these end."""
     SYNC_ROUNDS.labels(result="committed").inc()
-    for stage, seconds in {**result.stages, "total": result.total_s}.items():
-        SYNC_SECONDS.labels(stage=stage).observe(seconds, exemplar())
     SYNC_BYTES.inc(result.bytes_received)
-    SYNC_RANK_BYTES.set(result.bytes_per_rollout_rank)
-    SYNC_REDUNDANCY.set(result.redundancy)
     SYNC_EPOCH.set(result.epoch)
-    SYNC_LAST_SECONDS.set(result.total_s)
-    SYNC_GOODPUT.set(result.bytes_received / result.total_s if result.total_s > 0 else 0.0)
+    if not result.source:  # what a replica sends to another is no figure of the fleet's weight sync
+        for stage, seconds in {**result.stages, "total": result.total_s}.items():
+            SYNC_SECONDS.labels(stage=stage).observe(seconds, exemplar())
+        SYNC_RANK_BYTES.set(result.bytes_per_rollout_rank)
+        SYNC_REDUNDANCY.set(result.redundancy)
+        SYNC_LAST_SECONDS.set(result.total_s)
+        SYNC_GOODPUT.set(result.bytes_received / result.total_s if result.total_s > 0 else 0.0)
     for replica, seconds in result.replica_s.items():
         REPLICA_SYNC_SECONDS.labels(replica=replica).set(seconds)
     for replica, outcome in result.outcomes.items():

@@ -110,7 +110,7 @@ async def _drive(request: RunRequest, supervisor: Supervisor, view: RunView) -> 
                 why_not=partial(why_not_here, request.config, gpus, supervisor),
                 say=view.print_line,
             )
-            give_lead_up = partial(_give_lead_up, redis_url, launch_id, view)
+            give_lead_up = partial(_give_lead_up, redis_url, launch_id, view=view)
             return await _restart_until_end(request, supervisor, restarts, scaling, view, view_task, give_lead_up)
         finally:
             await view_task.cancel()
@@ -165,7 +165,7 @@ def _named(specs: list[ProcessSpec]) -> list[ProcessSpec]:
     return [replace(spec, env={**spec.env, **mine}) if spec.name == COORDINATOR else spec for spec in specs]
 
 
-async def _give_lead_up(redis_url: str, run_id: str, view: RunView, worker_id: str) -> None:
+async def _give_lead_up(redis_url: str, run_id: str, worker_id: str, view: RunView) -> None:
     """Give the lead up in place of a process that has ended: its successor need not wait for the end of its lease.
 
     Args:

@@ -176,7 +176,7 @@ def _syncs(overview: Overview, rows: int, width: int) -> RenderableType:
     others = ["others"] if shown != stages else []
     table = _table("weight sync, ms", "total", *shown, *others, "MiB", "tries")
     for sync in reversed(rounds):
-        version = f"version {sync['policy_version']:.0f}"
+        version = f"version {sync['policy_version']:.0f}" + (", joiner" if sync.get("source") else "")
         if sync["error"]:
             table.add_row(Text(f"{version} given up", "red"), *["-"] * (len(shown) + len(others)), "-", "-", "-")
             continue

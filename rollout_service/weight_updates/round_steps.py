@@ -41,11 +41,12 @@ class RoundSteps:
 
     async def run(self, phase: Phase, current: ReplicaRound) -> list[pb.PhaseReport]:
         """Run PREPARE, PAUSE, TRANSFER or VERIFY. Raises: errors of the ranks."""
-        if phase == PAUSE:
+        receives = current.role is Role.REPLICA
+        if phase == PAUSE and receives:
             await self._pause(current.message)
             self._open(current)  # TRANSFER, which comes next, waits for the answer
             return self.empty_reports()
-        if phase == TRANSFER and not current.staged:
+        if phase == TRANSFER and not current.staged and receives:
             await self._touch(current)
         return await self._ranks.run_phase(phase, current.message)
 
@@ -54,6 +55,8 @@ class RoundSteps:
 
         Raises: errors of the ranks.
         """
+        if current.role is Role.SENDER:
+            return await self._ranks.run_phase(COMMIT, current.message)
         if current.staged:
             await self._pause(current.message)
             await self._touch(current)

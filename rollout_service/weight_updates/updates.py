@@ -15,6 +15,7 @@ States of the replica (R, its state between rounds, is UNSEEDED, SERVING or POIS
 | ABORT, weights untouched  | any                  | R        | ranks drop the round; the old version is served on    |
 | ABORT, weights touched    | any                  | POISONED | running calls fail; only a later COMMIT helps         |
 | LoadPublishedWeights      | UNSEEDED, POISONED   | SERVING  | ranks read a version from disk; it flips; KV flushed  |
+| as the round's source     | SERVING              | same     | ranks send what they have; generation continues       |
 | no phase for too long     | any                  | as ABORT | the coordinator is lost; the next one starts anew     |
 
 weightsync/round decides which phase may follow which, and how a repeated one is answered (phases.py, guard.py).
@@ -35,7 +36,7 @@ from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.round import deadlines
 from weightsync.round.client import RunsPhases
 from weightsync.round.guard import PhaseGuard
-from weightsync.round.phases import ABORT, COMMIT, PAUSE, PREPARE, Phase
+from weightsync.round.phases import ABORT, COMMIT, PAUSE, PREPARE, Phase, Role
 
 log = get_logger(__name__)
 
@@ -53,6 +54,7 @@ class WeightUpdates(RunsPhases):
             intact) or poisoned; before one of the latter two, mismatch if bytes were not those sent.
         on_pause: called when calls are accepted again with the seconds for which they were refused; not for the first
             weights, before which there are no calls.
+        name: the replica's, under which it may be a round's source.
         seeded: whether the engine has weights already, as version 0.
     """
 
@@ -66,9 +68,11 @@ class WeightUpdates(RunsPhases):
         on_outcome: Callable[[str, int], None] = lambda outcome, epoch: None,
         on_pause: Callable[[float], None] = lambda seconds: None,
         *,
+        name: str = "",
         seeded: bool = False,
     ) -> None:
         self.policy_version = 0
+        self._name = name
         self._steps = RoundSteps(engine, ranks, pauses)
         self._pauses = pauses
         self._on_state = on_state
@@ -77,7 +81,9 @@ class WeightUpdates(RunsPhases):
         self._on_pause = on_pause
         self._has_served = seeded
         self._rest: pb.ReplicaState.ValueType = SERVING if seeded else UNSEEDED
-        self._guard = PhaseGuard[ReplicaRound, list[pb.PhaseReport]](lambda opened: ReplicaRound(message=opened))
+        self._guard = PhaseGuard[ReplicaRound, list[pb.PhaseReport]](
+            lambda opened: ReplicaRound(message=opened, role=Role.SENDER if self._sends(opened) else Role.REPLICA)
+        )
         self._lock = asyncio.Lock()
         self._expiry: asyncio.TimerHandle | None = None
         self._expiring: asyncio.Task[list[pb.PhaseReport]] | None = None
@@ -213,9 +219,15 @@ class WeightUpdates(RunsPhases):
         """
         older = self._guard.superseded_by(round_)
         self._refuse_older(f"round {round_.round_id}", round_.policy_version)
+        if self._sends(round_) and (self.state != SERVING or self.policy_version != round_.policy_version):
+            state = pb.ReplicaState.Name(self.state).removeprefix("REPLICA_STATE_")
+            raise NotReady(f"no source of version {round_.policy_version}: {state} at version {self.policy_version}")
         if older is not None:
             log.warning("round superseded", old=older.message.round_id, new=round_.round_id)
             await self._abort(older.message)
+
+    def _sends(self, round_: pb.Round) -> bool:
+        return self._name != "" and round_.source == self._name
 
     def _refuse_older(self, what: str, policy_version: int) -> None:
         if self._rest != UNSEEDED and policy_version < self.policy_version:
@@ -227,6 +239,9 @@ class WeightUpdates(RunsPhases):
     async def _commit(self, current: ReplicaRound) -> list[pb.PhaseReport]:
         start_s = time.monotonic()
         reports = await self._steps.install(current)
+        if current.role is Role.SENDER:
+            self._guard.close(current.message)
+            return reports
         self._rest, self.policy_version = SERVING, current.message.policy_version
         self._guard.close(current.message)
         await self._accept_calls()
@@ -244,6 +259,9 @@ class WeightUpdates(RunsPhases):
             return self._steps.empty_reports()
         reports = await self._steps.give_up(current)
         self._guard.close(round_)
+        if current.role is Role.SENDER:
+            log.warning("round aborted, of which this is the source", round_id=round_.round_id, failure=current.failure)
+            return reports
         if current.touched:
             self._poison(current)
         elif self._rest == SERVING:

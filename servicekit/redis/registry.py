@@ -55,12 +55,10 @@ from servicekit.redis.records import (
 T = TypeVar("T")
 
 log = get_logger(__name__)
-_FIRST_POLL_S = 0.02
-_CONNECT_TIMEOUT_S = 1.0
-_LONGEST_POLL_S = 0.1
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.02, 0.1
+_CONNECT_TIMEOUT_S, _RIGHTS_RETRY_S = 1.0, 0.5
 # Longer than any run waits for its Redis or its processes; renewed with each lease.
 _KEPT_S = 7 * 86_400
-_RIGHTS_RETRY_S = 0.5
 SETTINGS_ADVICE = (
     "restart the services that have the old one, so that all of the run read the same file, or give the values back"
 )
@@ -231,14 +229,18 @@ class Registry:
             log.warning("record not withdrawn, its lease will expire", error=str(error))
         self._redis.close()
 
+    def names(self, role: str) -> set[str]:
+        """Return the names that were announced and not withdrawn; one without a record is lost."""
+        key = f"{self._prefix}:names:{role}"
+        with redis_errors(self._redis, {key: "set"}):
+            found: Any = self._redis.smembers(key)
+        return set(found)
+
     def list(self, role: str) -> Records:
         """Return the live records of a role, sorted by name; those that cannot be read are warned of, and left out."""
-        names_key = f"{self._prefix}:names:{role}"
-        with redis_errors(self._redis, {names_key: "set"}):
-            names: Any = sorted(self._redis.smembers(names_key))
-            if not names:
-                return []
-            texts: Any = self._redis.mget([self._service_key(role, name) for name in names])
+        names = sorted(self.names(role))
+        with redis_errors():
+            texts: Any = self._redis.mget([self._service_key(role, name) for name in names]) if names else []
         found: Records = []
         for name, text in zip(names, texts, strict=True):
             with self._warning_of(self._service_key(role, name), text):
@@ -293,10 +295,9 @@ class Registry:
         Args:
             ttl_s: how long it stays; None: for as long as our record is renewed, and a week.
         """
+        kept_ms = max(1, round(1000 * (_KEPT_S if ttl_s is None else ttl_s)))
         with redis_errors():  # of whatever kind it was
-            self._redis.set(
-                self._value_key(key), value, px=round(1000 * _KEPT_S) if ttl_s is None else max(1, round(ttl_s * 1000))
-            )
+            self._redis.set(self._value_key(key), value, px=kept_ms)
         if ttl_s is None:
             self._values.add(self._value_key(key))
 

@@ -67,6 +67,7 @@ BOUNDS: Table = {
         "fence": _FENCE,
         "failed_rounds": _COUNTER,
         "allow_staged_nccl": Flag(),
+        "source": _OPTIONAL_ID,
     },
     "tandem_api.weights.v1.RunPhaseRequest": {
         "phase": Choice(last=6),
@@ -238,7 +239,8 @@ def _possible_ranks(round_: Any) -> str:
     ranks = _world_size(round_.trainer) + sum(_world_size(replica.parallel) for replica in round_.replicas)
     if ranks > MAX_RANKS:
         return f"it has {ranks} ranks; at most {MAX_RANKS}"
-    (name, count), *_ = Counter(replica.name for replica in round_.replicas).most_common(1) or [("", 0)]
+    names = [*(replica.name for replica in round_.replicas), *([round_.source] if round_.source else [])]
+    (name, count), *_ = Counter(names).most_common(1) or [("", 0)]
     return f"it has replica {name} {count} times" if count > 1 else ""
 
 

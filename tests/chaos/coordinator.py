@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +12,7 @@ from coordinator.sync.weight_sync import WeightSync
 from coordinator.take_over import take_over
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import TandemError
+from servicekit.lifecycle.tasks import cancel
 from servicekit.lifecycle.termination import run_main
 from servicekit.redis.registry import Registry
 from tandem_clients.trainer import Trainer
@@ -21,6 +23,8 @@ from tests.chaos.members import begin, leave
 from tests.kit.waiting import until
 from weightsync.membership.coordinator_lease import CoordinatorLease
 from weightsync.membership.rendezvous import Rendezvous
+
+SEEDING_S = 40.0
 
 
 def main(settings: dict[str, Any]) -> None:
@@ -42,6 +46,17 @@ def main(settings: dict[str, Any]) -> None:
 
 def _say(file: Path, said: dict[str, Any]) -> None:
     write_bytes_atomic(file, json.dumps(said).encode(), durable=False)
+
+
+async def _let_replicas_seed(sync: WeightSync, fleet: WatchedFleet, wanted: list[str]) -> None:
+    """Let replicas seed others, until these serve and are all that is announced."""
+    seeding, deadline_s = asyncio.create_task(sync.run_seeding()), time.monotonic() + SEEDING_S
+    while time.monotonic() < deadline_s:
+        names = sorted(each.name for each in await fleet.look())
+        if names == wanted == sorted(each.name for each in fleet.serving()):
+            break
+        await asyncio.sleep(0.05)
+    await cancel(seeding)
 
 
 async def _publish(config: RunConfig, environment: ServiceEnvironment, settings: dict[str, Any]) -> dict[str, Any]:
@@ -76,7 +91,10 @@ async def _publish(config: RunConfig, environment: ServiceEnvironment, settings:
             # The same coordinator goes on: replicas that have come since are seeded once the test says so.
             _say(Path(settings["result"] + ".first"), {"serving": sorted(each.name for each in fleet.serving())})
             await asyncio.to_thread(until, Path(settings["seed_when"]).exists, 60.0)
-            result = await sync.seed_late_joiners(version)
+            if settings["replicas_seed"]:
+                await _let_replicas_seed(sync, fleet, settings["replicas_seed"])
+            else:
+                result = await sync.seed_late_joiners(version)
         said = {} if result is None else asdict(result)
         said["outcomes"] = {name: outcome.name for name, outcome in said.get("outcomes", {}).items()}
         return {**said, "serving": sorted(each.name for each in fleet.serving())}

@@ -103,10 +103,12 @@ class ChaosFleet:
         serving: list[str] | None = None,
         checkpoint: Path | None = None,
         seed_when: Path | None = None,
+        replicas_seed: list[str] | None = None,
     ) -> Path:
         """Begins a publication of the current version; with `serving`, the seeding of the others.
 
-        With `seed_when`, it seeds late joiners after its publication, as soon as that file is there.
+        With `seed_when`, it seeds late joiners after its publication, as soon as that file is there. With
+        `replicas_seed`, it lets replicas do so until these serve and no other is announced.
         With `checkpoint`, of the current version, the coordinator of a restarted run: it takes the fleet over first.
         Returns: the file that its result will be in.
         """
@@ -122,6 +124,7 @@ class ChaosFleet:
             disk_folder=str(self.folder / "weights"),
             checkpoint="" if checkpoint is None else str(checkpoint),
             seed_when="" if seed_when is None else str(seed_when),
+            replicas_seed=replicas_seed,
         )
         return result
 

@@ -58,7 +58,7 @@ TARGETS = {
 MID_TRANSFER = 4
 # Of 13 headers that a receiver may ask for at once and its 13 acknowledgements of what it has copied.
 MID_COPY = 16
-_TRAINER_PHASES = tuple(rule.name for rule in ROUND if Role.TRAINER in rule.roles)
+_TRAINER_PHASES = tuple(rule.name for rule in ROUND if Role.SENDER in rule.roles)
 
 
 @dataclass(frozen=True, kw_only=True)

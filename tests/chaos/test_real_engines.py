@@ -9,6 +9,8 @@ import contextlib
 import os
 import shutil
 import signal
+import time
+from array import array
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -17,12 +19,16 @@ from tempfile import TemporaryDirectory
 import grpc
 import pytest
 
+from coordinator.generate.dispatch import Rollouts
 from coordinator.sync.weight_sync import WeightSync
 from coordinator.take_over import take_over
 from servicekit.errors import StaleVersion, TandemError
+from servicekit.lifecycle.tasks import cancel
+from servicekit.redis.registry import Registry
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2_grpc
-from tandem_clients.flow import ReplicaOutcome, SyncResult
+from tandem_clients.fleet import FixedFleet
+from tandem_clients.flow import Order, Prompt, ReplicaOutcome, Sampling, SyncResult
 from tandem_clients.trainer import Trainer
 from tandem_clients.watched_fleet import WatchedFleet
 from tandem_config.schema import RunConfig
@@ -271,6 +277,44 @@ async def test_cell(fleet: RealFleet, victim: str, phase: int, harm: signal.Sign
         fleet.bring_back(victim, harm)
     fleet.wait_up()
     await heal(fleet)
+
+
+async def test_a_joiner_is_seeded_and_generates_while_the_trainer_is_frozen(fleet: RealFleet) -> None:
+    before = fleet.services.address_of("rollout", "rollout-1")
+    fleet.services.kill("rollout-1")
+    shutil.rmtree(fleet.services.folder / "rollout-1")
+    async with fleet.coordinator(fleet.trainer()) as (sync, members):
+        await sync.publish(0)
+        assert [replica.name for replica in members.serving()] == ["rollout-0"]
+        fleet.services.start_rollout("rollout-1", fleet.config())
+        with contextlib.closing(fleet.services.registry) as found:
+            await asyncio.to_thread(until, lambda: before not in addresses_of("rollout-1", found), START_S)
+            await asyncio.to_thread(until, lambda: addresses_of("rollout-1", found), START_S)
+        for name in TRAINERS:
+            fleet.send_signal(name, STOP)
+        begun_s = time.monotonic()
+        seeding = asyncio.create_task(sync.run_seeding())
+        try:
+            await asyncio.to_thread(until, lambda: len(members.serving()) == len(REPLICAS), START_S, interval_s=0.01)
+            served_s = time.monotonic() - begun_s
+            (joiner,) = [replica for replica in members.serving() if replica.name == "rollout-1"]
+            sampling = Sampling(temperature=1.0, max_new_tokens=1, stop_token_ids=())
+            order = Order(policy_version=0, num_completions=1, sampling=sampling)
+            rollouts = Rollouts(fleet=FixedFleet([joiner]), max_groups_per_call=1, timeout_s=CALL_S)
+            prompts = {"g": Prompt(row=1, token_ids=array("I", [7, 8, 9]), answer="")}
+            (group,) = (await rollouts.generate(prompts, order)).groups
+            print(f"serves after {served_s:.2f} s, first token after {time.monotonic() - begun_s:.2f} s")
+            assert len(group.completions[0].token_ids) == 1
+        finally:
+            await cancel(seeding)
+            for name in TRAINERS:
+                fleet.send_signal(name, signal.SIGCONT)
+    assert {name: fleet.checksums(name) for name in REPLICAS} == dict.fromkeys(REPLICAS, fleet.truth)
+    await heal(fleet)
+
+
+def addresses_of(name: str, registry: Registry) -> list[str]:
+    return [record.address for record in registry.list("rollout") if record.name == name]
 
 
 async def test_a_restarted_trainer_takes_over_replicas_that_are_ahead(fleet: RealFleet) -> None:

@@ -84,6 +84,33 @@ async def test_a_replica_that_returns_is_a_new_one_that_does_not_serve(announcer
         await fleet.close()
 
 
+@pytest.mark.parametrize(
+    ("how", "left"), [("withdrawn", True), ("failed", False), ("killed", False), ("replaced", False)]
+)
+async def test_a_process_that_was_asked_to_end_is_told_from_one_that_failed(
+    announcer: list[Registry], how: str, left: bool
+) -> None:
+    looker, first, second = announcer
+    async with fake_fleet(num_replicas=1) as services:
+        fleet, address = WatchedFleet(looker, services.trainer), services.addresses["rollout-0"]
+        first.announce(record("rollout-0", address, "a"), 0.3 if how == "killed" else TTL_S)
+        (replica,) = await fleet.look()
+        if how == "killed":
+            assert first._lease is not None
+            first._lease.stop()
+            await asyncio.to_thread(until, lambda: looker.list("rollout") == [])
+        else:
+            first.withdraw()
+        if how == "replaced":
+            second.announce(record("rollout-0", address, "b"), TTL_S)
+        await fleet.look()
+        if how == "failed":  # it says so last of all
+            first.report_failure("rollout", "rollout-0", "out of memory")
+            await fleet.look()
+        assert replica.left == left
+        await fleet.close()
+
+
 async def test_a_replica_that_is_announced_no_more_finishes_its_call(announcer: list[Registry]) -> None:
     """Redis may have lost its record while it works."""
     looker, first, _ = announcer

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -540,7 +540,7 @@ async def test_when_all_replicas_are_ahead_the_error_says_what_to_do() -> None:
 
 async def test_a_coordinator_that_was_replaced_begins_no_round() -> None:
     class Lost(SoleLead):
-        def confirm(self, epoch: int) -> None:
+        def confirm(self, epoch: int, slots: Iterable[str]) -> None:
             raise Evicted("coordinator: worker a no longer holds this slot of tandem:test")
 
     async with fake_fleet() as fleet:

@@ -1,7 +1,7 @@
 """A look at the services while the trainer works is the next round's roll call, unless something has changed since."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -37,7 +37,7 @@ class LeaderLease(SoleLead):
     def __init__(self, refused: dict[int, Exception]) -> None:
         self.refused = refused
 
-    def confirm(self, epoch: int) -> None:
+    def confirm(self, epoch: int, slots: Iterable[str]) -> None:
         if epoch in self.refused:
             raise self.refused[epoch]
 

@@ -24,7 +24,7 @@ from tests.kit.folders import EOS, NUM_PARAMETERS, answer_of, encode
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.registry import ROLLOUT_ENGINE
 from weightsync.round.client import run_in_turn
-from weightsync.round.phases import ABORT, COMMIT, TRANSFER, VERIFY, Phase, Role
+from weightsync.round.phases import ABORT, COMMIT, PREPARE, TRANSFER, VERIFY, Phase, Role
 
 
 @dataclass
@@ -67,6 +67,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
     settings_digest: str = ""
     groups_per_response: int = 4
     kv_tokens: int = 0
+    running_groups: int = 0
     # After a fault in a round it answers nothing any more, as a process that was killed.
     gone_after_fault: bool = False
     holds: str = ""
@@ -85,6 +86,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
         shard = 4 * NUM_PARAMETERS // self.tensor_parallel
         self.sync = FakeSync(
             role=Role.REPLICA,
+            name=self.name,
             num_ranks=self.tensor_parallel,
             received_bytes=shard,
             shard_bytes=shard,
@@ -144,15 +146,20 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
 
     async def run_phase(self, phase: Phase, round_: weights_pb2.Round) -> list[weights_pb2.PhaseReport]:
         self._check_there()
-        if phase in self.stuck:
+        sends = self.sync.sends(round_)
+        if phase in self.stuck and not sends:
             await self.moves.wait()
+        holds = self.state == weights_pb2.REPLICA_STATE_SERVING and self.policy_version == round_.policy_version
+        if sends and phase == PREPARE and not holds:
+            raise NotReady(f"{self.name} is no source of version {round_.policy_version}")
         try:
             return self.sync.run_phase(phase, round_)
         except TandemError:
             self._gone = self.gone_after_fault
             raise
         finally:
-            self._follow(phase)
+            if not sends:
+                self._follow(phase)
 
     async def LoadPublishedWeights(
         self, request: pb.LoadPublishedWeightsRequest, context: Any
@@ -174,6 +181,7 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
             name=self.name,
             state=self.state,
             policy_version=self.policy_version,
+            running_groups=self.running_groups,
             parallel=Parallel(engine=ROLLOUT_ENGINE, tensor=self.tensor_parallel).to_proto(),
             versions=common_pb2.SoftwareVersions(packages={"sglang": "0.0", "torch": "0.0"}),
             settings_digest=self.settings_digest,

@@ -27,12 +27,13 @@ class FakeSync:
     """Phases of one participant, with `num_ranks` ranks.
 
     Attributes:
-        role: by which the guard judges what may come.
+        role: by which the guard judges what may come, where the round has another source than `name`.
         received_bytes, shard_bytes: what TRANSFER reports per rank.
         seen: (round_id, phase) of every call that came.
     """
 
     role: Role
+    name: str = ""
     num_ranks: int = 1
     received_bytes: int = 0
     shard_bytes: int = 0
@@ -47,8 +48,12 @@ class FakeSync:
 
     def __post_init__(self) -> None:
         self._guard = PhaseGuard[OpenRound, list[pb.PhaseReport]](
-            lambda message: OpenRound(message=message, role=self.role)
+            lambda message: OpenRound(message=message, role=Role.SENDER if self.sends(message) else self.role)
         )
+
+    def sends(self, sync_round: pb.Round) -> bool:
+        """Whether it is the replica that a round names as its source."""
+        return self.name != "" and sync_round.source == self.name
 
     def run_phase(self, phase: Phase, sync_round: pb.Round) -> list[pb.PhaseReport]:
         self.seen.append((sync_round.round_id, phase))
@@ -89,7 +94,7 @@ class FakeSync:
         name = name_of(phase)
         report = pb.PhaseReport(plan_digest=self.plan_digest, policy_version=sync_round.policy_version)
         report.seconds[name] = self.seconds.get(name, NO_TIME_S)
-        if phase == TRANSFER:
+        if phase == TRANSFER and not self.sends(sync_round):
             report.bytes_received, report.shard_bytes = self.received_bytes, self.shard_bytes
         return report
 

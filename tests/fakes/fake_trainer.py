@@ -68,7 +68,7 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
     restored: list[tuple[str, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.sync = FakeSync(role=Role.TRAINER, num_ranks=self.tensor_parallel)
+        self.sync = FakeSync(role=Role.SENDER, num_ranks=self.tensor_parallel)
         self._replies: dict[str, pb.TrainStepResponse] = {}
         self.step_id = ""
         self.fence = FenceGuard()

@@ -1,5 +1,7 @@
 """A lead without a rival, for tests of what a coordinator does while it leads."""
 
+from collections.abc import Iterable
+
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
 
 
@@ -10,7 +12,7 @@ class SoleLead:
     left_s = float("inf")
     is_held = True
 
-    def confirm(self, epoch: int) -> None:
+    def confirm(self, epoch: int, slots: Iterable[str]) -> None:
         """Always."""
 
     def hold(self) -> None:

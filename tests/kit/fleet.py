@@ -167,14 +167,15 @@ class _Members(Generic[M]):
         self._begin(self.members[slot])
 
     def round(self, version: int, **changes: Any) -> pb.Round:
-        """Make a round of all participants in the current epoch."""
+        """Make a round of all participants, or of the replicas in `changes`, in the current epoch."""
+        trainer, replicas = changes.pop("trainer", self.trainer), changes.pop("replicas", self.replicas)
         ours: dict[str, Any] = {
             "round_id": f"round-{version}",
             "bucket_bytes": 4096,
             "formation_timeout_s": 10.0,
             "transfer_timeout_s": 10.0,
         }
-        return new_round(self.group, version, self.trainer, self.replicas, **ours | changes)
+        return new_round(self.group, version, trainer, replicas, **ours | changes)
 
     @property
     def participants(self) -> dict[str, RunPhase]:

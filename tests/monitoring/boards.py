@@ -20,6 +20,7 @@ OF_OTHER_RUNS = (
     "tandem_reward_call_seconds",
     "tandem_reward_circuit_open",
     "tandem_tls_certificate_expiry",
+    "tandem_joiner_seeding_seconds",
     *OF_A_REFERENCE,
 )
 

@@ -87,6 +87,12 @@ _REPLICAS = Row(
             unit="short",
         ),
         panel(
+            "Seeding of joiners",
+            "Mean seconds until replicas that joined had the weights, by what sent them.",
+            mean("tandem_joiner_seeding_seconds", "from {{sender}}", by="sender"),
+            unit="s",
+        ),
+        panel(
             "Calls that failed",
             "Generate calls whose groups were generated again, here or on another replica.",
             increase("tandem_generate_retries_total", "retried"),

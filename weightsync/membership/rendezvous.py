@@ -5,7 +5,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
@@ -18,7 +18,13 @@ from servicekit.redis.lease import Lease
 from tandem_api.common.v1 import common_pb2
 
 POLL_S = 0.01  # a poll of a condition in Redis; a pass costs 0.1 ms, members appear within tens of ms
-_KINDS: dict[str, Kind] = {"members": "hash", "leases": "sorted set", "state": "hash", "facts": "hash"}
+_KINDS: dict[str, Kind] = {
+    "members": "hash",
+    "leases": "sorted set",
+    "state": "hash",
+    "facts": "hash",
+    "since": "hash",
+}
 COORDINATOR_SLOT = "coordinator"  # held by the one that may begin rounds
 
 log = get_logger(__name__)
@@ -29,12 +35,18 @@ class Membership:
     """A snapshot of a group; `members` are worker ids by slot.
 
     Attributes:
-        endpoint: "host:port" of the epoch's TCP store; None until it is bound.
+        endpoint: "host:port" of the TCP store that was bound last; None: none was.
+        since: the epoch in which each slot was taken, as far as it is known.
     """
 
     epoch: int
     members: dict[str, str]
     endpoint: str | None
+    since: dict[str, int] = field(default_factory=dict)
+
+    def newest(self, slots: Iterable[str]) -> int:
+        """Return the last epoch that one of these slots has made: what strangers do changes nothing in a round."""
+        return max(self.since.get(slot, self.epoch) for slot in slots)
 
 
 class Evicted(SlotTaken):
@@ -120,15 +132,15 @@ class Rendezvous:
         self._call("leave", slot, worker_id)
 
     def bind_endpoint(self, slot: str, worker_id: str, epoch: int, endpoint: str) -> None:
-        """Publish the TCP store of an epoch. Raises: as confirm()."""
+        """Publish the TCP store of a round that began in an epoch. Raises: as confirm() of this slot."""
         self._check(slot, worker_id, epoch, self._call("bind", slot, worker_id, epoch, endpoint))
 
-    def confirm(self, slot: str, worker_id: str, epoch: int) -> None:
-        """Ask whether the worker may act in the epoch.
+    def confirm(self, slot: str, worker_id: str, epoch: int, slots: Iterable[str] = ()) -> None:
+        """Ask whether the worker may act in the epoch, with the holders that these slots had in it.
 
-        Raises: Evicted: another one has its slot; LeaseExpired: the slot is free; Aborted: the epoch is over.
+        Raises: Evicted: another one has its slot; LeaseExpired: the slot is free; Aborted: one of `slots` has changed.
         """
-        self._check(slot, worker_id, epoch, self._call("confirm", slot, worker_id, epoch))
+        self._check(slot, worker_id, epoch, self._call("confirm", slot, worker_id, epoch, *slots))
 
     def _check(self, slot: str, worker_id: str, epoch: int, answer: list[Any]) -> None:
         status, now = answer[:2]
@@ -141,8 +153,8 @@ class Rendezvous:
 
     def snapshot(self) -> Membership:
         """Return the group as it is now, after removing expired leases."""
-        _, epoch, endpoint_epoch, endpoint, flat = self._call("snapshot")
-        bound = str(endpoint_epoch) == str(epoch)
+        _, epoch, endpoint_epoch, endpoint, flat, taken = self._call("snapshot")
+        bound = bool(endpoint_epoch)
         if bound:
             try:
                 split_address(str(endpoint).partition(" ")[0])
@@ -152,6 +164,7 @@ class Rendezvous:
             epoch=int(epoch),
             members=_pairs(flat),
             endpoint=str(endpoint) if bound else None,
+            since={slot: int(text) for slot, text in _pairs(taken).items() if text.isdecimal() and len(text) < 20},
         )
 
     def facts(self) -> dict[str, str]:
@@ -262,14 +275,14 @@ class SlotLease:
         if self.evicted:
             raise Evicted(f"{self.slot}: this worker was replaced by a newer one")
 
-    def confirm(self, epoch: int) -> None:
+    def confirm(self, epoch: int, slots: Iterable[str] = ()) -> None:
         """Ask Redis whether this worker may act in the epoch; take an empty slot again, which is another epoch.
 
-        Raises: Evicted: another one has the slot; Aborted: the epoch is over.
+        Raises: Evicted: another one has the slot; Aborted: the epoch is over for `slots`.
         """
         self.check()
         try:
-            self.rendezvous.confirm(self.slot, self.worker_id, epoch)
+            self.rendezvous.confirm(self.slot, self.worker_id, epoch, slots)
         except LeaseExpired:
             self._beat()
             self.check()

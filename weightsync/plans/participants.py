@@ -1,9 +1,10 @@
-"""The ranks of a round's communicator: the trainer's first, then each replica's in chain order."""
+"""The ranks of a round's communicator: the sender's first, then each replica's in chain order."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tandem_api.weights.v1 import weights_pb2
 from weightsync.layouts.layout import Parallel
+from weightsync.layouts.registry import ROLLOUT_ENGINE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,6 +12,7 @@ class Participants:
     """The ranks of a round.
 
     Attributes:
+        trainer: parallel sizes of the sender: the trainer, or the replica that is the round's source.
         replicas: parallel sizes, by replica name.
         slots: slot of each communicator rank.
         first_rank: communicator rank of TP rank 0, by replica name.
@@ -24,8 +26,11 @@ class Participants:
     @classmethod
     def of_round(cls, round_: weights_pb2.Round) -> "Participants":
         """Read the participants of a round."""
-        trainer = Parallel.from_proto(round_.trainer)
-        slots = [trainer_slot(rank) for rank in range(trainer.world_size)]
+        trainer, source = Parallel.from_proto(round_.trainer), round_.source
+        if source:
+            trainer = replace(trainer, engine=trainer.engine or ROLLOUT_ENGINE)
+        ranks = range(trainer.world_size)
+        slots = [rollout_slot(source, rank) if source else trainer_slot(rank) for rank in ranks]
         replicas, first_rank = {}, {}
         for replica in round_.replicas:
             parallel = Parallel.from_proto(replica.parallel)

@@ -32,7 +32,7 @@ class RoundPlan:
 
 @lru_cache(maxsize=4)
 def source_layout(spec: ModelSpec, parallel: Parallel) -> Layout:
-    """Make the trainer's layout; cached, because it is the same in every round."""
+    """Make the sender's layout; cached, because it is the same in every round."""
     return layout_of(TRAINER_ENGINE, spec, parallel)
 
 

@@ -19,8 +19,8 @@ VERIFY, COMMIT, ABORT = pb.ROUND_PHASE_VERIFY, pb.ROUND_PHASE_COMMIT, pb.ROUND_P
 class Role(Enum):
     """A participant's role in a round."""
 
-    # A rank of the trainer.
-    TRAINER = "trainer"
+    # The trainer, the replica that is the round's source, and their ranks: what they have, they keep.
+    SENDER = "sender"
     # A rollout replica: its service, which stops and starts generation.
     REPLICA = "replica"
     # A rank of a replica: it holds a shard of the weights.
@@ -172,7 +172,7 @@ def calls_of(*, staged: bool) -> tuple[tuple[PhaseRule, ...], ...]:
 def required(phase: Phase, role: Role, *, staged: bool) -> frozenset[Phase]:
     """Return the phases that `role` must have done before `phase`: its own among all that the phase depends on.
 
-    >>> [name_of(needed) for needed in sorted(required(COMMIT, Role.TRAINER, staged=False))]
+    >>> [name_of(needed) for needed in sorted(required(COMMIT, Role.SENDER, staged=False))]
     ['prepare', 'transfer']
     >>> [name_of(needed) for needed in sorted(required(TRANSFER, Role.REPLICA, staged=True))]
     ['prepare']

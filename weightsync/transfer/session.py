@@ -66,9 +66,9 @@ class SyncMember:
         self._transfer = Transfer(
             shard, CommunicatorCache(self._lease, host, shard.device), disk_folder, expose_memory=expose_memory
         )
-        role = Role.RANK if shard.is_receiver else Role.TRAINER
         self._guard = PhaseGuard[OpenRound, pb.PhaseReport](
-            lambda opened: OpenRound(message=opened, role=role), f"{slot}: "
+            lambda opened: OpenRound(message=opened, role=Role.SENDER if shard.sends(opened) else Role.RANK),
+            f"{slot}: ",
         )
         self._fence = FenceGuard(lambda: self._lease.rendezvous.leader())
         self._lock = threading.Lock()

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from servicekit.errors import DigestMismatch
+from servicekit.errors import DigestMismatch, NotReady
 from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.registry import ROLLOUT_ENGINE, TRAINER_ENGINE, layout_of
@@ -46,6 +46,9 @@ class OwnShard:
         self.usual_engine = ROLLOUT_ENGINE if receives else TRAINER_ENGINE  # where sizes name none
         self.layout = layout_of(ROLLOUT_ENGINE, spec, parallel) if receives else source_layout(spec, parallel)
         self.packers = Packers(self.layout, "dst" if receives else "src")
+        self._sending = Packers(self.layout, "src") if receives else self.packers
+        # The version that the tensors hold, with the digests of its messages: only then may a replica be a source.
+        self._verified: tuple[int, Sequence[tuple[Message, bytes]]] | None = None
         self._elements = self.layout.elements_of(self.rank)
         self._coverage, self._spare = Coverage(self.layout, self.rank, slot), SpareShard(self.tensors)
 
@@ -53,6 +56,10 @@ class OwnShard:
     def is_receiver(self) -> bool:
         """Whether it is a replica's shard."""
         return self.side != "trainer"
+
+    def sends(self, round_: pb.Round) -> bool:
+        """Whether it is the trainer's, or that of the replica that is the round's source: the round only reads it."""
+        return not self.is_receiver or round_.source == self.side
 
     @property
     def device(self) -> torch.device:
@@ -74,45 +81,70 @@ class OwnShard:
 
     def packer(self, tensors: Tensors, round_: pb.Round) -> Packer:
         """Return the packer of its own or of its spare memory, for this round's wire type."""
-        return self.packers.get(tensors, self.wire_dtype(round_))
+        packers = self._sending if self.sends(round_) else self.packers
+        return packers.get(tensors, self.wire_dtype(round_))
 
-    def check(self, *, staged: bool) -> None:
-        """Raise ConfigError if the layout does not fit the engine, or if there is no room for a second version."""
+    def forget_messages(self) -> None:
+        """Drop what is kept of an old plan's messages."""
+        self.packers.forget()
+        self._sending.forget()
+
+    def check(self, round_: pb.Round) -> None:
+        """Check that it can take part.
+
+        Raises: ConfigError: the layout does not fit the engine, or there is no room for a second version; NotReady: it
+            is the source, and does not hold the round's version, verified.
+        """
         self._coverage.check(self.tensors)
-        if staged and self.is_receiver:
-            self._spare.reserve(self.slot)
+        if not self.sends(round_):
+            if _is_staged(round_):
+                self._spare.reserve(self.slot)
+        elif self.is_receiver and (self._verified is None or self._verified[0] != round_.policy_version):
+            has = "no verified weights" if self._verified is None else f"version {self._verified[0]}"
+            raise NotReady(f"{self.slot} is no source of version {round_.policy_version}: it has {has}")
 
-    def memory(self, *, staged: bool) -> Tensors:
-        """Return the memory that a round reads or writes here."""
-        return self._spare.tensors if staged and self.is_receiver else self.tensors
+    def memory(self, round_: pb.Round) -> Tensors:
+        """Return the memory that a round reads or writes here. Raises: DigestMismatch: a source's has changed."""
+        if self.sends(round_):
+            if self.is_receiver and self._verified is not None:
+                self._compare(self.tensors, self._verified[1], "what this source has verified itself")
+            return self.tensors
+        if _is_staged(round_):
+            return self._spare.tensors
+        self._verified = None
+        return self.tensors
 
     def complete(self, written: Tensors) -> None:
-        """Fill the padding, which never travels, after the last byte has arrived."""
-        if self.is_receiver:
-            self._coverage.zero_padding(written)
+        """Fill the padding of a receiver, which never travels, after the last byte has arrived."""
+        self._coverage.zero_padding(written)
 
     def verify(self, written: Tensors, received: Sequence[tuple[Message, bytes]]) -> None:
         """Raise DigestMismatch unless the messages are the whole shard and its bytes are those that were sent."""
         check_complete(received, self._elements)
-        wrong = wrong_messages(received, self.packers.get(written, None))
+        self._compare(written, received, "what was sent")
+
+    def _compare(self, held: Tensors, received: Sequence[tuple[Message, bytes]], with_: str) -> None:
+        wrong = wrong_messages(received, self.packers.get(held, None))
         if wrong:
             names = sorted({self.layout.params[p] for p in wrong[0].ops["dst_param"]})
             raise DigestMismatch(
-                f"{self.slot}: {len(wrong)} of {len(received)} messages differ from what the trainer sent; "
+                f"{self.slot}: {len(wrong)} of {len(received)} messages differ from {with_}; "
                 f"the first, {wrong[0].sequence}, holds {', '.join(names[:8])}"
             )
 
-    def install(self, written: Tensors) -> None:
-        """Move what was written into the engine's tensors, if it was written to the spare memory."""
+    def install(self, written: Tensors, policy_version: int, received: Sequence[tuple[Message, bytes]]) -> None:
+        """Move what was written, and verified, into the engine's tensors, if it was written to the spare memory."""
         if written is not self.tensors:
             wait_for_device(self.device)
             self._spare.install()
             self.packers.exchange(self.tensors, written)
         wait_for_device(self.device)  # the engine reads on streams of its own
+        self._verified = (policy_version, received)
 
     def read(self, published: PublishedVersion) -> None:
         """Fill the parameters from a version on disk. Raises: ConfigError; DigestMismatch: a file is torn."""
         self._coverage.check(self.tensors)
+        self._verified = None
         packer, stats = self.packers.get(self.tensors, None), TransferStats()
         read_version(published, self.layout, self.rank, packer, stats, READ_BYTES)
         self._coverage.zero_padding(self.tensors)
@@ -120,6 +152,7 @@ class OwnShard:
         if wrong_messages(stats.received, packer):
             raise DigestMismatch(f"{self.slot}: the parameters differ from what was read from {published.folder}")
         packer.forget()
+        self._verified = (published.policy_version, stats.received)
 
     def checksums(self) -> dict[str, str]:
         """Return "dtype:shape:xxh3-128" of every tensor, padding included, by engine name."""
@@ -130,3 +163,7 @@ class OwnShard:
         """Fill every tensor with NaN (tests of coverage). Returns: the number of tensors."""
         with on_device(self.device):
             return poison_tensors(self.tensors)
+
+
+def _is_staged(round_: pb.Round) -> bool:
+    return round_.install_mode == pb.INSTALL_MODE_STAGED

@@ -2,7 +2,7 @@
 
 PREPARE    plan, coverage, room for a staged shard, communicator, cards
 PAUSE      nothing here (the service pauses its engine)
-TRANSFER   sends; or receives into staging (staged) or parameters (in place)
+TRANSFER   sends, a source what it has verified; or receives into staging (staged) or parameters (in place)
 VERIFY     digests of what was installed
 COMMIT     exchanges staging and parameters; the round is over
 ABORT      drops the communicator and what was staged; the round is over
@@ -24,7 +24,7 @@ from weightsync.transfer.communicators.watched import run_watched
 from weightsync.transfer.devices import wait_for_device
 from weightsync.transfer.shard import OwnShard
 from weightsync.transfer.transports.disk import check_folder, open_latest
-from weightsync.transfer.transports.links import Links, Terms
+from weightsync.transfer.transports.links import Links, Terms, check_source
 from weightsync.transfer.transports.transport import TransferJob, TransferStats, Transport
 
 
@@ -122,7 +122,7 @@ class Transfer:
         if prepared is None:
             raise PhaseOrder(f"{shard.slot}: no round is prepared")
         wait_for_device(shard.device)  # what the engine has queued may still read or write the parameters
-        self._written = shard.memory(staged=round_.install_mode == pb.INSTALL_MODE_STAGED)
+        self._written = shard.memory(round_)
         job = TransferJob(
             model=shard.spec.fingerprint(),
             round_id=round_.round_id,
@@ -136,12 +136,13 @@ class Transfer:
         )
         late, run = f"transfer not finished in {job.timeout_s:g} s", prepared.transport.run
         self._stats = run_watched(prepared.communicator, lambda: run(job), job.deadline, lambda: late)
-        shard.complete(self._written)
+        if not shard.sends(round_):
+            shard.complete(self._written)
         return self._stats.report(shard.num_bytes)
 
     def _verify(self, round_: pb.Round) -> pb.PhaseReport:
         start = time.monotonic()
-        if self._shard.is_receiver:
+        if not self._shard.sends(round_):
             self._shard.verify(self._written, self._stats.received)
         report = pb.PhaseReport(shard_bytes=self._shard.num_bytes)
         report.seconds["verify"] = time.monotonic() - start
@@ -149,7 +150,8 @@ class Transfer:
 
     def _commit(self, round_: pb.Round) -> pb.PhaseReport:
         start = time.monotonic()
-        self._shard.install(self._written)
+        if not self._shard.sends(round_):
+            self._shard.install(self._written, round_.policy_version, self._stats.received)
         self._rest()
         report = pb.PhaseReport()
         report.seconds["install"] = time.monotonic() - start
@@ -176,18 +178,19 @@ class Transfer:
             raise ConfigError(f"{shard.slot}: round {round_.round_id} has no replicas; name at least one")
         if shard.slot not in participants.slots:
             raise ConfigError(f"{shard.slot} has no part in the round: {', '.join(participants.slots)}")
-        expected = participants.replicas[shard.side] if shard.is_receiver else participants.trainer
+        expected = participants.trainer if shard.sends(round_) else participants.replicas[shard.side]
         expected, own = (replace(one, engine=one.engine or shard.usual_engine) for one in (expected, shard.parallel))
         if expected != own:
             raise ConfigError(f"{shard.slot}: the round says {expected}, this process has {own}")
-        shard.check(staged=round_.install_mode == pb.INSTALL_MODE_STAGED)
+        shard.check(round_)
+        check_source(round_, participants, shard.device)
         if round_.transport == pb.SYNC_TRANSPORT_DISK:
             check_folder(round_.disk_folder, self._disk_folder)
         dtype = shard.wire_dtype(round_)
         largest = max(1, self._bucket_bytes(round_, participants) // dtype.itemsize)
         plan = plan_round(shard.spec, participants.trainer, tuple(participants.chains()), largest)
         if self._plan is not None and plan is not self._plan:
-            shard.packers.forget()
+            shard.forget_messages()
         return Terms(
             round_=round_,
             plan=plan,
@@ -195,6 +198,6 @@ class Transfer:
             tensors=shard.tensors,
             packer=shard.packer(shard.tensors, round_),
             wire_dtype=str(dtype).removeprefix("torch."),
-            is_trainer=not shard.is_receiver,
+            is_trainer=shard.sends(round_),
             expose_memory=self._expose_memory,
         )

@@ -121,4 +121,5 @@ class KubernetesFleet:
         self._uids = {replica: uid for replica, uid in self._uids.items() if replica in known}
         for replica in leaving - self._draining:
             log.info("replica leaving", replica=replica.name)
+            replica.left = True
             self._draining.add(replica)

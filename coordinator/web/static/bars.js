@@ -26,7 +26,7 @@ export function showTrainSteps(run) {
 
 export function showSyncs(run) {
   const rows = run.syncs.slice(-SYNCS).reverse().map((sync) => (
-    { name: `v${sync.policy_version}`, parts: sync.stages, total: sync.total_s, error: sync.error }
+    { name: `v${sync.policy_version}${sync.source ? " joiner" : ""}`, parts: sync.stages, total: sync.total_s, error: sync.error }
   ));
   showBars("syncs", "stages", STAGES, rows);
 }

@@ -276,11 +276,12 @@ class Round(_message.Message):
     FENCE_FIELD_NUMBER: _builtins.int
     FAILED_ROUNDS_FIELD_NUMBER: _builtins.int
     ALLOW_STAGED_NCCL_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     round_id: _builtins.str
     policy_version: _builtins.int
     """Version that the rollouts serve once the round has committed."""
     group: _builtins.str
-    """Rendezvous group in Redis and its epoch at the round's start."""
+    """Rendezvous group in Redis and its epoch at the round's start; no slot of the round may have changed since."""
     epoch: _builtins.int
     install_mode: Global___InstallMode.ValueType
     pause_mode: Global___PauseMode.ValueType
@@ -303,7 +304,13 @@ class Round(_message.Message):
     that failed anywhere, or in which one of its ranks took no part.
     """
     allow_staged_nccl: _builtins.bool
-    """STAGED over NCCL into engines of several ranks, beside whose collectives it may hang, is not refused."""
+    """STAGED over NCCL into engines of several ranks, beside whose collectives it may hang, is not refused; nor is a source
+    of several ranks.
+    """
+    source: _builtins.str
+    """A replica that sends in the trainer's place: it serves policy_version, verified, and generates all the while. Its
+    sizes are in `trainer`, its ranks come first in the communicator, the transport is COLLECTIVE. Empty: the trainer.
+    """
     @_builtins.property
     def trainer(self) -> Global___ParallelSizes: ...
     @_builtins.property
@@ -334,10 +341,11 @@ class Round(_message.Message):
         fence: _common_pb2.CoordinatorFence | None = ...,
         failed_rounds: _builtins.int = ...,
         allow_staged_nccl: _builtins.bool = ...,
+        source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "trainer", b"trainer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_staged_nccl", b"allow_staged_nccl", "bucket_bytes", b"bucket_bytes", "disk_folder", b"disk_folder", "epoch", b"epoch", "failed_rounds", b"failed_rounds", "fence", b"fence", "formation_timeout_s", b"formation_timeout_s", "group", b"group", "install_mode", b"install_mode", "pause_mode", b"pause_mode", "policy_version", b"policy_version", "replicas", b"replicas", "round_id", b"round_id", "trainer", b"trainer", "transfer_timeout_s", b"transfer_timeout_s", "transport", b"transport", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_staged_nccl", b"allow_staged_nccl", "bucket_bytes", b"bucket_bytes", "disk_folder", b"disk_folder", "epoch", b"epoch", "failed_rounds", b"failed_rounds", "fence", b"fence", "formation_timeout_s", b"formation_timeout_s", "group", b"group", "install_mode", b"install_mode", "pause_mode", b"pause_mode", "policy_version", b"policy_version", "replicas", b"replicas", "round_id", b"round_id", "source", b"source", "trainer", b"trainer", "transfer_timeout_s", b"transfer_timeout_s", "transport", b"transport", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -53,8 +53,8 @@ class RoundServiceServicer:
         reports, what has failed with the same error, and its round takes ABORT only. Longest deadline: the round's
         formation + transfer timeouts + 30 s for trainer and replica, however many phases; + 9 s and + 5 s beyond the phase's own timeout for a
         host and a rank. INVALID_ARGUMENT: the round does not fit this engine; FAILED_PRECONDITION: a phase is out of
-        order, or the round's version is older than the one served (reason STALE_VERSION); ABORTED: a peer failed, or the
-        leader is another one; DEADLINE_EXCEEDED: a peer did not come; DATA_LOSS: a digest differs.
+        order, the round's version is older than the one served (reason STALE_VERSION), or not that of its source
+        (NOT_READY); ABORTED: a peer failed, or the leader is another one; DEADLINE_EXCEEDED: a peer did not come; DATA_LOSS: a digest differs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -40,8 +40,8 @@ class RoundServiceStub:
     reports, what has failed with the same error, and its round takes ABORT only. Longest deadline: the round's
     formation + transfer timeouts + 30 s for trainer and replica, however many phases; + 9 s and + 5 s beyond the phase's own timeout for a
     host and a rank. INVALID_ARGUMENT: the round does not fit this engine; FAILED_PRECONDITION: a phase is out of
-    order, or the round's version is older than the one served (reason STALE_VERSION); ABORTED: a peer failed, or the
-    leader is another one; DEADLINE_EXCEEDED: a peer did not come; DATA_LOSS: a digest differs.
+    order, the round's version is older than the one served (reason STALE_VERSION), or not that of its source
+    (NOT_READY); ABORTED: a peer failed, or the leader is another one; DEADLINE_EXCEEDED: a peer did not come; DATA_LOSS: a digest differs.
     """
 
 @_typing.type_check_only
@@ -56,8 +56,8 @@ class RoundServiceAsyncStub(RoundServiceStub):
     reports, what has failed with the same error, and its round takes ABORT only. Longest deadline: the round's
     formation + transfer timeouts + 30 s for trainer and replica, however many phases; + 9 s and + 5 s beyond the phase's own timeout for a
     host and a rank. INVALID_ARGUMENT: the round does not fit this engine; FAILED_PRECONDITION: a phase is out of
-    order, or the round's version is older than the one served (reason STALE_VERSION); ABORTED: a peer failed, or the
-    leader is another one; DEADLINE_EXCEEDED: a peer did not come; DATA_LOSS: a digest differs.
+    order, the round's version is older than the one served (reason STALE_VERSION), or not that of its source
+    (NOT_READY); ABORTED: a peer failed, or the leader is another one; DEADLINE_EXCEEDED: a peer did not come; DATA_LOSS: a digest differs.
     """
 
 class RoundServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -75,8 +75,8 @@ class RoundServiceServicer(metaclass=_abc_1.ABCMeta):
         reports, what has failed with the same error, and its round takes ABORT only. Longest deadline: the round's
         formation + transfer timeouts + 30 s for trainer and replica, however many phases; + 9 s and + 5 s beyond the phase's own timeout for a
         host and a rank. INVALID_ARGUMENT: the round does not fit this engine; FAILED_PRECONDITION: a phase is out of
-        order, or the round's version is older than the one served (reason STALE_VERSION); ABORTED: a peer failed, or the
-        leader is another one; DEADLINE_EXCEEDED: a peer did not come; DATA_LOSS: a digest differs.
+        order, the round's version is older than the one served (reason STALE_VERSION), or not that of its source
+        (NOT_READY); ABORTED: a peer failed, or the leader is another one; DEADLINE_EXCEEDED: a peer did not come; DATA_LOSS: a digest differs.
         """
 
 def add_RoundServiceServicer_to_server(servicer: RoundServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -94,17 +94,47 @@ def test_late_messages_of_a_replaced_worker_change_nothing(group: Rendezvous) ->
     assert group.snapshot() == before
 
 
-def test_messages_of_an_old_epoch_change_nothing(group: Rendezvous) -> None:
+def test_an_epoch_is_over_for_the_slots_that_have_changed_since_and_for_no_others(group: Rendezvous) -> None:
     old = group.join("trainer/0", "a", TTL_S)
     new = group.join("rollout-0/0", "b", TTL_S)
+    group.confirm("trainer/0", "a", old, ["trainer/0"])
+    group.confirm("trainer/0", "a", new, ["trainer/0", "rollout-0/0"])
+    group.join("rollout-9/0", "stranger", TTL_S)
+    group.leave("rollout-9/0", "stranger")
+    group.confirm("trainer/0", "a", new, ["trainer/0", "rollout-0/0"])
+    assert group.snapshot().newest(["trainer/0", "rollout-0/0"]) == new
+    for epoch, slots in ((old, ["rollout-0/0"]), (new, ["rollout-9/0"]), (2 * new, ["trainer/0"])):
+        with pytest.raises(Aborted, match=f"epoch {epoch} of {GROUP} is over, it is {new + 2}"):
+            group.confirm("trainer/0", "a", epoch, slots)
+
+
+@pytest.mark.parametrize("how", ["replaced", "left", "expired", "back"])
+def test_any_change_of_a_slot_ends_the_epochs_before_it(group: Rendezvous, how: str) -> None:
+    group.join("trainer/0", "a", TTL_S)
+    epoch = group.join("rollout-0/0", "b", 0.1 if how == "expired" else TTL_S)
+    if how == "replaced":
+        group.join("rollout-0/0", "c", TTL_S)
+    elif how == "expired":
+        until(lambda: "rollout-0/0" not in group.snapshot().members)
+    else:
+        group.leave("rollout-0/0", "b")
+    if how == "back":
+        group.claim("rollout-0/0", "b", TTL_S)
+    with pytest.raises(Aborted):
+        group.confirm("trainer/0", "a", epoch, ["rollout-0/0"])
+    assert group.snapshot().newest(["rollout-0/0"]) > epoch
+
+
+def test_the_store_of_a_later_round_is_not_replaced_by_that_of_an_earlier_one(group: Rendezvous) -> None:
+    old = group.join("trainer/0", "a", TTL_S)
+    new = group.join("rollout-0/0", "b", TTL_S)
+    group.bind_endpoint("trainer/0", "a", old, "host:1")
+    group.bind_endpoint("rollout-0/0", "b", new, "host:2")
     with pytest.raises(Aborted, match=f"epoch {old} of {GROUP} is over, it is {new}"):
         group.bind_endpoint("trainer/0", "a", old, "host:1")
-    with pytest.raises(Aborted, match=f"epoch {old}"):
-        group.confirm("trainer/0", "a", old)
-    assert group.snapshot().endpoint is None
-    group.bind_endpoint("trainer/0", "a", new, "host:1")
-    group.join("rollout-0/0", "c", TTL_S)
-    assert group.snapshot().endpoint is None  # an address is that of its epoch alone
+    assert group.snapshot().endpoint == "host:2"
+    group.bind_endpoint("trainer/0", "a", new, "host:3")
+    assert group.snapshot().endpoint == "host:3"
 
 
 def test_a_claim_waits_for_a_lease_that_runs_out(group: Rendezvous) -> None:
@@ -263,7 +293,6 @@ def test_a_paused_process_that_wakes_after_its_eviction_is_fenced(
     epoch = group.join("trainer/0", "newer", TTL_S)
     process.send_signal(signal.SIGCONT)
     assert ask(process, epoch) == "Evicted"
-    assert group.snapshot().endpoint is None
     assert group.snapshot().members == {"trainer/0": "newer"}
 
 

@@ -225,12 +225,26 @@ def test_prepare_refuses_nccl_beside_an_engines_own_collectives(
     them.sync(them.round(3, transport=pb.SYNC_TRANSPORT_COLLECTIVE, failed_rounds=1))
 
 
-def test_an_old_epoch_is_refused(fleet: Callable[..., Fleet], redis_server: str) -> None:
+def test_an_epoch_before_a_participant_changed_is_refused(fleet: Callable[..., Fleet], redis_server: str) -> None:
     them = fleet(Parallel(), {"rollout-0": Parallel()})
     round_ = them.round(1)
-    Rendezvous(redis_server, GROUP).join("rollout-9/0", "somebody", 10)
+    Rendezvous(redis_server, GROUP).join("trainer/0", "somebody", 10)
     with pytest.raises(Aborted, match="epoch"):
         them.members["rollout-0/0"].run_phase(pb.ROUND_PHASE_PREPARE, round_)
+
+
+def test_strangers_come_and_leave_without_a_new_communicator(fleet: Callable[..., Fleet], redis_server: str) -> None:
+    them, group = fleet(Parallel(), {"rollout-0": Parallel()}), Rendezvous(redis_server, GROUP)
+    collective = {"transport": pb.SYNC_TRANSPORT_COLLECTIVE}
+    them.sync(them.round(1, **collective))
+    before = {slot: member._transfer._communicators._current for slot, member in them.members.items()}
+    for version in (2, 3):
+        round_ = them.round(version, **collective)
+        group.join("rollout-9/0", "somebody", 10) if version == 2 else group.leave("rollout-9/0", "somebody")
+        them.sync(round_)  # it is older than that
+        them.sync(them.round(version + 10, **collective))
+    assert {slot: member._transfer._communicators._current for slot, member in them.members.items()} == before
+    assert same(them.stores["rollout-0/0"], them.expected("rollout-0/0")) == []
 
 
 def test_a_replaced_worker_is_fenced(redis_server: str) -> None:

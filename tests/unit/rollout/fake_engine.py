@@ -165,7 +165,7 @@ class FakeRanks:
         self.fail_load: Exception | None = None
         self.gate = asyncio.Event()
         self.gate.set()
-        self._sync = FakeSync(role=Role.RANK, num_ranks=num_ranks)
+        self._sync = FakeSync(role=Role.RANK, name="rollout-0", num_ranks=num_ranks)
 
     async def run_phase(self, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
         self.phases.append(name_of(phase).upper())

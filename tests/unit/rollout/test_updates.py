@@ -40,6 +40,7 @@ class Rig:
             self.reports.append,
             lambda outcome, epoch: self.outcomes.append(outcome),
             self.refused_s.append,
+            name="rollout-0",
         )
 
     async def run(self, *phases: pb.RoundPhase.ValueType, round_: pb.Round) -> int:

@@ -55,7 +55,7 @@ def test_a_round_in_order_passes_and_any_other_order_does_not(role: Role, instal
         (Role.REPLICA, IN_PLACE, TRANSFER, "PAUSE"),
         (Role.REPLICA, IN_PLACE, COMMIT, "PAUSE, TRANSFER, VERIFY"),
         (Role.RANK, IN_PLACE, COMMIT, "TRANSFER, VERIFY"),
-        (Role.TRAINER, IN_PLACE, COMMIT, "TRANSFER"),
+        (Role.SENDER, IN_PLACE, COMMIT, "TRANSFER"),
         (Role.REPLICA, STAGED, COMMIT, "TRANSFER, VERIFY"),
     ],
 )

@@ -89,7 +89,7 @@ class NoRival:
     left_s = float("inf")
     is_held = True
 
-    def confirm(self, epoch: int) -> None:
+    def confirm(self, epoch: int, slots: Iterable[str]) -> None:
         """Always."""
 
     def hold(self) -> None:

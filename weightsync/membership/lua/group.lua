@@ -4,12 +4,13 @@
 --             its facts are lost. A claim helps
 --   held      claim, lead: a live worker has the slot (third value)
 --   evicted   another worker has the slot (lead: has had it since): the caller changes nothing
---   stale     bind, confirm: the epoch is over
+--   stale     bind, confirm: the epoch is over for these slots: one of them has changed since
 --   damaged   a field of state (third value) is no number (fourth value): nothing was changed
 -- KEYS: members (hash slot -> worker id), leases (zset slot -> expiry in ms), state (hash: epoch, endpoint_epoch,
--- endpoint, token, leader), facts (hash slot -> what its holder tells of itself). ARGV[1] names the operation. Redis TIME is the only
--- clock; every change of the membership makes a new epoch, and a caller that no longer holds its slot changes nothing.
-local members, leases, state, facts = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+-- endpoint, token, leader), facts (hash slot -> what its holder tells of itself), since (hash slot -> the epoch that its
+-- holder has made by taking it). ARGV[1] names the operation. Redis TIME is the only clock; every change of the
+-- membership makes a new epoch, and a caller that no longer holds its slot changes nothing.
+local members, leases, state, facts, since = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local EXACT = 2 ^ 53 -- Lua's numbers are doubles
@@ -22,7 +23,7 @@ end
 
 -- What another program, or a damaged dump, has left here must be repaired by a person. Nothing is changed before: a key
 -- of another type fails here, and not halfway through an operation.
-for _, key in ipairs({members, state, facts}) do redis.call('HGET', key, '') end
+for _, key in ipairs({members, state, facts, since}) do redis.call('HGET', key, '') end
 for _, field in ipairs({'epoch', 'token'}) do
   local text = redis.call('HGET', state, field)
   if text and (not string.match(text, '^%d+$') or tonumber(text) > EXACT) then return {'damaged', 0, field, text} end
@@ -52,6 +53,19 @@ local function remove(slot)
   redis.call('HDEL', members, slot)
   redis.call('ZREM', leases, slot)
   redis.call('HDEL', facts, slot)
+  redis.call('HDEL', since, slot)
+end
+
+-- Gives a slot to a worker, which is a new epoch.
+local function take(slot, worker)
+  redis.call('HSET', members, slot, worker)
+  redis.call('HSET', since, slot, string.format('%d', new_epoch()))
+end
+
+-- Whether a slot has changed since an epoch; a member whose own epoch is lost: whether any has.
+local function has_changed(slot, at)
+  local taken = tonumber(redis.call('HGET', since, slot) or '') or epoch()
+  return not redis.call('HGET', members, slot) or taken > at
 end
 
 local expired = redis.call('ZRANGEBYSCORE', leases, '-inf', now)
@@ -65,10 +79,7 @@ if operation == 'join' or operation == 'claim' then
   -- join: a new incarnation takes the slot over immediately; waiting for the old lease would cost its whole TTL.
   -- claim: an empty slot only. A process without contact for long does not know whether a newer incarnation exists.
   if operation == 'claim' and holder and holder ~= worker then return {'held', epoch(), holder} end
-  if holder ~= worker then
-    redis.call('HSET', members, slot, worker)
-    new_epoch()
-  end
+  if holder ~= worker then take(slot, worker) end
   redis.call('HSET', facts, slot, ARGV[5])
   redis.call('ZADD', leases, now + tonumber(ARGV[4]), slot)
   keep()
@@ -84,10 +95,7 @@ if operation == 'lead' then
   if token == 0 and holder == worker then token = newest end -- the reply to its claim was lost
   if token ~= 0 and newest > token then return {'evicted', epoch()} end
   if token == 0 then token = math.max(now, newest + 1) end
-  if not holder then
-    redis.call('HSET', members, slot, worker)
-    new_epoch()
-  end
+  if not holder then take(slot, worker) end
   redis.call('HSET', state, 'token', string.format('%d', token), 'leader', worker)
   redis.call('HSET', facts, slot, '{}')
   redis.call('ZADD', leases, now + tonumber(ARGV[4]), slot)
@@ -117,25 +125,30 @@ if operation == 'leave' then
 end
 
 if operation == 'confirm' then
-  -- ARGV[4] is the epoch that the caller is about to act in.
+  -- ARGV[4] is the epoch that the caller is about to act in, with the slots from ARGV[5] on.
   if not holder then return {'unknown', epoch()} end
   if holder ~= worker then return {'evicted', epoch()} end
-  if tonumber(ARGV[4]) ~= epoch() then return {'stale', epoch()} end
+  if tonumber(ARGV[4]) > epoch() then return {'stale', epoch()} end
+  for i = 5, #ARGV do
+    if has_changed(ARGV[i], tonumber(ARGV[4])) then return {'stale', epoch()} end
+  end
   return {'ok', epoch()}
 end
 
 if operation == 'bind' then
-  -- ARGV[4] is the epoch that the endpoint was made for, ARGV[5] its address.
+  -- ARGV[4] is the epoch that the endpoint was made for, ARGV[5] its address. It does not replace a later one.
   if not holder then return {'unknown', epoch()} end
   if holder ~= worker then return {'evicted', epoch()} end
-  if tonumber(ARGV[4]) ~= epoch() then return {'stale', epoch()} end
+  local bound = tonumber(redis.call('HGET', state, 'endpoint_epoch') or '') or 0
+  local at = tonumber(ARGV[4])
+  if at > epoch() or (at < bound and bound <= epoch()) or has_changed(slot, at) then return {'stale', epoch()} end
   redis.call('HSET', state, 'endpoint_epoch', ARGV[4], 'endpoint', ARGV[5])
   return {'ok', epoch()}
 end
 
 if operation == 'snapshot' then
   local endpoint = redis.call('HMGET', state, 'endpoint_epoch', 'endpoint')
-  return {'ok', epoch(), endpoint[1] or '', endpoint[2] or '', redis.call('HGETALL', members)}
+  return {'ok', epoch(), endpoint[1] or '', endpoint[2] or '', redis.call('HGETALL', members), redis.call('HGETALL', since)}
 end
 
 if operation == 'facts' then

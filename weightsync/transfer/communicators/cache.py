@@ -1,8 +1,8 @@
-"""The communicator of the current epoch: built under a deadline, kept across rounds, dropped with its epoch."""
+"""The communicator of a set of slots: built under a deadline, kept across rounds until one of the slots changes."""
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 
 import torch
@@ -13,7 +13,7 @@ from servicekit.errors import Aborted, ConfigError, DeadlineExceeded, PeerLost
 from servicekit.logs import get_logger
 from tandem_api.weights.v1 import weights_pb2 as pb
 from weightsync.membership.rendezvous import Evicted, LeaseExpired, Membership, SlotLease
-from weightsync.plans.participants import Participants, trainer_slot
+from weightsync.plans.participants import Participants
 from weightsync.transfer.communicators.communicator import Communicator, form, join_store
 from weightsync.transfer.communicators.tcp_store import bound_store
 from weightsync.transfer.communicators.watched import LOOK_S
@@ -53,20 +53,21 @@ class CommunicatorCache:
         Raises: Aborted: the epoch is over; ConfigError: naming the ranks that cannot work together, and the values;
             DeadlineExceeded: naming the ranks that did not join.
         """
+        slots = participants.slots
         now = self._lease.rendezvous.snapshot()
-        self._check_epoch(now, round_)
-        key = (round_.epoch, round_.failed_rounds, participants.slots)
+        self._check_epoch(now, round_, slots)
+        key = (now.newest(slots), round_.failed_rounds, slots)
         if self._current is not None and self._key == key and not self._current.closed:
             return self._current
         self.drop()
         self._compare(round_, participants)
         self._current = self._build(
             lambda: form(
-                self._store(round_),
+                self._store(round_, slots),
                 # With the round's id: a second attempt in the same epoch must not read keys of the first.
                 name=f"{round_.group}/{round_.epoch}/{round_.round_id}",
                 rank=rank,
-                slots=participants.slots,
+                slots=slots,
                 host=self._host,
                 device=self._device,
                 timeout_s=round_.formation_timeout_s,
@@ -74,7 +75,7 @@ class CommunicatorCache:
             round_,
         )
         self._key = key
-        log.info("communicator formed", slot=self._lease.slot, epoch=round_.epoch, ranks=len(participants.slots))
+        log.info("communicator formed", slot=self._lease.slot, epoch=round_.epoch, ranks=len(slots))
         return self._current
 
     def _build(self, build: Callable[[], Communicator], round_: pb.Round) -> Communicator:
@@ -126,13 +127,14 @@ class CommunicatorCache:
         """Compare the ranks' facts before they connect: ranks that do not match could hang while connecting."""
         rendezvous = self._lease.rendezvous
         facts, now = rendezvous.facts(), rendezvous.snapshot()
-        self._check_epoch(now, round_)  # the facts read are of this epoch's members
+        self._check_epoch(now, round_, participants.slots)  # the facts read are of this epoch's members
         if strangers := [slot for slot in participants.slots if slot not in now.members]:
             raise ConfigError(f"{', '.join(strangers)}: no process has this slot of {round_.group} in its epoch")
         check_facts(facts, participants.slots)
 
-    def _check_epoch(self, now: Membership, round_: pb.Round) -> None:
-        if now.epoch != round_.epoch:
+    def _check_epoch(self, now: Membership, round_: pb.Round, slots: Sequence[str]) -> None:
+        """Raise Aborted unless all slots are as they were in the round's epoch; strangers may come and go."""
+        if not _is_epoch_of(now, round_, slots):
             raise Aborted(f"{self._lease.slot}: epoch {round_.epoch} of {round_.group} is over, it is {now.epoch}")
         holder = now.members.get(self._lease.slot)
         if holder is None:
@@ -142,20 +144,20 @@ class CommunicatorCache:
         if holder != self._lease.worker_id:
             raise Evicted(f"{self._lease.slot}: another worker holds this slot of {round_.group}")
 
-    def _store(self, round_: pb.Round) -> dist.Store:
-        """Open the epoch's TCP store: trainer rank 0 binds it and publishes its address; the others wait for that."""
+    def _store(self, round_: pb.Round, slots: Sequence[str]) -> dist.Store:
+        """Open the round's TCP store: its first rank binds it and publishes its address; the others wait for that."""
         rendezvous = self._lease.rendezvous
-        if self._lease.slot == trainer_slot(0):
+        if self._lease.slot == slots[0]:
             store, port = bound_store(self._host, round_.formation_timeout_s)
             endpoint = f"{join_address(self._host, port)} {round_.round_id}"
             rendezvous.bind_endpoint(self._lease.slot, self._lease.worker_id, round_.epoch, endpoint)
             return store
         bound = rendezvous.wait_until(
-            lambda now: _endpoint_of(now, round_) is not None or now.epoch != round_.epoch,
+            lambda now: _endpoint_of(now, round_) is not None or not _is_epoch_of(now, round_, slots),
             round_.formation_timeout_s,
-            lambda now: f"{self._lease.slot}: {trainer_slot(0)} has not bound a store for epoch {round_.epoch}",
+            lambda now: f"{self._lease.slot}: {slots[0]} has not bound a store for epoch {round_.epoch}",
         )
-        self._check_epoch(bound, round_)
+        self._check_epoch(bound, round_, slots)
         endpoint_now = _endpoint_of(bound, round_)
         if endpoint_now is None:
             raise Aborted(f"{self._lease.slot}: the store of epoch {round_.epoch} is no longer bound for this round")
@@ -166,6 +168,11 @@ def _close(late: "Future[Communicator]") -> None:
     """Close the communicator of a formation that was left behind, if it was formed after all."""
     if late.exception() is None:
         late.result().abort("formed too late")
+
+
+def _is_epoch_of(now: Membership, round_: pb.Round, slots: Sequence[str]) -> bool:
+    """Whether none of the slots has changed since the round's epoch."""
+    return now.newest(slots) <= round_.epoch <= now.epoch
 
 
 def _endpoint_of(now: Membership, round_: pb.Round) -> str | None:

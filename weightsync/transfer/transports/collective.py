@@ -211,7 +211,7 @@ class _Walk:
         if digest is not None and digest.digest() != expected:
             raise DigestMismatch(
                 f"{self._comm.slots[self._comm.rank]}: message {message.sequence} from "
-                f"{self._comm.slots[hop.sender]} is not what the trainer sent; it is not passed on"
+                f"{self._comm.slots[hop.sender]} is not what was sent first; it is not passed on"
             )
         self._stats.num_messages += 1
         self._stats.bytes_received += self._packer.payload_bytes(message)

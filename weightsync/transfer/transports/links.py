@@ -202,6 +202,15 @@ def check_staged(round_: pb.Round, participants: Participants, device: torch.dev
     raise ConfigError(f"sync.install staged {STAGED_MAY_HANG}: {', '.join(beside[:5])}; {STAGED_ADVICE}")
 
 
+def check_source(round_: pb.Round, participants: Participants, device: torch.device) -> None:
+    """Raise ConfigError if a source would expose its memory, or send over NCCL beside its engine's own collectives."""
+    if round_.source and round_.transport != pb.SYNC_TRANSPORT_COLLECTIVE:
+        raise ConfigError(f"{round_.source} is the source of round {round_.round_id}: its transport must be COLLECTIVE")
+    may_hang = device.type == "cuda" and participants.trainer.world_size > 1 and not round_.allow_staged_nccl
+    if round_.source and may_hang:
+        raise ConfigError(f"the source {round_.source} {STAGED_MAY_HANG}, so the trainer seeds; or {STAGED_ADVICE}")
+
+
 def _check_links(cards: Sequence[pb.TransportCard], slots: Sequence[str]) -> None:
     failed = [f"{slot}: {card.link_error}" for slot, card in zip(slots, cards, strict=True) if card.link_error]
     if failed:
