@@ -134,6 +134,7 @@ class OwnShard:
 
     def install(self, written: Tensors, policy_version: int, received: Sequence[tuple[Message, bytes]]) -> None:
         """Move what was written, and verified, into the engine's tensors, if it was written to the spare memory."""
+        self._verified = None
         if written is not self.tensors:
             wait_for_device(self.device)
             self._spare.install()

@@ -192,3 +192,24 @@ def test_coverage_names_what_has_no_rule_and_what_has_no_parameter() -> None:
     reshaped = {**tensors, "model.norm.weight": torch.zeros(17)}
     with pytest.raises(ConfigError, match=r"model\.norm\.weight has shape \(17,\)"):
         check_coverage(layout, 0, reshaped, "rollout-0/0")
+
+
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [
+        ("qwen3", Parallel()),
+        ("qwen3", Parallel(tensor=2)),
+        ("qwen3", Parallel(tensor=4)),  # two ranks share a KV head
+        ("qwen3_moe", Parallel(tensor=2, expert=2)),
+        ("qwen3_moe", Parallel(tensor=4, expert=2)),
+    ],
+)
+def test_from_a_replica_to_its_like_each_block_goes_to_its_own_place(family: str, size: Parallel) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8} if "moe" in family else {}
+    layout = sglang_layout(tiny_spec(family, **experts), size)
+    plan = make_plan(layout, layout)
+    for field in ("param", "row", "col"):
+        assert (plan.ops[f"src_{field}"] == plan.ops[f"dst_{field}"]).all(), field
+    assert plan.redundancy() == 1.0
+    sent = plan.elements_sent()
+    assert sent.max() <= 1.1 * sent.mean()
