@@ -207,7 +207,7 @@ class _Replica:
 
     async def _leave(self, engine: RolloutEngine, servicer: RolloutServicer) -> None:
         """Out of dispatch, then hand over: no work comes any more, and what runs ends, or returns with its tokens."""
-        servicer.refuse_new_calls()
+        servicer.leave()
         self._server.set_ready(False)
         is_idle, _ = await asyncio.gather(servicer.until_idle(DRAIN_S), asyncio.to_thread(self._withdraw))
         if not is_idle:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, TypeVar
@@ -29,7 +30,7 @@ from weightsync.round.client import run_in_turn
 MAX_TOKENS_PER_REPLY = 1 << 20
 # Between two looks at what is under way, and two reports of the load.
 NEWS_S = 0.5
-IDLE_POLL_S = 0.05
+IDLE_POLL_S, QUIET_S = 0.05, 1.0
 _FINISH = {
     None: pb.FINISH_REASON_UNSPECIFIED,
     Finish.STOP: pb.FINISH_REASON_STOP,
@@ -80,15 +81,19 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
         self.generated_tokens = 0
         self._leaving = False
         self._num_calls = 0
+        self._ended_s = -math.inf  # the last call, or phase of a weight sync
 
-    def refuse_new_calls(self) -> None:
-        """Answer UNAVAILABLE to calls that are to sample from now on, and say to those that do that we leave."""
+    def leave(self) -> None:
+        """Say from now on, on each stream, that we leave."""
         self._leaving = True
 
     async def until_idle(self, timeout_s: float) -> bool:
-        """Wait until no call samples and no weight sync needs us. Returns: whether that came within `timeout_s`."""
+        """Wait until no call has sampled and no weight sync has needed us for QUIET_S; behind one a call may come.
+
+        Returns: whether that came within `timeout_s`.
+        """
         deadline_s = time.monotonic() + timeout_s
-        while self._num_calls or self._updates.is_in_round:
+        while self._num_calls or self._updates.is_in_round or time.monotonic() < self._ended_s + QUIET_S:
             if time.monotonic() >= deadline_s:
                 return False
             await asyncio.sleep(IDLE_POLL_S)
@@ -104,7 +109,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
         self, requests: AsyncIterator[pb.GenerateRequest], context: Any
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Sample what is submitted until the stream ends."""
-        self._check_stays()
         first = await anext(requests, None)
         if first is None:
             return
@@ -130,7 +134,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
     ) -> AsyncIterator[pb.GenerateGroupsResponse]:
         """Sample groups of completions; a reply per finished part."""
         groups, sampling = read_request(request, self._engine.limits, self._max_groups)
-        self._check_stays()
+        if self._leaving:
+            raise Unavailable(f"{self._name} is shutting down; ask another replica")
         self._updates.check_can_generate()
         self._check_version(request.policy_version, request.policy_version)
         start_s = time.perf_counter()
@@ -156,10 +161,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
             )
             raise WrongVersion(f"asked for policy version {asked}, but {self._name} serves version {served}")
 
-    def _check_stays(self) -> None:
-        if self._leaving:
-            raise Unavailable(f"{self._name} is shutting down; ask another replica")
-
     async def _load(self) -> pb.ReplicaLoad:
         load = await self.load.within(NEWS_S)
         return pb.ReplicaLoad(
@@ -178,6 +179,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
             yield
         finally:
             self._num_calls -= 1
+            self._ended_s = time.monotonic()
             self._metrics.generate_seconds.observe(time.perf_counter() - start_s)
 
     def _count_tokens(self, groups: Sequence[SampledGroup]) -> None:
@@ -190,7 +192,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
         if request.phase == weights_pb2.ROUND_PHASE_UNSPECIFIED or not request.round.round_id:
             raise InvalidRequest("phase and round.round_id must be set")
         await self._fence.admit_soon(request.round.fence)
-        return weights_pb2.RunPhaseResponse(reports=await run_in_turn(self._updates, request))
+        try:
+            return weights_pb2.RunPhaseResponse(reports=await run_in_turn(self._updates, request))
+        finally:
+            self._ended_s = time.monotonic()
 
     async def LoadPublishedWeights(
         self, request: pb.LoadPublishedWeightsRequest, context: Any

@@ -17,6 +17,7 @@ from tandem_config.loading import load_config
 from tandem_files.checkpoints import mark_complete, step_folder
 from tandem_files.model.fingerprint import model_fingerprint
 from tandem_files.run_config import LAUNCHED_CONFIG, NEXT_CONFIG, RESOLVED_CONFIG
+from tandem_files.run_folder import Scale, Wish, write_scale
 from tandem_files.tokenizer import TextCodec
 from tests.kit.folders import write_config
 
@@ -100,3 +101,44 @@ def test_a_new_runs_configuration_is_its_own_at_once_a_resumes_waits(tmp_path: P
     for name in (NEXT_CONFIG, LAUNCHED_CONFIG):
         assert load_config(run_dir / name).run.iterations == 9
     assert [request.resume for request in launch.requests] == [False, True]
+
+
+def test_a_resume_begins_with_as_many_replicas_as_the_run_was_scaled_to(
+    tmp_path: Path, launch: FakeLaunch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_config(tmp_path)
+    assert commands.run_command(file, [], resume=None) == 1
+    run_dir = tmp_path / "runs" / "tiny"
+    folder = step_folder(run_dir, 1)
+    folder.mkdir(parents=True)
+    mark_complete(folder, model_fingerprint=model_fingerprint(load_config(file).model.path))
+    write_scale(run_dir, Scale(replicas=3, configured=1, launch_id="tiny-1"))
+    assert commands.run_command(None, [], resume=run_dir) == 1
+    assert "3 replicas, as `tandem scale` has asked" in capsys.readouterr().out
+    assert commands.run_command(None, ["rollout.replicas=2"], resume=run_dir) == 1
+    assert "--set rollout.replicas counts, not the 3 of `tandem scale`" in capsys.readouterr().out
+    first, kept, said = launch.requests
+    assert [request.config.rollout.replicas for request in launch.requests] == [1, 3, 2]
+    assert (first.scale, kept.scale) == (None, Scale(replicas=3, configured=1))
+    assert said.scale == Scale(replicas=2, configured=2)
+    # Files keep what the user has configured: the scale is a matter of its own.
+    assert load_config(run_dir / NEXT_CONFIG).rollout.replicas == 2
+    (run_dir / NEXT_CONFIG).unlink()
+    assert load_config(run_dir / RESOLVED_CONFIG).rollout.replicas == 1
+
+
+def test_a_scale_that_the_configuration_forbids_is_not_started(
+    tmp_path: Path, launch: FakeLaunch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_config(tmp_path, rollout={"replicas": 2, "min_replicas": 2})
+    assert commands.run_command(file, [], resume=None) == 1
+    run_dir = tmp_path / "runs" / "tiny"
+    write_scale(run_dir, Wish(replicas=1, wish_id="w"))
+    assert commands.run_command(None, [], resume=run_dir) == 2
+    written = " ".join("".join(capsys.readouterr()).split())
+    assert "1 replicas, as `tandem scale` has asked" in written
+    assert "rollout.min_replicas = 2 is more than rollout.replicas = 1" in written
+    (run_dir / "scale.json").write_text("{")
+    assert commands.run_command(None, [], resume=run_dir) == 2
+    assert "scale.json cannot be read" in " ".join("".join(capsys.readouterr()).split())
+    assert len(launch.requests) == 1

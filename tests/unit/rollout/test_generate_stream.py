@@ -277,9 +277,11 @@ async def test_a_replica_that_shuts_down_finishes_what_runs_and_then_ends_the_st
         await stream.submit(group("a"))
         await stream.until_it_runs(served)
         assert not await served.servicer.until_idle(0.0)
-        served.servicer.refuse_new_calls()
-        code, _, text = await Stream(served).refusal()
-        assert (code, text) == (grpc.StatusCode.UNAVAILABLE, "rollout-0 is shutting down; ask another replica")
+        served.servicer.leave()
+        async with stream_of(served) as (late, load):  # of a coordinator that does not know it yet
+            assert load.leaving
+            await late.end()
+            assert await late.call.code() is grpc.StatusCode.OK
         await stream.until_it_leaves()
         served.engine.release()
         assert [one.group_id for one in await stream.results(1)] == ["a"]
@@ -293,7 +295,7 @@ async def test_what_runs_on_a_replica_that_shuts_down_can_be_taken_back(served: 
     async with stream_of(served) as (stream, _):
         await stream.submit(group("a"))
         await stream.until_it_runs(served)
-        served.servicer.refuse_new_calls()
+        served.servicer.leave()
         await stream.until_it_leaves()
         await stream.call.write(pb.GenerateRequest(cancel=["a"]))
         (found,) = await stream.results(1)
@@ -304,7 +306,7 @@ async def test_what_runs_on_a_replica_that_shuts_down_can_be_taken_back(served: 
 
 async def test_a_replica_that_shuts_down_waits_for_the_end_of_a_weight_sync(served: Served) -> None:
     await served.updates.run_phase(PREPARE, a_round("r2", 2))
-    served.servicer.refuse_new_calls()
+    served.servicer.leave()
     assert not await served.servicer.until_idle(0.0)
     for phase in (PAUSE, TRANSFER, VERIFY, COMMIT):
         await served.updates.run_phase(phase, a_round("r2", 2))

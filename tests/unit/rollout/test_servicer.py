@@ -105,7 +105,7 @@ async def test_status_tells_that_the_engine_computes(served: Served) -> None:
 
 
 def _draining(served: Served) -> None:
-    served.servicer.refuse_new_calls()
+    served.servicer.leave()
 
 
 @pytest.mark.parametrize(
