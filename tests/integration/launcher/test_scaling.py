@@ -157,7 +157,9 @@ def test_what_starts_again_after_a_death_is_what_there_should_be(tmp_path: Path,
     launcher.scale(2)
     launcher.until_present(2)
     os.kill(launcher.pids("trainer-0")[-1], signal.SIGKILL)
-    until(lambda: len(launcher.pids("trainer-0")) == len(launcher.pids("coordinator")) == 2, SEEN_S, "the restarts")
+    until(lambda: len(launcher.pids("trainer-0")) == 2, SEEN_S, "the trainer's restart")
+    os.kill(launcher.pids("coordinator")[-1], signal.SIGKILL)
+    until(lambda: len(launcher.pids("coordinator")) == 2, SEEN_S, "the coordinator's restart")
     launcher.until_present(2)
     starts = [len(launcher.pids(f"rollout-{index}")) for index in range(4)]
     assert starts == [1, 1, 1, 1]

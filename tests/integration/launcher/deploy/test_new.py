@@ -187,7 +187,7 @@ GROUPS: dict[str, Any] = {
 TOGETHER = [
     ("monitoring", "reward-server", "environment-server", "openshift", "autoscale-rollout"),
     ("mtls", "gpu-nccl", "disk-transport", "gpu-nodes"),
-    ("external-redis", "tracing", "pull-secret", "gpu-nccl/ipc-lock"),
+    ("external-redis", "tracing", "pull-secret", "gpu-nccl/ipc-lock", "standby-coordinator"),
     ("jobset-trainer", "kueue", "gpu-nodes/priority", "gpu-nodes/runtime-class"),
     ("jobset-trainer", "lws-rollout", "monitoring", "mtls", "openshift"),
     ("lws-rollout", "autoscale-rollout", "external-redis", "tracing", "names"),
