@@ -66,7 +66,7 @@ def test_a_replica_that_is_killed_costs_a_prefill(tmp_path: Path, module_redis: 
             async with rollouts_over(dying, other) as both:
                 generating = asyncio.create_task(both.generate(prompts, order))
                 # parts of its three groups have come
-                await asyncio.to_thread(until, lambda: dying.status().generated_tokens >= 9 * PART_TOKENS)
+                await asyncio.to_thread(until, lambda: dying.status().generated_tokens >= 9 * PART_TOKENS, 60.0)
                 # The service itself, so that its stream breaks; its engine ends with it.
                 dying.process.kill()
                 disturbed = await generating
