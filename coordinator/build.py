@@ -72,7 +72,9 @@ class App:
 
     Attributes:
         owner: of the run's folder: this run, with the id that its checkpoints carry.
+        reward_facts: what scores depend on, as the rewards were started.
         lost: fails when another coordinator has taken our place; its error says how that was noticed.
+        stood_by: it has waited for the lead, so services that live are announced.
     """
 
     config: RunConfig
@@ -81,7 +83,6 @@ class App:
     identity: Identity | None
     inputs: Inputs
     rewards: Sequence[Part]
-    # What their scores depend on, as they were started.
     reward_facts: Mapping[str, str]
     registry: Registry
     lead: CoordinatorLease
@@ -93,26 +94,18 @@ class App:
     view: FleetView
     observed: FleetRecorder
     exits: Exits = field(default_factory=Exits)
-    # The environment; None: completions have one turn.
     episodes: Interacting | None = None
-    # It has waited for the lead: services that live are announced.
     stood_by: bool = False
 
     @property
     def leading(self) -> LeaderCheck:
         """The check that we lead the run, before anything of it is written."""
-        return LeaderCheck(
-            lease=self.lead, patience_s=self.config.sync.formation_timeout_s, run_dir=self.environment.run_dir
-        )
+        patience_s = self.config.sync.formation_timeout_s
+        return LeaderCheck(lease=self.lead, patience_s=patience_s, run_dir=self.environment.run_dir)
 
 
 def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLease) -> Run:
-    """Connect the parts of a run.
-
-    Args:
-        group: the weight group of the run.
-        lead: our claim to be the run's only coordinator.
-    """
+    """Connect the parts of a run: its weight group, and our claim to lead it."""
     config, inputs = app.config, app.inputs
     fleet = LendingFleet(services.fleet, keep=max(1, config.rollout.min_replicas), lent=app.observed.lent)
     services, lending = replace(services, fleet=fleet), fleet if config.schedule.kind == "async" else None
@@ -243,7 +236,6 @@ def _evaluations(
     progress: Progress,
 ) -> Evaluations:
     config, inputs = app.config, app.inputs
-    # The trainer, which is at work, cannot seed replicas that join; others may (WeightSync.run_seeding).
     beside = _rollouts(app, services, seed=None)
     return Evaluations(
         settings=config.evaluation,
@@ -336,7 +328,7 @@ def _warn_of_fleet(events: EventLog, message: str) -> None:
 
 
 def build_scorer(config: RunConfig, codec: TextCodec, rewards: Sequence[Part]) -> Scorer:
-    """Connect rewards, which are started, with the decoding of completions."""
+    """Connect started rewards with the decoding of completions."""
     return Scorer(
         parts=rewards,
         codec=codec,
@@ -394,11 +386,10 @@ def _sampling_of_set(config: RunConfig, codec: TextCodec, chosen: EvaluationSet)
 
 
 def _sampling(config: RunConfig, codec: TextCodec, temperature: float) -> Sampling:
+    grpo = config.grpo
+    stop_ids = tuple(sorted({*codec.stop_token_ids, *grpo.stop_token_ids}))
     return Sampling(
-        temperature=temperature,
-        max_new_tokens=config.grpo.max_new_tokens,
-        stop_token_ids=tuple(sorted({*codec.stop_token_ids, *config.grpo.stop_token_ids})),
-        stop=config.grpo.stop,
+        temperature=temperature, max_new_tokens=grpo.max_new_tokens, stop_token_ids=stop_ids, stop=grpo.stop
     )
 
 

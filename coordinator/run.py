@@ -67,17 +67,14 @@ class Run:
     """A run in progress.
 
     Attributes:
-        settings: the configuration's section `run`.
         state: what this process and earlier ones have done; `progress` keeps it up to date.
         resumed: whether earlier processes may have worked on this run, with the same services.
         checkpoint: the one that the run resumes from, unless its trainer has more.
         last: the run after the iterations since that checkpoint, if there were any.
-        reward_facts: what the scores depend on (resuming.py).
         comparison: of the run with the checkpoint that it resumes from; None: it does not.
         renewal: what is not compared with that checkpoint's evaluations.
         dropped_prompts: longer than data.max_prompt_tokens, by part of the data and source.
         leaving: shared with the code that stops the run.
-        sinks: get every finished iteration.
         returning: the same trainer, which may be lost and come back.
     """
 

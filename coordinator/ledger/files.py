@@ -166,9 +166,10 @@ class LedgerFiles:
             raise OSError(f"they take more than run.ledger_max_mib ({self._max_bytes // _MIB} MiB)")
 
     def _remove_steps(self, until: int) -> None:
-        for number in [number for number in self._steps if number <= until]:
-            self._check()
-            step_file(self._run_dir, number).unlink(missing_ok=True)
+        old = [number for number in self._steps if number <= until]
+        for text in remove_each([step_file(self._run_dir, number) for number in old], self._check):
+            log.warning("ledger: not removed", what=text)
+        for number in old:
             del self._steps[number]
 
     def sync(self) -> None:

@@ -22,6 +22,10 @@ from tandem_files.metrics_file import set_of
 KEPT_SYNCS = 256
 
 
+# Between two tries to write where there was no room.
+_LOOK_S = 1.0
+
+
 class NotWritten(Internal):
     """A checkpoint, or what must be on disk before it, was not written; trainer and run are as they were."""
 
@@ -42,7 +46,7 @@ async def until_room(write: Callable[[], None], timeout_s: float, warn: Callable
             if not waits:
                 warn(f"waiting {timeout_s:g} s (run.full_disk_timeout_s) for room: {error}")
             waits = True
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(_LOOK_S)
 
 
 class ScoreCounts(BaseModel):

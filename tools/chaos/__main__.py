@@ -2,8 +2,8 @@
 
     python -m tools.chaos [--faults 60] [--seed 0] [--schedules sync,async] [--out FOLDER]
 
-After each fault the run must go on by itself within a bound; at the end all samples must be trained once, versions must
-only grow, and nothing may be left. Exit code: 0; 1: something was not so, and the report says what.
+After each fault the run must continue by itself within a bound; at the end all samples must be trained once, versions
+must only grow, and nothing may be left. Exit code: 0; 1: something was not so, and the report says what.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from tandem_files.ledger.reading import read_ledger
-from tools.chaos.arena import EXAMPLE, Arena
+from tools.chaos.arena import EXAMPLE, Arena, passed
 from tools.chaos.faults import KINDS, Fault, drawn
 from tools.chaos.report import Measured, written
 
@@ -85,15 +85,13 @@ def done(arena: Arena, fault: Fault) -> Iterator[None]:
             yield
 
 
-def told(arena: Arena, story: Story, fault: Fault) -> bool:
-    """Do harm, and measure how long the run takes to go on. Returns: whether it does."""
-    time.sleep(fault.waits_s)
+def harmed(arena: Arena, story: Story, fault: Fault) -> bool:
+    """Do harm, and measure how long the run takes to continue. Returns: whether it does."""
+    passed(fault.waits_s)
     before, begun_s = arena.iteration(), time.monotonic()
     try:
         with done(arena, fault):
-            end_s = begun_s + fault.lasts_s
-            while time.monotonic() < end_s:
-                time.sleep(0.05)
+            passed(fault.lasts_s)
             lasted = arena.iteration()
         # An iteration may have been under way that needed nothing of the victim: the second one does.
         arena.wait_beyond(max(before, lasted) + 1, WATCHDOG_S)
@@ -138,7 +136,7 @@ def judged(arena: Arena, story: Story) -> None:
         story.wrong.append(f"processes are left: {[process.pid for process in left]}")
 
 
-def told_of(schedule: str, faults: list[Fault], deadline_s: float) -> Story:
+def story_of(schedule: str, faults: list[Fault], deadline_s: float) -> Story:
     """Run one schedule under these faults."""
     story = Story(schedule=schedule)
     more = [f"schedule.kind={schedule}", *(["grpo.preset=decoupled"] if schedule != "sync" else [])]
@@ -147,7 +145,7 @@ def told_of(schedule: str, faults: list[Fault], deadline_s: float) -> Story:
         for fault in faults:
             if time.monotonic() > deadline_s:
                 break
-            if not told(arena, story, fault):
+            if not harmed(arena, story, fault):
                 break
             story.memory.append(arena.memory_mib())
         judged(arena, story)
@@ -175,7 +173,7 @@ def main() -> int:
     stories = []
     for place, schedule in enumerate(schedules):
         end_s = begun_s + options.minutes * 60.0 * (place + 1) / len(schedules)
-        stories.append(told_of(schedule, drawn(options.seed + place, number, kinds), end_s))
+        stories.append(story_of(schedule, drawn(options.seed + place, number, kinds), end_s))
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "chaos.json").write_text(json.dumps([asdict(story) for story in stories], indent=1))
     print(written(stories, options.out))

@@ -1,4 +1,4 @@
-"""A run on real engines in a network, a disk and with a Redis of its own, and the harm that can be done to each."""
+"""A run on real engines with a network, a disk and a Redis of its own. Harm can be done to all of them."""
 
 import contextlib
 import json
@@ -24,6 +24,7 @@ EXAMPLE = REPO / "examples" / "arithmetic" / "arithmetic.yaml"
 MARK = "TANDEM_CHAOS"
 DISK_MIB = 1024
 _STARTS_S, _ENDS_S = 300.0, 120.0
+LOOK_S = 0.05
 
 
 class Arena:
@@ -104,7 +105,7 @@ class Arena:
                 raise RuntimeError(f"the run has ended with {self._launcher.returncode}: {self.output[-3000:]}")
             if time.monotonic() - begun_s > timeout_s:
                 raise TimeoutError(f"no iteration after {iteration} within {timeout_s:g} s")
-            time.sleep(0.05)
+            time.sleep(LOOK_S)
         return time.monotonic() - begun_s
 
     def start(self) -> None:
@@ -204,7 +205,7 @@ class Arena:
             with contextlib.suppress(redis.RedisError):
                 redis.Redis(unix_socket_path=str(self._socket)).ping()
                 return
-            time.sleep(0.05)
+            time.sleep(LOOK_S)
         raise RuntimeError("redis-server does not answer")
 
     def redis_pid(self) -> int:
@@ -249,7 +250,7 @@ class Arena:
             self._launcher.wait()
         deadline_s = time.monotonic() + 30
         while (left := self.processes()) and time.monotonic() < deadline_s:
-            time.sleep(0.2)
+            time.sleep(LOOK_S)
         for process in left:
             _signal(process.pid, signal.SIGKILL)
 
@@ -268,6 +269,13 @@ class Arena:
         """The run's state on disk."""
         found: dict[str, Any] = json.loads((self.run_dir / "state.json").read_text())
         return found
+
+
+def passed(seconds: float) -> None:
+    """Let time pass."""
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        time.sleep(LOOK_S)
 
 
 def _is(victim: str, command: list[str]) -> bool:

@@ -15,7 +15,7 @@ class Kind:
         name: what is done to whom, as in `kill trainer`.
         promise_s: most seconds from the fault to the next iteration, by the documents; None: they promise an end only.
         lasts_s: how long it lasts, from and to; a kill is over immediately.
-        is_harmless: the run may go on while it lasts.
+        is_harmless: the run may continue while it lasts.
     """
 
     name: str
