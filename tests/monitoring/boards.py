@@ -7,6 +7,8 @@ from typing import Any
 from tests.monitoring.tools import DASHBOARDS
 
 FILES = ("tandem-weight-sync.json", "tandem-training.json", "tandem-fleet.json")
+# What has no data in a run whose replicas are all there from the start.
+JOINERS = "tandem_joiner_seeding_seconds"
 # What has no data in a run without a reference policy, or whose samples are young.
 OF_A_REFERENCE = (
     *("tandem_kl_reference", "tandem_kl_loss", "tandem_kl_reward"),
@@ -20,7 +22,7 @@ OF_OTHER_RUNS = (
     "tandem_reward_call_seconds",
     "tandem_reward_circuit_open",
     "tandem_tls_certificate_expiry",
-    "tandem_joiner_seeding_seconds",
+    JOINERS,
     *OF_A_REFERENCE,
 )
 

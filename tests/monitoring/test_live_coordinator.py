@@ -16,7 +16,7 @@ from tests.contract.test_coordinator_process import Start, fleet_arguments
 from tests.contract.test_coordinator_turns import TEMPLATE, TWICE
 from tests.kit.processes import free_port
 from tests.kit.waiting import until
-from tests.monitoring.boards import ALL, OF_A_REFERENCE, Query
+from tests.monitoring.boards import ALL, JOINERS, OF_A_REFERENCE, Query
 from tests.monitoring.live import Prometheus, prometheus
 
 pytestmark = [pytest.mark.integration]
@@ -27,7 +27,8 @@ PREDICTED = "_predicted_"
 COORDINATORS = [
     query
     for query in ALL
-    if 'job="coordinator"' in query.expr and not any(name in query.expr for name in (PREDICTED, *OF_A_REFERENCE))
+    if 'job="coordinator"' in query.expr
+    and not any(name in query.expr for name in (PREDICTED, JOINERS, *OF_A_REFERENCE))
 ]
 
 
