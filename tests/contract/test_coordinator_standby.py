@@ -264,13 +264,13 @@ async def test_a_standby_ends_with_a_run_that_has_failed(
 
 
 async def test_a_failed_attempt_is_repeated_by_the_standby(coordinators: Coordinators) -> None:
-    environment, failing = coordinators.environment, [True]
+    environment, failures = coordinators.environment, ["planted"]
     held = asyncio.Event()
 
     async def fail(step: int) -> None:
-        if failing:
+        if failures:
             await held.wait()
-            raise RuntimeError("planted")
+            raise RuntimeError(failures.pop())
 
     trainer = FakeTrainer(before_step=fail)
     async with announced_fleet(environment.redis_url, environment.run_id, trainer):
@@ -279,8 +279,6 @@ async def test_a_failed_attempt_is_repeated_by_the_standby(coordinators: Coordin
         coordinators.standby("--retry-exit", "75")
         await coordinators.waits(1)
         held.set()
-        await soon(lambda: first.poll() is not None)
-        failing.clear()
         assert await code_of(first) == 75
         await coordinators.advance()
 
