@@ -5,6 +5,7 @@ the state first -> FAILED_PRECONDITION; fix the request -> INVALID_ARGUMENT. The
 (`tandem-reason`), so that a client raises the class that the server raised.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import errno
@@ -351,15 +352,29 @@ def _what(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def rpc_errors(peer: str = "") -> Iterator[None]:
-    """Turn gRPC errors inside a `with` block into TandemErrors; `peer` ("rollout-0") is put before the message."""
+    """Turn gRPC errors inside a `with` block into TandemErrors; `peer` ("rollout-0") is put before the message.
+
+    A channel that another task closes, because the peer is lost, cancels its calls without the task's own cancellation.
+    """
     try:
         with in_part(peer) if peer else contextlib.nullcontext():
             yield
+    except (asyncio.CancelledError, grpc.aio.UsageError) as error:
+        if not _is_of_closed_channel(error):
+            raise
+        raise Unavailable(f"{peer}: our connection to it was closed: it is lost") from error
     except grpc.RpcError as error:
         translated = from_rpc_error(error)
         if not peer:
             raise translated from error
         raise type(translated)(f"{peer}: {translated}") from error
+
+
+def _is_of_closed_channel(error: BaseException) -> bool:
+    if not isinstance(error, asyncio.CancelledError):
+        return "closed" in str(error)
+    task = asyncio.current_task()
+    return task is not None and not task.cancelling()
 
 
 def _explain_handshake(details: str) -> str:

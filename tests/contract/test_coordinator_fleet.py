@@ -4,7 +4,6 @@ import asyncio
 from array import array
 from collections.abc import AsyncIterator
 
-import grpc
 import pytest
 from prometheus_client import REGISTRY
 
@@ -18,6 +17,7 @@ from servicekit.redis.records import ServiceRecord
 from servicekit.redis.registry import Registry
 from tandem_api.weights.v1 import weights_pb2
 from tandem_clients.flow import Order, Prompt, Sampling
+from tandem_clients.replica import Replica
 from tandem_clients.watched_fleet import WatchedFleet
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import rows, with_settings
@@ -27,6 +27,7 @@ from tests.kit.folders import EOS, encode
 from tests.kit.waiting import until
 from weightsync.membership.coordinator_lease import CoordinatorLease
 from weightsync.membership.rendezvous import Rendezvous
+from weightsync.round.phases import PREPARE
 
 DEADLINE_S = 20.0
 TTL_S = 30.0
@@ -137,8 +138,25 @@ async def test_a_replica_that_is_announced_no_more_finishes_its_call(announcer: 
         generation = await generating
         assert (len(generation.groups), generation.retried_calls) == (1, 0)
         await fleet.look()
-        with pytest.raises(grpc.aio.UsageError, match="Channel is closed"):
+        with pytest.raises(Unavailable, match="rollout-0: our connection to it was closed"):
             await replica.status()
+
+
+async def test_a_call_whose_connection_another_look_closes_fails_and_is_not_cancelled() -> None:
+    async with fake_fleet(num_replicas=1) as services:
+        (service,), (replica,) = services.rollout_services, services.replicas
+        service.stuck = {PREPARE}
+        round_ = weights_pb2.Round(round_id="r", formation_timeout_s=DEADLINE_S, transfer_timeout_s=DEADLINE_S)
+        call = asyncio.create_task(replica.rounds.run_phase(PREPARE, round_))
+        await asyncio.to_thread(until, lambda: service.phase_calls)
+        await replica.close()
+        with pytest.raises(Unavailable, match="rollout-0: our connection to it was closed"):
+            await asyncio.wait_for(call, DEADLINE_S)
+        service.moves.set()
+        again = asyncio.create_task(Replica("rollout-0", services.addresses["rollout-0"]).status())
+        again.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await again
 
 
 async def test_the_trainers_client_follows_a_trainer_that_moves(announcer: list[Registry]) -> None:
