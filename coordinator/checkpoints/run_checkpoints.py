@@ -88,7 +88,8 @@ class RunCheckpoints:
 
     def has(self, number: int, *, last: bool) -> bool:
         """Whether iteration `number` ends with a checkpoint, or has ended with one."""
-        return number % self.every == 0 or last or number == self.checkpointer.newest
+        due = number % self.every == 0 or self.ledger.wants_checkpoint
+        return due or last or number == self.checkpointer.newest
 
     def trainer_folder(self) -> Path | None:
         """Return the trainer's folder of the checkpoint that the run resumes from; None: there is none."""
@@ -98,6 +99,7 @@ class RunCheckpoints:
         """Begin the checkpoint of an iteration. Returns: whether that worked, or the checkpoint is missed."""
         await self.settle()
         await self.lead.confirm()
+        self.ledger.checkpoint_begins()
         try:
             await self.checkpointer.save_trainer(number)
         except NotWritten as error:

@@ -79,6 +79,7 @@ class LedgerFiles:
         check: as of _File.
     Attributes:
         remarks: what could not be kept, as sentences for the run's user.
+        wants_checkpoint: steps are not kept, because the disk was full, and has room again.
     """
 
     def __init__(self, run_dir: Path, max_mib: int, check: Callable[[], None]) -> None:
@@ -91,8 +92,10 @@ class LedgerFiles:
         self._others = 0  # bytes of the groups of other waves
         self._steps = {number: path.stat().st_size for number, path in step_files(run_dir).items()}
         self._lost_step = 0  # steps up to this one are not kept; 0: all since the newest checkpoint are
+        self._failed: OSError | None = None  # why the last one is not
         self._synced_s = 0.0
         self.remarks: list[str] = []
+        self.wants_checkpoint = False
 
     def begin_segment(self, number: int, head: Callable[[int], bytes]) -> bool:
         """Begin a segment, and seal the one before. Returns: False: not yet, because records wait for that one.
@@ -142,21 +145,23 @@ class LedgerFiles:
 
     def keep_step(self, iteration: int, records: Iterable[bytes]) -> None:
         """Keep an iteration's train step; if one cannot be kept, none is until there is a checkpoint after it."""
-        if self._lost_step:
+        if self._failed is not None and self._failed.errno is None:  # beyond the bound
             self._lost_step = iteration
             return
-        step = _File(step_file(self._run_dir, iteration), self._check, empty=True)
+        self._steps[iteration], step = 0, _File(step_file(self._run_dir, iteration), self._check, empty=True)
         try:
             for content in records:
                 self._check_room(len(content))
                 step.append(content)
                 self._steps[iteration] = step.size
+            self.wants_checkpoint |= self._failed is not None
+            self._failed = None
         except OSError as error:
             what = "the loss of the trainer would cost the iterations since the checkpoint, they are not kept"
-            self.remarks.append(f"{what}: {error}")
+            self.remarks += [] if self._lost_step else [f"{what}: {error}"]
             step.empty()  # it may fill the disk
             self._remove_steps(iteration)
-            self._lost_step = iteration
+            self._lost_step, self._failed = iteration, error
         finally:
             step.close()
 
@@ -207,7 +212,7 @@ class LedgerFiles:
             log.warning("ledger: not removed", what=text)
         self._remove_steps(max(kept))
         if max(kept) >= self._lost_step:
-            self._lost_step = 0
+            self._lost_step, self._failed = 0, None
 
     def close(self) -> None:
         """Write what waits, as far as possible, and close the files."""

@@ -247,6 +247,15 @@ class Ledger:
         except OSError as error:
             raise NotWritten(f"the ledger's records were not written: {describe(error, advise=False)}") from error
 
+    @property
+    def wants_checkpoint(self) -> bool:
+        """Whether the loss of the trainer would cost iterations that a checkpoint would keep now."""
+        return self._files.wants_checkpoint
+
+    def checkpoint_begins(self) -> None:
+        """Note that one is being written; one that is missed is not made up for."""
+        self._files.wants_checkpoint = False
+
     async def written(self) -> None:
         """Wait until everything is written that was to be."""
         await self._on_thread(lambda: None)

@@ -1,13 +1,16 @@
 """A trainer that is lost while the run continues: it does the steps since its checkpoint again, and nothing is lost."""
 
 import asyncio
-from collections.abc import Callable
+import errno
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coordinator.app import conduct
+from coordinator.ledger import files as ledger_files
+from coordinator.ledger.files import LedgerFiles
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import Internal, NotFinite, TandemError, Unavailable
 from servicekit.lifecycle.exit_codes import EXIT_FAILED, EXIT_LOST_TRAINER
@@ -176,6 +179,30 @@ async def test_steps_that_are_not_kept_send_the_run_back_to_its_checkpoint(
         assert "the steps since its checkpoint are not kept" in saved_state(environment)["error"]
         assert await attempt(config, environment) == 0
     assert [row["iteration"] for row in rows(environment)] == list(range(1, ITERATIONS + 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_disk_that_was_full_costs_a_checkpoint_and_no_iteration(
+    config: RunConfig, environment: ServiceEnvironment, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    config = scheduled(config, kind, checkpoint_every=100)
+    real = LedgerFiles.keep_step
+
+    def keep_step(files: LedgerFiles, iteration: int, records: Iterable[bytes]) -> None:
+        with monkeypatch.context() as patch:
+            if iteration in (2, 3):
+                patch.setattr(ledger_files._File, "append", full)
+            real(files, iteration, records)
+
+    def full(file: object, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(LedgerFiles, "keep_step", keep_step)
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
+        restarts_at(fleet, environment.run_dir, {6})
+        assert await attempt(config, environment, resume=False) == 0
+        assert [number for number, _ in list_complete(environment.run_dir)] == [4, ITERATIONS]
+        check_nothing_lost(environment, fleet, 1)
 
 
 @pytest.mark.parametrize("damage", ["torn", "altered", "missing"])

@@ -1,5 +1,7 @@
 """The files of a ledger: what is kept for how long, and what nothing needs any more."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,32 @@ def test_steps_beyond_the_budget_are_given_up_until_there_is_a_checkpoint_after_
     files.tidy(1, {}, {}, 0)
     files.keep_step(5, [b"small"])
     assert list(step_files(tmp_path)) == [5]
+
+
+def test_a_disk_that_has_room_again_wants_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, real = LedgerFiles(tmp_path, 1, lambda: None), os.write
+    files.keep_step(1, [b"step"])
+
+    def full(descriptor: int, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr("os.write", full)
+    for iteration in (2, 3):
+        files.keep_step(iteration, [b"step"])
+    (remark,) = files.remarks
+    assert "not kept" in remark
+    assert not files.wants_checkpoint
+    monkeypatch.setattr("os.write", real)
+    files.keep_step(4, [b"step"])
+    assert files.wants_checkpoint
+    # It is being written, or is missed: the regular ones are enough.
+    files.wants_checkpoint = False
+    files.keep_step(5, [b"step"])
+    assert not files.wants_checkpoint
+    complete(tmp_path, 4)
+    files.tidy(1, {}, {}, 0)
+    files.keep_step(6, [b"step"])
+    assert max(step_files(tmp_path)) == 6
 
 
 def test_steps_are_kept_until_a_checkpoint_after_them_is_complete(tmp_path: Path) -> None:
