@@ -22,7 +22,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("schedule", ["async"])
 def test_a_run_outlives_what_is_over_in_seconds(tmp_path: Path, schedule: str) -> None:
-    command = [sys.executable, "-m", "tools.chaos", "--short", "--schedules", schedule, "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "tools.chaos", "--short", "--runs", schedule, "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=700)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     (story,) = json.loads((tmp_path / "chaos.json").read_text())

@@ -32,10 +32,11 @@ class Arena:
 
     Args:
         settings: as of --set.
+        runs: the module that runs it: the launcher, or one that takes the same options.
     """
 
-    def __init__(self, name: str, settings: list[str]) -> None:
-        self.name, self._settings = name, settings
+    def __init__(self, name: str, settings: list[str], file: Path = EXAMPLE, runs: str = "launcher run") -> None:
+        self.name, self._settings, self._file, self._runs = name, settings, file, runs
         self.folder = Path(tempfile.mkdtemp(prefix="tandem-chaos-"))
         self._said = self.folder / "said"
         self._net = f"chaos-{os.getpid()}"
@@ -68,7 +69,7 @@ class Arena:
         _do("ip", "-n", self._net, "link", "set", "lo", "up")
         self.start_redis()
         self._stack.callback(self._end_redis)
-        command = [sys.executable, "-m", "launcher", "run", "-c", str(EXAMPLE)]
+        command = [sys.executable, "-m", *self._runs.split(), "-c", str(self._file)]
         for setting in (f"run.name={self.name}", f"run.output_dir={disk}", *self._settings):
             command += ["--set", setting]
         environment = {**os.environ, MARK: str(self._said), "REDIS_URL": f"unix://{self._socket}"}
@@ -122,7 +123,7 @@ class Arena:
         return found
 
     def named(self, victim: str) -> list[psutil.Process]:
-        """Return the processes of a kind: coordinator, trainer, rollout, scheduler, reward."""
+        """Return the processes of a kind: coordinator, trainer, rollout, scheduler, reward or environment."""
         processes = self.processes()
         if victim == "scheduler":  # its title has replaced what says whose it is
             processes = [child for process in self.named("rollout") for child in process.children()]
@@ -257,12 +258,15 @@ class Arena:
     def _inside(self, command: list[str]) -> list[str]:
         return ["ip", "netns", "exec", self._net, *command]
 
-    def memory_mib(self) -> dict[str, float]:
-        """Resident memory by kind of process, of the largest of each."""
-        found = {}
+    def sizes(self) -> dict[str, float]:
+        """Return memory (MiB), descriptors and threads by kind of process, the most of each, and the keys in Redis."""
+        found = {"keys": float(self.keys())}
         for victim in ("coordinator", "trainer", "rollout", "scheduler"):
             with contextlib.suppress(psutil.Error, ValueError):
-                found[victim] = max(process.memory_info().rss for process in self.named(victim)) / 2**20
+                processes = self.named(victim)
+                found[f"{victim} MiB"] = max(process.memory_info().rss for process in processes) / 2**20
+                found[f"{victim} files"] = max(process.num_fds() for process in processes)
+                found[f"{victim} threads"] = max(process.num_threads() for process in processes)
         return found
 
     def state(self) -> dict[str, Any]:
@@ -282,7 +286,7 @@ def _is(victim: str, command: list[str]) -> bool:
     """Whether a process with this command is of that kind."""
     if victim == "scheduler":
         return "sglang::scheduler" in " ".join(command)
-    if victim == "reward":
+    if victim in ("reward", "environment"):
         return any("coordinator.workers.worker" in word for word in command)
     module = {"trainer": "trainer_service", "rollout": "rollout_service"}.get(victim, victim)
     return "-m" in command and module in command

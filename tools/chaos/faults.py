@@ -41,6 +41,7 @@ KINDS = (
     Kind(name="kill rollout", promise_s=LEASE_S + MARGIN_S),
     Kind(name="kill scheduler", promise_s=LEASE_S + MARGIN_S),
     Kind(name="kill reward", promise_s=LEASE_S + MARGIN_S),
+    Kind(name="kill environment", promise_s=LEASE_S + MARGIN_S),
     Kind(name="kill redis", promise_s=LEASE_S + MARGIN_S),
     Kind(name="freeze coordinator", promise_s=None, lasts_s=(3, 25)),
     Kind(name="freeze trainer", promise_s=None, lasts_s=(3, 20)),

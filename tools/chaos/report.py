@@ -10,18 +10,28 @@ from typing import Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A fault and the seconds from its begin to the second iteration after it, with its promise."""
+    """A fault and the seconds from its begin to the second iteration after it, with its promise.
+
+    Attributes:
+        usual_s: seconds of two iterations without a fault.
+    """
 
     kind: str
     lasts_s: float
     seconds: float
+    usual_s: float
     promise_s: float | None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it took longer than is promised, two iterations besides."""
+        return self.promise_s is not None and self.seconds > self.lasts_s + self.promise_s + self.usual_s
 
 
 class ToReport(Protocol):
     """What came of a run."""
 
-    schedule: str
+    name: str
     measured: list[Measured]
     wrong: list[str]
     accuracy: float | None
@@ -34,12 +44,12 @@ def written(stories: Sequence[ToReport], folder: Path) -> str:
     lines = []
     for story in stories:
         lines += [
-            f"## {story.schedule}: {len(story.measured)} faults in {story.iterations} iterations",
+            f"## {story.name}: {len(story.measured)} faults in {story.iterations} iterations",
             "",
             f"held-out accuracy: {story.accuracy}; samples: {story.samples}",
             "",
-            "| fault | times | lasts, s | median s to progress | max | promised after its end |",
-            "|---|---|---|---|---|---|",
+            "| fault | times | lasts, s | median s to progress | max | promised after its end | later |",
+            "|---|---|---|---|---|---|---|",
             *_rows(story.measured),
             "",
             *(f"* WRONG: {text}" for text in story.wrong),
@@ -60,7 +70,7 @@ def _rows(measured: Sequence[Measured]) -> list[str]:
         promise = "-" if ones[0].promise_s is None else f"{ones[0].promise_s:g}"
         found.append(
             f"| {kind} | {len(ones)} | {min(lasts):.0f}-{max(lasts):.0f} | {median(seconds):.1f} | {max(seconds):.1f} "
-            f"| {promise} |"
+            f"| {promise} | {sum(one.is_late for one in ones)} |"
         )
     return found
 
@@ -77,7 +87,7 @@ def _plot(stories: Sequence[ToReport], path: Path) -> None:
         axes.scatter(
             [one.seconds for one in story.measured],
             [kinds.index(one.kind) for one in story.measured],
-            label=story.schedule,
+            label=story.name,
         )
     axes.set_yticks(range(len(kinds)), kinds)
     axes.set_xlabel("seconds from the fault to progress")
