@@ -24,6 +24,7 @@ from coordinator.watch import metrics
 from coordinator.watch.control import RunControl, State
 from coordinator.watch.events import EventLog
 from coordinator.watch.fleet_recorder import FleetRecorder
+from coordinator.watch.life import Life
 from coordinator.web.history import History
 from coordinator.web.samples import SamplePages
 from coordinator.web.server import DATA, EARLIER, SAMPLES, PageServer, on_loop
@@ -120,7 +121,7 @@ async def _assemble(
     )
     lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     group = await asyncio.to_thread(Rendezvous, environment.redis_url, f"tandem:{environment.run_id}")
-    events, observed = EventLog(), FleetRecorder()
+    events, observed = EventLog(), FleetRecorder(Life(environment.run_dir))
     cluster = await asyncio.to_thread(_reach_cluster, config, environment, events)
     return App(
         config=config,

@@ -113,7 +113,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
     rollouts = _rollouts(app, services, weights.seed_late_joiners)
     scorer = build_scorer(config, inputs.codec, app.rewards)
     limits = logprob_limits((config.model.dtype, config.sync.dtype), config.grpo.logprob_diff_limit)
-    progress = Progress(state=inputs.state, events=app.events, limits=limits)
+    progress = Progress(state=inputs.state, events=app.events, limits=limits, life=app.observed.life)
     rows = MetricsFile(app.environment.run_dir / METRICS_FILE)
     leading = app.leading
     ledger = _ledger(app, progress, leading)
@@ -187,6 +187,7 @@ def _returning(app: App, services: Services, ledger: Ledger, progress: Progress)
         ending=app.leaving.asked,
         written=ledger.written,
         warn=partial(progress.warn, "trainer"),
+        life=app.observed.life,
     )
 
 

@@ -10,6 +10,7 @@ was stopped by a signal, or has finished         as before; none
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -22,7 +23,7 @@ from coordinator.inputs import read_inputs
 from coordinator.leader_lease import LeaderCheck, check_lease, may_write
 from coordinator.record.state import RunState
 from coordinator.record.summary import build_summary
-from coordinator.shutdown import Exits, exit_code_of, follow
+from coordinator.shutdown import Exits, TrainerLost, exit_code_of, follow
 from coordinator.watch.control import State
 from coordinator.watch.events import EventKind
 from servicekit.errors import (
@@ -83,6 +84,8 @@ async def run_or_stop(app: App, stop: asyncio.Event) -> int:
         await asyncio.to_thread(forget_failures, app.environment.run_dir)
         await _release(app, stop, "the run is finished")
         return EXIT_OK
+    if isinstance(error, TrainerLost):
+        app.observed.life.note("trainer lost", str(error))
     # The boundary of the run: any failure ends it, and is reported with its cause.
     await _make_room(app)
     why = describe(error)
@@ -215,7 +218,9 @@ async def _attempt(app: App) -> bool:
             if services.guard is None or app.leaving.stopping:
                 raise
             app.leaving.renew()
+            lost_s = time.time()
             await services.guard.wait_for_return(error)
+            app.observed.life.note("trainer lost", str(error), since_s=lost_s)
             return False
         finally:
             await cancel(following)
@@ -229,6 +234,7 @@ async def _attempt(app: App) -> bool:
 async def _from_checkpoint(app: App) -> App:
     """Return the app as after a restart with --resume from the newest checkpoint, and warn of the lost iterations."""
     done = app.inputs.state.iteration
+    app.observed.life.begins("trainer restarted", done, app.inputs.state.totals.generated_tokens)
     app = await _as_on_disk(app)
     state = app.inputs.state
     message = f"trainer restarted: resuming after iteration {state.iteration}, {done} were done"
@@ -242,6 +248,7 @@ async def as_leader(app: App) -> App:
     run_dir = app.environment.run_dir
     await asyncio.to_thread(release_reserve, run_dir)
     await asyncio.to_thread(take_folder, run_dir, app.leading.leader, partial(check_lease, app.lead))
+    await asyncio.to_thread(app.observed.life.load, app.leading)
     await asyncio.to_thread(take_reserve, run_dir)
     return await _as_on_disk(app) if app.inputs.resumed else app
 
@@ -270,6 +277,7 @@ async def _end(app: App, ended: State, why: str = "") -> None:
     state = app.inputs.state
     state.status, state.error, state.fence = ended.value, why, app.lead.fence.token
     if await _make_room(app):
+        app.observed.life.note("coordinator ended", f"{ended.value}: {why}" if why else ended.value)
         try:
             state.save(app.environment.run_dir / STATE_FILE, app.leading.check)
         except Exception as error:  # noqa: BLE001 - the log still says how the run ended

@@ -8,7 +8,7 @@ finish     checkpoint, Hugging Face export, summary
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from coordinator.record.metrics_row import Timing, build_row
 from coordinator.record.progress import Progress
 from coordinator.record.resuming import Renewal, reward_warning
 from coordinator.record.sinks import FinishedIteration, Sink, Sinks
-from coordinator.record.state import RunState, until_room
+from coordinator.record.state import RunState
 from coordinator.schedule.sync import SyncSchedule
 from coordinator.shutdown import Leaving
 from coordinator.take_over import LastIteration, take_over
@@ -339,8 +339,8 @@ class Run:
         )
         self.state.steps_digest = self.schedule.ledger.digest
         self.progress.advance(record, row)
-        await self._until_room(partial(self.rows.append, row, self.lead.check))
-        await self._until_room(partial(self._save_state, "running"))
+        for write in (partial(self.rows.append, row, self.lead.check), partial(self._save_state, "running")):
+            await self.progress.until_room(write, self.settings.full_disk_timeout_s)
         self.schedule.ledger.done(self.state.wave)
         if adopt_next(self.run_dir, self.lead.check):
             log.info("configuration of this launch adopted")
@@ -390,9 +390,6 @@ class Run:
         if part == "train":
             self.leaving.settled.clear()
         self.progress.announce(part)
-
-    async def _until_room(self, write: Callable[[], None]) -> None:
-        await until_room(write, self.settings.full_disk_timeout_s, partial(self.progress.warn, "disk"))
 
     def _save_state(self, status: str) -> None:
         self.state.status = status

@@ -27,7 +27,8 @@ class Replica:
 
     Attributes:
         rounds: runs the phases of a weight sync on it.
-        left: whether its process has ended as it was asked to, as far as is known.
+        left: whether its process has ended as it was asked to, as far as is known; why: what it has said then.
+        cut: of its last stream, when it ended before what was asked for (Unix time), and how many tokens had come.
     """
 
     def __init__(self, name: str, address: str, identity: Identity | None = None) -> None:
@@ -35,7 +36,8 @@ class Replica:
         self._channel = open_channel(address, identity=identity, peer="rollout")
         self._stub = rollout_pb2_grpc.RolloutServiceStub(self._channel)
         self.rounds = of_participant(name, self._channel)
-        self.left = False
+        self.left, self.why = False, ""
+        self.cut: tuple[float | None, int] = (None, 0)
         self._generating = 0
 
     @property

@@ -326,6 +326,8 @@ class SampleStream:
 class Sampler(ProbedService, Protocol):
     """What samples: a replica's client (replica.py)."""
 
+    cut: tuple[float | None, int]
+
     def sampling(
         self, order: Order, *, timeout_s: float, newer: bool = False
     ) -> AbstractAsyncContextManager[SampleStream]:

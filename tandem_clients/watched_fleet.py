@@ -49,8 +49,9 @@ class WatchedFleet:
                 self._known[record.worker_id] = Replica(record.name, record.address, self._identity)
                 log.info("replica found", replica=record.name, address=record.address)
         await self._forget({record.worker_id for record in rollouts}, names)
-        for name in self._last.keys() & {one.name for one in self._failures if one.role == ROLLOUT_ROLE}:
-            self._last[name].left = False
+        for one in self._failures:
+            if one.role == ROLLOUT_ROLE and (gone := self._last.get(one.name)) is not None:
+                gone.left, gone.why = False, one.reason
         return tuple(self._known[record.worker_id] for record in rollouts)
 
     async def still_announced(self) -> tuple[Replica, ...]:

@@ -74,6 +74,28 @@ def write_json_atomic(
     write_bytes_atomic(path, f"{text}\n".encode(), before_write, durable=durable)
 
 
+def append_json(path: Path, data: Any, before_write: Callable[[], None] = no_check) -> None:
+    """Append a line of JSON; it survives the end of the process, and after an fsync a power cut.
+
+    Args:
+        before_write: called immediately before the write; if it raises, the file stays as it is.
+    Raises: OSError: with the file's name; no part of the line is in it. ValueError: as write_json_atomic.
+    """
+    line = (json.dumps(data, allow_nan=False) + "\n").encode()
+    with naming(path), path.open("ab+", buffering=0) as file:
+        before_write()
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - 1))
+        if file.read(1) not in (b"", b"\n"):  # a line that a crash has torn ends there
+            line = b"\n" + line
+        try:
+            while line:
+                line = line[file.write(line) :]
+        except OSError:
+            file.truncate(end)
+            raise
+
+
 class NotRemoved(OSError):
     """Some of the files and folders that were to be removed are still there; all others are gone.
 

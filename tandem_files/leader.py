@@ -25,6 +25,7 @@ from servicekit.errors import Fenced
 from servicekit.logs import get_logger
 from tandem_files.atomic import naming, no_check, sync_file, sync_folder, write_json_atomic
 from tandem_files.exports import CHAT_TEMPLATE
+from tandem_files.ledger.life import LIFE_FILE
 from tandem_files.ledger.records import groups_files, segments
 from tandem_files.metrics_file import METRICS_FILE
 from tandem_files.run_config import NEXT_CONFIG, RESOLVED_CONFIG
@@ -35,7 +36,7 @@ FAILURES_FILE = "failures.json"
 PLACEMENT_FILE = "placement.json"
 # Files of the run's folder that coordinators alone replace, and folders with such files.
 REPLACED = (
-    *(LEADER_FILE, STATE_FILE, SUMMARY_FILE, METRICS_FILE, FAILURES_FILE),
+    *(LEADER_FILE, STATE_FILE, SUMMARY_FILE, METRICS_FILE, LIFE_FILE, FAILURES_FILE),
     *(RESOLVED_CONFIG, NEXT_CONFIG, CHAT_TEMPLATE, PLACEMENT_FILE),
 )
 _FOLDERS = ("checkpoints", "checkpoints/step-*", "samples", "ledger")
@@ -92,7 +93,8 @@ def take_folder(run_dir: Path, leader: FolderLeader, before_write: Callable[[], 
     _remove_temporary(run_dir)  # leader.json's own: one before us may be about to rename it
     write_json_atomic(run_dir / LEADER_FILE, asdict(leader), before_write)
     _remove_temporary(run_dir)
-    for path in (run_dir / METRICS_FILE, *groups_files(run_dir).values(), *list(segments(run_dir).values())[-1:]):
+    ledger = (*groups_files(run_dir).values(), *list(segments(run_dir).values())[-1:])
+    for path in (run_dir / METRICS_FILE, run_dir / LIFE_FILE, *ledger):
         try:
             _renew(path)
         except FileNotFoundError:
@@ -118,7 +120,7 @@ def _renew(path: Path) -> None:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     with naming(path):
         try:
-            shutil.copy(path, temporary)
+            shutil.copy2(path, temporary)  # with its time: when the one before wrote last (watch/life.py)
             sync_file(temporary)
             temporary.replace(path)
         finally:

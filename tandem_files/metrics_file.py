@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tandem_files.atomic import naming, no_check, write_bytes_atomic
+from tandem_files.atomic import append_json, naming, no_check, write_bytes_atomic
 from tandem_files.metrics_table import ACCURACY
 
 METRICS_FILE = "metrics.jsonl"
@@ -30,22 +30,8 @@ class MetricsFile:
         self._path = path
 
     def append(self, row: Row, before_write: Callable[[], None] = no_check) -> None:
-        """Append a row atomically; it survives the end of the process, and after `sync` a power cut.
-
-        Args:
-            before_write: called immediately before the write; if it raises, the file stays as it is.
-        Raises: OSError: with the file's name; no part of the row is in it.
-        """
-        line = (json.dumps(row, allow_nan=False) + "\n").encode()
-        with naming(self._path), self._path.open("ab", buffering=0) as file:
-            before_write()
-            end = file.seek(0, os.SEEK_END)
-            try:
-                while line:
-                    line = line[file.write(line) :]
-            except OSError:
-                file.truncate(end)
-                raise
+        """Append a row atomically, as append_json; after `sync` it survives a power cut."""
+        append_json(self._path, row, before_write)
 
     def sync(self) -> None:
         """Force all rows to disk. Raises: OSError: with the file's name."""

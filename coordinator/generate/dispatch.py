@@ -273,8 +273,7 @@ class Dispatch:
             raise
         except TandemError as failure:
             error = failure
-        for group in lane.open.values():
-            group.stop(group.running, self._order.sampling)
+        for group in lane.end(self._order.sampling):
             self._turns.begin(group)
         for group in [group for group in lane.open.values() if group.is_whole()]:  # came with what has failed
             lane.close(group)

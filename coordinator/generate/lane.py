@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from servicekit.errors import TandemError, Unavailable
 from servicekit.logs import get_logger
 from tandem_api.rollout.v1 import rollout_pb2 as pb
-from tandem_clients.flow import Generation, Group
+from tandem_clients.flow import Generation, Group, Sampling
 from tandem_clients.sample_stream import OpenGroup, Sampler
 
 log = get_logger(__name__)
@@ -45,13 +46,8 @@ class Tally:
         self.failures += 1
         self.errors[lane.replica.name] = error
         begun = sum(group.num_begun() for group in lane.open.values())
-        log.warning(
-            "generate call failed",
-            replica=lane.replica.name,
-            unfinished=len(lane.open),
-            kept_tokens=begun if continues else 0,
-            error=str(error),
-        )
+        left = {"unfinished": len(lane.open), "kept_tokens": begun if continues else 0}
+        log.warning("generate call failed", replica=lane.replica.name, **left, error=str(error))
 
     def generation(self, groups: Sequence[Group], slots: int) -> Generation:
         """Return groups with these figures."""
@@ -133,6 +129,15 @@ class Lane:
         if not self.leaves and group.num_aborted >= MAX_RETURNS * group.num_completions:
             group.num_aborted = 0
             raise Unavailable(f"{self.replica.name}: group {group.group_id} was aborted {MAX_RETURNS} times")
+
+    def end(self, sampling: Sampling) -> list[OpenGroup]:
+        """Let what runs wait, and note what a replica that has answered leaves. Returns: that."""
+        left = list(self.open.values())
+        if self.is_noted:
+            self.replica.cut = (time.time(), sum(group.num_begun() for group in left)) if left else (None, 0)
+        for group in left:
+            group.stop(group.running, sampling)
+        return left
 
     def close(self, group: OpenGroup) -> None:
         """Note that a group is whole."""

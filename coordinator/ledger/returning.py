@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from coordinator.ledger.redo import WayBack, way_back
 from coordinator.shutdown import TrainerLost
 from coordinator.watch import metrics
+from coordinator.watch.life import Life
 from servicekit.errors import (
     Aborted,
     ConfigError,
@@ -68,7 +69,7 @@ class ReturningTrainer:
         waiting: waits for it, when it is lost; None: a trainer that is lost ends what needs it.
         ending: set when the run is to end: nothing is waited for then.
         written: waits until the steps that were sent are kept.
-        warn: gets messages for the run's user.
+        warn: gets messages for the run's user; life: notes losses and returns.
         version, step_id: where it is: its policy, and the step that led to it, "" for none.
     """
 
@@ -78,6 +79,7 @@ class ReturningTrainer:
     ending: asyncio.Event
     written: Callable[[], Awaitable[None]]
     warn: Callable[[str], None] = log.warning
+    life: Life = field(default_factory=Life)
     version: int = field(default=0, init=False)
     step_id: str = field(default="", init=False)
     _returns: int = field(default=0, init=False)
@@ -139,6 +141,7 @@ class ReturningTrainer:
         now = await self.trainer.status()
         if way is None or not way.steps or now.policy_version > way.version or now.step_id:
             return False
+        self.life.note("trainer lost", "it had started again when the coordinator began")
         try:
             await self._redo(way)
         except TandemError as error:
@@ -156,6 +159,7 @@ class ReturningTrainer:
         """
         if self.ending.is_set() or isinstance(error, Fenced | TrainerLost) or not await self._is_lost(error):
             raise error
+        self.life.note("trainer lost", str(error))
         try:
             sound = await asyncio.to_thread(newest_sound, self.run_dir, deep=False)
             way = await self._way(None if sound is None else sound.folder, self.version, self.step_id)
@@ -180,10 +184,9 @@ class ReturningTrainer:
             return again
         metrics.TRAINER_RETURNS.inc()
         now_s = self._now_s()
-        self.warn(
-            f"the trainer is back after {now_s - begun_s:.0f} s: {len(way.steps)} steps since its checkpoint were done "
-            f"again in {now_s - back_s:.1f} s, nothing was generated again"
-        )
+        redone = f"{len(way.steps)} steps since its checkpoint were done again in {now_s - back_s:.1f} s"
+        self.life.note("trainer back", f"{redone}, nothing was generated again", tokens=0)
+        self.warn(f"the trainer is back after {now_s - begun_s:.0f} s: {redone}, nothing was generated again")
         return None
 
     @staticmethod

@@ -1,7 +1,9 @@
 """How far a run is: counts finished iterations into its state, and says in events, metrics and log what is new."""
 
+import asyncio
+import errno
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from coordinator.record.health import Watch, figures, troubles
@@ -10,6 +12,7 @@ from coordinator.record.metrics_row import numeric
 from coordinator.record.state import RunState
 from coordinator.watch import metrics
 from coordinator.watch.events import EventKind, EventLog
+from coordinator.watch.life import Life
 from servicekit.errors import Internal
 from servicekit.logs import get_logger
 from tandem_clients.flow import DataKey, GroupScores, IterationRecord, SyncResult
@@ -19,6 +22,8 @@ from tandem_files.metrics_table import REWARD
 # Iterations in a row without anything to train on (grpo.zero_variance: drop) before the run stops: the policy does not
 # change meanwhile, so waiting cannot change the outcome.
 MAX_SKIPPED_IN_A_ROW = 10
+# Between two tries to write where there was no room.
+_LOOK_S = 1.0
 
 log = get_logger(__name__)
 
@@ -33,11 +38,13 @@ class Progress:
 
     Attributes:
         limits: health.logprob_limits.
+        life: notes that the run begins, and a full disk.
     """
 
     state: RunState
     events: EventLog
     limits: Mapping[str, float]
+    life: Life = field(default_factory=Life)
     # By data file or set, rows with an unreadable answer that were warned about.
     _remarked_rows: dict[str, set[str]] = field(default_factory=dict, init=False)
     _curves: list[dict[str, float]] = field(default_factory=list, init=False)
@@ -52,6 +59,7 @@ class Progress:
     def start(self) -> None:
         """Set the metrics to the state with which the first iteration begins."""
         self._set_position()
+        self.life.begin(self.state.iteration, self.state.totals.generated_tokens)
         self.state.not_removed = []  # of the process before: tried again
         if self.state.initial_accuracy is not None:
             metrics.INITIAL_ACCURACY.set(self.state.initial_accuracy)
@@ -62,6 +70,24 @@ class Progress:
         self.state.last_progress_s = time.time()
         metrics.progress()
         self.events.append(EventKind.PROGRESS, part)
+
+    async def until_room(self, write: Callable[[], None], timeout_s: float) -> None:
+        """Write a file of the run, again every second while its disk has no room for it.
+
+        Raises: OSError: there is none after `timeout_s`; or for another reason.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                write()
+                self.life.note("disk room", "the run continues")
+                return
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or time.monotonic() >= deadline_s:
+                    raise
+                if self.life.note("disk full", str(error)):
+                    self.warn("disk", f"waiting {timeout_s:g} s (run.full_disk_timeout_s) for room: {error}")
+            await asyncio.sleep(_LOOK_S)
 
     def warn(self, kind: str, message: str) -> None:
         """Warn the run's user."""

@@ -1,7 +1,5 @@
 """The coordinator's state, written after every iteration and with every checkpoint."""
 
-import asyncio
-import errno
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,31 +20,8 @@ from tandem_files.metrics_file import set_of
 KEPT_SYNCS = 256
 
 
-# Between two tries to write where there was no room.
-_LOOK_S = 1.0
-
-
 class NotWritten(Internal):
     """A checkpoint, or what must be on disk before it, was not written; trainer and run are as they were."""
-
-
-async def until_room(write: Callable[[], None], timeout_s: float, warn: Callable[[str], None]) -> None:
-    """Write a file of the run, again every second while its disk has no room for it.
-
-    Raises: OSError: there is none after `timeout_s`; or for another reason.
-    """
-    deadline_s, waits = time.monotonic() + timeout_s, False
-    while True:
-        try:
-            write()
-            return
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or time.monotonic() >= deadline_s:
-                raise
-            if not waits:
-                warn(f"waiting {timeout_s:g} s (run.full_disk_timeout_s) for room: {error}")
-            waits = True
-        await asyncio.sleep(_LOOK_S)
 
 
 class ScoreCounts(BaseModel):

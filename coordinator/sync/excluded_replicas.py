@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from coordinator.watch.life import Life
 from servicekit.logs import get_logger
 from tandem_clients.replica import Replica
 
@@ -76,12 +77,13 @@ class LeftOut:
 
     Args:
         warn: called with a sentence when one begins to flap.
+        life: notes it, too.
     """
 
-    def __init__(self, warn: Callable[[str], None] = log.warning) -> None:
+    def __init__(self, warn: Callable[[str], None] = log.warning, life: Life | None = None) -> None:
         self._why: dict[Replica, Why] = {}
         self._lives: dict[str, _Life] = {}
-        self._warn = warn
+        self._warn, self._life = warn, life or Life()
 
     def __contains__(self, replica: Replica) -> bool:
         return replica in self._why
@@ -89,6 +91,10 @@ class LeftOut:
     def all(self) -> dict[str, Why]:
         """Return all of them, by name."""
         return {replica.name: why for replica, why in self._why.items()}
+
+    def reasons(self) -> dict[str, str]:
+        """Return why each of them is, by name."""
+        return {replica.name: why.reason for replica, why in self._why.items()}
 
     def is_absent(self, replica: Replica) -> bool:
         """Whether it was waited for in vain."""
@@ -129,6 +135,7 @@ class LeftOut:
         next_s = time.monotonic() + pause_s
         self._why[replica] = why = Why(reason=reason, since_s=time.time(), failures=short, next_s=next_s)
         self._warn(_sentence(replica.name, why))
+        self._life.note("replica quarantined", f"{reason}; tried again in {pause_s:g} s", who=replica.name)
 
     def note_absent(self, replica: Replica, reason: str) -> None:
         """Note one that was waited for in vain; the first reason stays, as that of one that must not be tried yet."""

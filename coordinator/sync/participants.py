@@ -137,6 +137,8 @@ class RollCall:
         ending: once it is set, because the run is to end, no service is waited for.
         is_queued: whether replicas are held in a queue.
         left_out: gets the replicas that were waited for in vain.
+    Attributes:
+        absent: why services were not present at the last call that found enough.
     """
 
     def __init__(
@@ -157,11 +159,9 @@ class RollCall:
         self._left_out = LeftOut() if left_out is None else left_out
         # Questions to replicas that have not answered one: these are not waited for.
         self._asked: dict[Replica, asyncio.Task[bool]] = {}
-        self._known_absent: set[str] = set()
-        self._agreement = agreement
-        self._is_queued = is_queued
-        self._trainer, self._fleet, self._group = trainer, fleet, group
-        self._ending = ending
+        self.absent: dict[str, str] = {}
+        self._agreement, self._is_queued = agreement, is_queued
+        self._trainer, self._fleet, self._group, self._ending = trainer, fleet, group, ending
         self._min_replicas = min_replicas
         self._probe_timeout_s, self._slots_timeout_s, self._timeout_s = probe_timeout_s, slots_timeout_s, timeout_s
 
@@ -195,9 +195,9 @@ class RollCall:
                 )
             if present is not None and len(present.replicas) >= self._min_replicas:
                 wait.note(False, look.absent)
-                if look.absent.keys() - self._known_absent:
+                if look.absent.keys() - self.absent.keys():
                     log.warning("starting round without absent members", absent=look.absent)
-                self._known_absent = set(look.absent)
+                self.absent = dict(look.absent)
                 return present
             may_rejoin = (
                 rejoin_timeout_s if look.trainer is not None and self._trainer.name not in look.absent else None

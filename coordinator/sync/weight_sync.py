@@ -18,13 +18,7 @@ from coordinator.leader_lease import LeaderLease
 from coordinator.sync.excluded_replicas import LeftOut
 from coordinator.sync.forecast import Forecast
 from coordinator.sync.look_ahead import LookAhead
-from coordinator.sync.participants import (
-    Agreement,
-    PresentServices,
-    RollCall,
-    WeightGroup,
-    seeded_version,
-)
+from coordinator.sync.participants import Agreement, PresentServices, RollCall, WeightGroup, seeded_version
 from coordinator.sync.publish_attempt import MOST_FAILURES, FailedRound, Publication, is_retriable, unless_due
 from coordinator.sync.rounds import Rounds
 from coordinator.sync.sources import Sources
@@ -92,11 +86,11 @@ class WeightSync:
         warn: Callable[[str], None] = lambda _: None,
         pause_s: float = PAUSE_S,
     ) -> None:
-        self.left_out = LeftOut(warn)
         self._warn, self._pause_s = warn, pause_s
         self._trainer, self._fleet, self._settings, self._lead = trainer, fleet, settings, lead
         self._min_replicas, self._rejoin_timeout_s = min_replicas, rejoin_timeout_s
         self._observed = FleetRecorder() if observed is None else observed
+        self.left_out = LeftOut(warn, self._observed.life)
         self._rounds = Rounds(
             trainer=trainer,
             group=group,
@@ -233,8 +227,8 @@ class WeightSync:
         """Return the replicas that serve, and those that do not, which load what is on disk."""
         announced = self._ahead.replicas() or await self._announced()
         serving = self._fleet.serving()
-        self._observed.fleet(announced, serving)
         self._roll_call.note_announced(announced)
+        self._observed.fleet(announced, serving, self.left_out.reasons())
         waiting = [replica for replica in announced if replica not in serving]
         joiners = [replica for replica in waiting if self.left_out.is_due(replica)]
         loaded = await unless_due(due, self._rounds.load_published(policy_version, joiners, self.left_out))
@@ -246,12 +240,14 @@ class WeightSync:
     async def _announced(self) -> tuple[Replica, ...]:
         """Return the announced replicas; while the registry is unreachable, the serving ones, or raise Unavailable."""
         try:
-            return await self._fleet.look()
+            announced = await self._fleet.look()
         except Unavailable as error:
-            if not self._fleet.serving():
+            self._observed.life.note("redis lost", str(error))
+            if not (announced := self._fleet.serving()):
                 raise
-            log.warning("registry unreachable", error=str(error))
-            return self._fleet.serving()
+        else:
+            self._observed.life.note("redis back", "it answers")
+        return announced
 
     async def _run_rounds(
         self,
@@ -299,6 +295,8 @@ class WeightSync:
         staying = self._fleet.serving()
         work.committed = [replica for replica in work.committed if replica in staying or replica not in serving]
         self._fleet.admit(work.committed)
+        reasons = self._roll_call.absent | self.left_out.reasons()
+        self._observed.life.look((*work.committed, *self._observed.lent), reasons)
         self._served = policy_version
         gained = [replica for replica in work.committed if replica not in serving]
         if work.failures and (not gained or len(work.committed) < self._min_replicas):

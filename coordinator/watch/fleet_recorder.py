@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from coordinator.watch import metrics
+from coordinator.watch.life import Life
 from servicekit.errors import TandemError
 from tandem_clients.flow import ReplicaOutcome, SyncResult
 from tandem_clients.replica import Replica
 
 ROUNDS_KEPT = 24
+NOTHING: Mapping[str, str] = {}
 # All of 64 replicas that leave and join four times.
 _CHANGES_KEPT = 512
 
@@ -75,10 +77,12 @@ class FleetRecorder:
     """Records syncs and fleet snapshots. A replica that is a new process is a new `Replica`.
 
     Attributes:
+        life: notes who comes and goes.
         lent: replicas that evaluate apart (LendingFleet).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, life: Life | None = None) -> None:
+        self.life = Life() if life is None else life
         self.rounds: deque[ObservedSync] = deque(maxlen=ROUNDS_KEPT)
         self.changes: deque[FleetChange] = deque(maxlen=_CHANGES_KEPT)
         self.replicas: dict[str, ObservedReplica] = {}
@@ -88,8 +92,13 @@ class FleetRecorder:
         self.lent: set[Replica] = set()
         self._seen: weakref.WeakSet[Replica] = weakref.WeakSet()
 
-    def fleet(self, announced: Sequence[Replica], serving: Sequence[Replica]) -> None:
-        """Record a snapshot of the fleet; the series of lost replicas end, so that alerts ignore their version."""
+    def fleet(
+        self, announced: Sequence[Replica], serving: Sequence[Replica], left_out: Mapping[str, str] = NOTHING
+    ) -> None:
+        """Record a snapshot of the fleet; the series of lost replicas end, so that alerts ignore their version.
+
+        left_out: why replicas take no part, by name.
+        """
         for replica in announced:
             row = self._row(replica.name)
             if replica not in self._seen:
@@ -108,6 +117,7 @@ class FleetRecorder:
             row.there, row.serving, row.evaluates = name in names | lent, name in serving_names, name in lent
         metrics.ANNOUNCED_REPLICAS.set(len(announced))
         metrics.SERVING_REPLICAS.set(len(serving))
+        self.life.look((*serving, *self.lent), left_out)
 
     def sync(self, result: SyncResult, lent: Sequence[str] = ()) -> None:
         """Record a weight sync that succeeded; its failed rounds were recorded when they ended.

@@ -9,10 +9,12 @@ import yaml
 
 from coordinator.record.health import Trouble, logprob_limits
 from coordinator.record.metrics_row import numeric
+from coordinator.watch.life import SHOWN
 from coordinator.web.history import History
 from coordinator.web.page_data import Picture
 from coordinator.web.snapshot import disk_free
 from servicekit.errors import ConfigError
+from tandem_files.ledger.life import read_life
 from tandem_files.metrics_file import METRICS_FILE, Baseline, Heldout, MetricsFile
 from tandem_files.run_config import RESOLVED_CONFIG
 from tandem_files.run_folder import STATE_FILE, is_locked, read_state
@@ -56,6 +58,7 @@ class FolderSource:
             baseline=since,
             limits=_limits(settings),
             disk_free=disk_free(self._run_dir),
+            life=read_life(self._run_dir, SHOWN),
             more_alerts=[Trouble("checkpoint", "", text) for text in state.get("damaged_checkpoints", [])],
         ).plain()
 

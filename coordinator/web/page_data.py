@@ -8,6 +8,7 @@ from typing import Any
 from coordinator.record.health import Trouble
 from coordinator.web.alerts import Conditions, alerts
 from coordinator.web.history import History, Row
+from tandem_files.ledger.life import LifeEntry
 from tandem_files.metrics_file import REWARD_MEAN, Baseline
 from tandem_files.metrics_table import ACCURACY, ITERATION_PARTS, METRICS, STEP_PARTS, Metric
 
@@ -46,6 +47,7 @@ class Picture(Conditions):
     syncs: Sequence[Mapping[str, Any]] = field(default_factory=list)
     timeline: Mapping[str, Any] | None = None  # of timeline.py; None: not known
     messages: Sequence[Mapping[str, Any]] = field(default_factory=list)
+    life: Sequence[LifeEntry] = ()  # the newest last
     more_alerts: Sequence[Trouble] = ()  # those that do not follow from the conditions
 
     def plain(self) -> dict[str, Any]:
@@ -53,6 +55,8 @@ class Picture(Conditions):
         shown = self.rows[-_ITERATIONS_SHOWN:]
         return {
             **{name: getattr(self, name) for name in _SENT},
+            "life": [[one.time_s, one.who, one.kind, one.why, one.seconds, one.tokens] for one in self.life],
+            "life_totals": dict(self.life[-1].totals) if self.life else {},
             "current": {name: self.history.last(name) for name, _, _ in CURVES},
             "tiles": [self._tile(metric) for metric in METRICS if metric.tile],
             "heldout_title": self.heldout.title,

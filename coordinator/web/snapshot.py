@@ -75,6 +75,7 @@ class Source:
                 {"time_s": event.time_s, "kind": event.kind.value, "text": event.message}
                 for event in self.history.messages
             ],
+            life=list(seen.life.newest),
             more_alerts=[Trouble("fleet", "", trouble) for trouble in self.troubles()],
         ).plain()
 

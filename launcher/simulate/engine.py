@@ -74,6 +74,7 @@ class SimulatedReplica:
     length_of: Callable[[str, int], int]
     busy_row_s: float = 0.0
     flips: list[tuple[float, int]] = field(default_factory=list)
+    cut: tuple[float | None, int] = (None, 0)
     _steps: float = 0.0
     _tokens: float = 0.0
     _prefill_s: float = 0.0

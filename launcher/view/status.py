@@ -23,6 +23,7 @@ from servicekit.security.tls import operator_identity
 from tandem_api.coordinator.v1 import coordinator_pb2 as pb
 from tandem_api.coordinator.v1 import coordinator_pb2_grpc as pb_grpc
 from tandem_files.checkpoints import newest_iteration
+from tandem_files.ledger.life import cost, read_life
 from tandem_files.metrics_file import Heldout, Row
 from tandem_files.metrics_table import ACCURACY, METRICS
 from tandem_files.run_config import RESOLVED_CONFIG
@@ -37,6 +38,7 @@ from tandem_files.run_folder import (
 )
 
 _ANSWER_S = 10.0
+_LIFE_SHOWN = 10
 _RUN_DIR = "TANDEM_RUN_DIR"
 
 
@@ -84,6 +86,10 @@ def describe(run_dir: Path, environ: Mapping[str, str] = os.environ) -> list[tup
     if not address and (words := last_outcome(run_dir)):
         answer.append(("ended", words))
     lines = [("run", str(run_dir)), *answer, *(("failed", str(failure)) for failure in failures)]
+    life = read_life(run_dir, _LIFE_SHOWN)
+    lines += [("life", str(entry)) for entry in life]
+    for kind, (times, seconds, tokens) in life[-1].totals.items() if life else ():
+        lines.append(("so far", f"{kind}: {times:.0f}x{cost(seconds, tokens)}"))
     newest = newest_iteration(run_dir)
     if newest is not None:
         lines.append(("last checkpoint", f"iteration {newest}"))

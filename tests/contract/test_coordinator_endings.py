@@ -12,6 +12,7 @@ from servicekit.environment import ServiceEnvironment
 from servicekit.lifecycle.exit_codes import EXIT_LOST_TRAINER
 from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import newest_sound
+from tandem_files.ledger.life import read_life
 from tests.contract.coordinator_runs import launched_again, rows, saved_state, with_settings
 from tests.fakes.fake_fleet import announced_fleet
 from tests.fakes.fake_trainer import FakeTrainer
@@ -192,6 +193,10 @@ async def test_a_run_waits_for_room_on_its_disk(
         async with asyncio.timeout(60.0):
             assert await run == 0
     assert [row["iteration"] for row in rows(environment)] == [1, 2, 3, 4, 5, 6]
+    lost, room = [entry for entry in read_life(environment.run_dir, 50) if entry.who == "disk"]
+    assert (lost.kind, room.kind) == ("disk full", "disk room")
+    assert "No space left on device" in lost.why
+    assert room.seconds == pytest.approx(room.time_s - lost.time_s, abs=0.01)
 
 
 async def test_a_coordinator_that_does_not_lead_leaves_the_reserve_of_the_one_that_does(

@@ -21,6 +21,7 @@ from tandem_config.loading import dump_resolved
 from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import list_complete
 from tandem_files.leader import FAILURES_FILE
+from tandem_files.ledger.life import read_life
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
 from tests.contract.kube_objects import (
     NAMESPACE,
@@ -224,6 +225,14 @@ async def test_a_run_on_pods_that_appear_end_hang_and_become_more(
         services = [service for each in rollouts.history.values() for service in each]
         assert len(services) == 5
         assert not any(service.was_asked_unseeded for service in services)
+    life = [(entry.who, entry.kind) for entry in read_life(environment.run_dir, 50)]
+    assert life[0] == ("coordinator", "coordinator started")
+    assert [kind for who, kind in life if who == "rollout-1"][:3] == [
+        *("replica joined", "replica left", "replica joined"),
+    ]
+    assert [kind for who, kind in life if who == "rollout-0"] == ["replica joined", "replica lost", "replica back"]
+    assert ("rollout-2", "replica joined") in life
+    assert life[-1] == ("coordinator", "coordinator ended")
     iterations = [row["iteration"] for row in rows(environment)]
     assert iterations == list(range(1, len(iterations) + 1))
 

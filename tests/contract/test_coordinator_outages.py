@@ -10,6 +10,7 @@ import redis
 from coordinator.app import conduct
 from servicekit.environment import ServiceEnvironment
 from tandem_config.schema import RunConfig, SyncSection
+from tandem_files.ledger.life import read_life
 from tests.contract.coordinator_runs import rows, saved_state, with_settings
 from tests.fakes.fake_fleet import announced_fleet
 from tests.kit.redis import RedisProcess
@@ -80,6 +81,10 @@ async def test_a_redis_that_comes_back_empty_ends_nothing(
     async with running(config, environment, redis_process()) as run:
         await asyncio.to_thread(away, run.server, 3.0)
         await run.goes_on()
+    lost, back = [entry for entry in read_life(environment.run_dir, 50) if entry.who == "redis"]
+    assert (lost.kind, back.kind) == ("redis lost", "redis back")
+    assert back.seconds is not None
+    assert back.seconds > 1.0
 
 
 @pytest.mark.slow

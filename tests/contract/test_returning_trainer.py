@@ -16,6 +16,7 @@ from servicekit.errors import Internal, NotFinite, TandemError, Unavailable
 from servicekit.lifecycle.exit_codes import EXIT_FAILED, EXIT_LOST_TRAINER
 from tandem_config.schema import ASYNC_DEFAULTS, RunConfig
 from tandem_files.checkpoints import list_complete
+from tandem_files.ledger.life import read_life
 from tandem_files.ledger.records import step_files
 from tests.contract.coordinator_runs import account_of, attempt, groups_asked, rows, saved_state, with_settings
 from tests.fakes.fake_fleet import FakeFleet, announced, announced_fleet, served
@@ -179,6 +180,16 @@ async def test_steps_that_are_not_kept_send_the_run_back_to_its_checkpoint(
         assert "the steps since its checkpoint are not kept" in saved_state(environment)["error"]
         assert await attempt(config, environment) == 0
     assert [row["iteration"] for row in rows(environment)] == list(range(1, ITERATIONS + 1))
+    life = [entry for entry in read_life(environment.run_dir, 50) if not entry.who.startswith("rollout")]
+    assert [entry.kind for entry in life] == [
+        *("coordinator started", "trainer lost", "coordinator ended"),
+        *("coordinator started", "trainer back", "coordinator ended"),
+    ]
+    again = life[3]
+    assert again.why == "after iteration 2, 3 were done"
+    assert again.tokens
+    assert again.seconds is not None
+    assert "the steps since its checkpoint are not kept" in life[2].why
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -54,6 +54,7 @@ class FakeSampler:
     is_dead: bool = False
     is_leaving: bool = False
     turn_tokens: int = 0
+    cut: tuple[float | None, int] = (None, 0)
     sampled: int = 0
     running: int = 0
     most: int = 0

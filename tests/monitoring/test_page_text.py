@@ -52,6 +52,8 @@ EMPTY = {
         "lanes": [{"name": NASTY, "bands": [[0.0, 1, True, None]], "marks": [[0.0, 1.0, "committed", 1]]}],
         "not_shown": 0,
     },
+    "life": [[1.0, NASTY, "replica lost", NASTY, 1.0, 5]],
+    "life_totals": {NASTY: [1, 2.0, 3]},
     "alerts": [{"name": "", "text": NASTY}],
     "messages": [{"time_s": 1.0, "kind": "warning", "text": NASTY}],
 }

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from coordinator.leader_lease import LeaderCheck
+from coordinator.watch.life import Life
 from coordinator.web.server import DATA, PageServer
 from launcher.view.cli import open_page
 from tandem_files.samples.folder import SampleFolder
 from tandem_files.samples.schema import TextSpan
+from tests.fakes.sole_lead import SoleLead
 from tests.kit.folders import stored, write_samples
 from tests.monitoring.browser import Browser, browser
 from tests.monitoring.test_page_text import EMPTY
@@ -41,6 +44,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     rows[-1] |= {"heldout_accuracy": 0.6, "generate_s": 1.5}
     rows[-1] |= {"train_s": 0.4, "train_forward_backward_s": 0.3, "train_pack_s": 0.06}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    life = Life(folder)
+    life.load(LeaderCheck(lease=SoleLead(), patience_s=0.0))
+    life.note("replica lost", "out of memory", who="rollout-1", tokens=345)
+    life.note("replica back", "a new process", who="rollout-1")
     samples = SampleFolder(folder)
     for number, text in ((1, "the sum is 3"), (4, "the right sum is 4")):
         write_samples(
@@ -74,6 +81,16 @@ def test_no_view_is_wider_than_its_screen(page: Browser, url: str, width: int) -
     page.open(f"{url}#view=samples", width=width, ready="document.querySelectorAll('.card').length === 3")
     assert page.eval(wide) <= 0
     assert page.eval("location.hash") == "#view=samples"
+    assert page.logged == []
+
+
+def test_the_life_of_the_run_is_shown_with_reasons_and_costs(page: Browser, url: str) -> None:
+    page.open(f"{url}#key=secret", ready="document.querySelectorAll('#life li').length === 2")
+    newest, oldest = page.eval("[...document.querySelectorAll('#life li')].map(one => one.textContent)")
+    assert "rollout-1 back: a new process (" in newest
+    assert oldest.endswith("rollout-1 lost: out of memory (345 tokens)")
+    totals = page.eval("document.querySelector('#life-totals').textContent")
+    assert totals.startswith("replica lost 1× (345 tokens) · replica back 1× (")
     assert page.logged == []
 
 

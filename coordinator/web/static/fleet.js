@@ -1,6 +1,6 @@
-// The replicas, and the last messages.
+// The replicas, who came and left in the life of the run, and the last messages.
 
-import { at, make, seconds } from "./dom.js";
+import { at, make, number, seconds } from "./dom.js";
 
 export function showFleet(run) {
   at("fleet-section").hidden = run.replicas.length === 0;
@@ -16,6 +16,23 @@ export function showFleet(run) {
       make("td", String(Math.max(0, replica.starts - 1))),
     );
     return row;
+  }));
+}
+
+const cost = (took, tokens) => {
+  const parts = [took ? seconds(took) : "", tokens ? `${tokens < 1e6 ? tokens : number(tokens)} tokens` : ""].filter(Boolean);
+  return parts.length ? ` (${parts.join(", ")})` : "";
+};
+
+export function showLife(run) {
+  at("life-section").hidden = run.life.length === 0;
+  const totals = Object.entries(run.life_totals);
+  at("life-totals").textContent = totals.map(([kind, [times, took, tokens]]) => `${kind} ${times}×${cost(took, tokens)}`).join(" · ");
+  at("life").replaceChildren(...[...run.life].reverse().map(([when, who, kind, why, took, tokens]) => {
+    const line = make("li", undefined, /lost|full|quarantined/.test(kind) ? "warning" : "state");
+    const what = `${who}${kind.slice(kind.indexOf(" "))}: ${why}${cost(took, tokens)}`;
+    line.append(make("time", new Date(when * 1000).toLocaleString()), document.createTextNode(what));
+    return line;
   }));
 }
 

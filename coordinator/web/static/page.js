@@ -3,7 +3,7 @@
 import { at } from "./dom.js";
 import { showIterations, showSyncs, showTrainSteps } from "./bars.js";
 import { redraw, showCurves } from "./curves.js";
-import { showFleet, showMessages } from "./fleet.js";
+import { showFleet, showLife, showMessages } from "./fleet.js";
 import { showAlerts, showHead, showStart, showTiles } from "./overview.js";
 import { keepKey, noteIteration, showSamples } from "./samples.js";
 import { redrawTimeline, showTimeline } from "./timeline.js";
@@ -51,6 +51,7 @@ function show(run) {
   showTrainSteps(run);
   showSyncs(run);
   showFleet(run);
+  showLife(run);
   showMessages(run);
   noteIteration(run.iteration);
 }

@@ -17,9 +17,10 @@ from coordinator.record.state import RunState
 from coordinator.retries import note_failure
 from servicekit.errors import Fenced, TandemError
 from tandem_files import checkpoints
-from tandem_files.atomic import make_way, write_bytes_atomic, write_json_atomic
+from tandem_files.atomic import append_json, make_way, write_bytes_atomic, write_json_atomic
 from tandem_files.exports import note_template
 from tandem_files.leader import LEADER_FILE, PLACEMENT_FILE, FolderLeader, read_leader, take_folder
+from tandem_files.ledger.life import LIFE_FILE
 from tandem_files.ledger.records import Record, framed, groups_file, segment
 from tandem_files.metrics_file import METRICS_FILE, MetricsFile
 from tandem_files.run_config import NEXT_CONFIG, adopt_next, note_config
@@ -119,6 +120,7 @@ WRITERS: dict[str, Writer] = {
         lambda folder, check, by: write_bytes_atomic(folder / PLACEMENT_FILE, by.encode(), check)
     ),
     "append": of_call(lambda folder, check, by: MetricsFile(folder / METRICS_FILE).append({"iteration": 3}, check)),
+    "append_json": of_call(lambda folder, check, by: append_json(folder / LIFE_FILE, {"by": by}, check)),
     "cut_after": of_call(lambda folder, check, by: MetricsFile(folder / METRICS_FILE).cut_after(1, check)),
     "adopt_next": of_call(lambda folder, check, by: adopt_next(folder, check)),
     "note_config": of_call(lambda folder, check, by: note_config(folder, by, check)),
