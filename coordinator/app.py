@@ -2,10 +2,11 @@
 
 import asyncio
 import uuid
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from coordinator.build import App
 from coordinator.environments.conversations import environments_of, started_environment, tools_of
@@ -27,7 +28,7 @@ from coordinator.watch.fleet_recorder import FleetRecorder
 from coordinator.watch.life import Life
 from coordinator.web.history import History
 from coordinator.web.samples import SamplePages
-from coordinator.web.server import DATA, EARLIER, SAMPLES, PageServer, on_loop
+from coordinator.web.server import DATA, EARLIER, SAMPLES, PageServer, fresh, on_loop
 from coordinator.web.snapshot import Source
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, TandemError
@@ -177,7 +178,7 @@ async def _serve_and_run(app: App, stop: asyncio.Event, scrapes: Scrapes, metric
     async with AsyncExitStack() as stack:
         if app.cluster is not None:
             stack.callback(app.cluster.close)
-        overview = await _overview(app, stack)
+        overview = fresh((await _overview(app, stack)).snapshot)
         _note_arrivals(app, stack)
         await _serve_page(app, overview, stack)
         server = await _serve(app, overview, stop, metrics_port, stack)
@@ -238,7 +239,7 @@ def release_unled(config: RunConfig, environment: ServiceEnvironment, why: str) 
 
 
 async def _serve(
-    app: App, overview: Source, stop: asyncio.Event, metrics_port: int, stack: AsyncExitStack
+    app: App, overview: Callable[[], dict[str, Any]], stop: asyncio.Event, metrics_port: int, stack: AsyncExitStack
 ) -> GrpcServer:
     """Serve status and events from the start, so that a watcher sees which services the run waits for."""
     environment = app.environment
@@ -256,7 +257,7 @@ async def _serve(
         events=app.events,
         progress=app.inputs.state,
         fleet=app.view,
-        overview=overview.snapshot,
+        overview=overview,
     )
     server.add(add_CoordinatorServiceServicer_to_server, servicer, FULL_NAME)
     address = await server.start()
@@ -315,7 +316,7 @@ def _note_arrivals(app: App, stack: AsyncExitStack) -> None:
     stack.push_async_callback(cancel, asyncio.create_task(work, name="arrivals"))
 
 
-async def _serve_page(app: App, overview: Source, stack: AsyncExitStack) -> None:
+async def _serve_page(app: App, overview: Callable[[], dict[str, Any]], stack: AsyncExitStack) -> None:
     """Serve the run's web page, if a port is set. Its address goes to the registry, where the launcher finds it."""
     environment = app.environment
     if environment.web_port is None:
@@ -325,7 +326,7 @@ async def _serve_page(app: App, overview: Source, stack: AsyncExitStack) -> None
         environment.bind_host,
         environment.web_port,
         {
-            DATA: on_loop(overview.snapshot, asyncio.get_running_loop()),
+            DATA: on_loop(overview, asyncio.get_running_loop()),
             SAMPLES: samples.groups,
             EARLIER: samples.earlier,
         },

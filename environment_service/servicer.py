@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from coordinator.environments.pool import EnvironmentPool, Episode, EpisodeFailed
 from coordinator.environments.remote import KINDS, PROTOCOL
 from coordinator.workers.episodes.replies import AssistantTurn
-from servicekit.errors import AlreadyExists, ConfigError, InvalidRequest, NotFound, TooLarge, Unavailable
+from servicekit.errors import AlreadyExists, ConfigError, InvalidRequest, NotFound, Overloaded, Unavailable
 from servicekit.lifecycle.tasks import cancel, to_its_end
 from servicekit.logs import get_logger
 from tandem_api.environment.v1 import environment_pb2 as pb
@@ -98,7 +98,7 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         kept = self._kept.get(request.episode)
         if kept is None:
             if len(self._kept) >= MOST_EPISODES:
-                raise TooLarge(f"{len(self._kept)} episodes are open, as many as may be: more workers end them sooner")
+                raise Overloaded(f"{len(self._kept)} episodes are open, the most; more workers end them sooner")
             row = _object(request.row_json, "row_json")
             kept = self._kept[request.episode] = _Kept(
                 name=request.episode,

@@ -2,14 +2,19 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from rollout_service.engine import RolloutEngine, SampledCompletion, SampledGroup, SamplingSettings
+from rollout_service.engine import GroupRequest, RolloutEngine, SampledCompletion, SampledGroup, SamplingSettings
 from rollout_service.sampling import read_groups
 from rollout_service.weight_updates.admission import Admission
 from servicekit.lifecycle.tasks import cancel
 from tandem_api.rollout.v1 import rollout_pb2 as pb
+
+# What a completion takes besides its tokens; and a run's requests at a replica, all its streams together, as a multiple
+# of the KV cache: a stream submits what fits into it, twice that if nothing waits.
+_COMPLETION_TOKENS, _CACHES = 64, 8
 
 
 class OpenStream:
@@ -32,6 +37,7 @@ class OpenStream:
         self._stream = engine.open_stream(sampling)
         self._admission, self._max_groups, self._until_it_serves = admission, max_groups, until_it_serves
         self._left: dict[str, set[int]] = {}  # by group, the completions that have not ended
+        self._tokens: Counter[str] = Counter()  # by group
         self._began_s: float | None = None
         self._reading: asyncio.Task[None] | None = None
 
@@ -58,7 +64,7 @@ class OpenStream:
             await cancel(self._reading)
             self._reading = None  # its error holds its frame, which holds this stream
             self._stream.close()
-            self._admission.leave(len(self._left))
+            self._admission.leave(len(self._left), self._tokens.total())
 
     async def _read(self, request: pb.GenerateRequest | None, requests: AsyncIterator[pb.GenerateRequest]) -> None:
         while request is not None:
@@ -67,10 +73,12 @@ class OpenStream:
             if request.groups:
                 groups = read_groups(request.groups, self._sampling, self._limits, self._max_groups, self._left)
                 await self._until_it_serves(request)
-                before = len(self._left)
+                tokens = {group.group_id: _tokens_of(group) for group in groups}
+                caches = _CACHES * self._limits.kv_tokens
+                self._admission.enter(len(tokens.keys() - self._left), sum(tokens.values()), caches)
+                self._tokens.update(tokens)
                 for group in groups:
                     self._left.setdefault(group.group_id, set()).update(group.starts())
-                self._admission.enter(len(self._left) - before)
                 self._began_s = self._began_s or time.perf_counter()
                 await self._stream.submit(groups)
             del request
@@ -96,5 +104,12 @@ class OpenStream:
             self._left[name].difference_update(one.index for one in found if one.finish is not None)
             if not self._left[name]:
                 del self._left[name]
-                self._admission.leave(1)
+                self._admission.leave(1, self._tokens.pop(name))
         return [SampledGroup(group_id=name, completions=found) for name, found in groups.items()]
+
+
+def _tokens_of(group: GroupRequest) -> int:
+    """Return the tokens that a request holds."""
+    starts = group.starts()
+    own = sum(map(len, group.prompts.values())) + sum(map(len, starts.values()))
+    return len(group.prompt_ids) + own + _COMPLETION_TOKENS * len(starts)

@@ -9,12 +9,17 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import grpc
 
 REASON_KEY = "tandem-reason"
+# gRPC's own key (proposal A6): a client whose channel repeats calls waits for so long.
+RETRY_KEY = "grpc-retry-pushback-ms"
+_LONGEST_S = 3600.0
+# Begin of the text with which gRPC itself refuses calls that no server has taken yet.
+_PENDING = "Too many pending requests"
 # A status message is percent-encoded (up to three bytes per byte) in HTTP/2 trailers, of which peers accept 8 KiB by
 # default; the rest of the trailers needs room too.
 MAX_MESSAGE_TEXT_BYTES = 2000
@@ -23,6 +28,8 @@ MAX_MESSAGE_TEXT_BYTES = 2000
 class TandemError(Exception):
     """An error for the caller, with status and reason; `str(error)` is the message."""
 
+    # Seconds after which the service wants the call again, no sooner; 0: it does not say.
+    after_s = 0.0
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     reason: ClassVar[str] = "INTERNAL"
 
@@ -112,7 +119,7 @@ class NotFound(TandemError):
 
 
 class TooLarge(TandemError):
-    """A message, a batch or a queue is over its limit."""
+    """A message or a batch is over its limit."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "TOO_LARGE"
@@ -123,6 +130,14 @@ class Unavailable(TandemError):
 
     code = grpc.StatusCode.UNAVAILABLE
     reason = "UNAVAILABLE"
+
+
+class Overloaded(Unavailable):
+    """The service has as much to do as it takes; nothing was done of this call, which may be repeated later."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "OVERLOADED"
+    after_s = 1.0
 
 
 class Aborted(TandemError):
@@ -187,31 +202,10 @@ class Internal(TandemError):
     reason = "INTERNAL"
 
 
-ERRORS: tuple[type[TandemError], ...] = (
-    InvalidRequest,
-    ConfigError,
-    NotReady,
-    StaleVersion,
-    WrongVersion,
-    PhaseOrder,
-    Poisoned,
-    Fenced,
-    ReleaseSkew,
-    ConfigurationSkew,
-    AlreadyExists,
-    NotFound,
-    TooLarge,
-    Unavailable,
-    Aborted,
-    PeerLost,
-    SlotTaken,
-    DigestMismatch,
-    DeadlineExceeded,
-    NotFinite,
-    PermissionDenied,
-    Unauthenticated,
-    Internal,
-)
+# All classes above, in their order.
+ERRORS: tuple[type[TandemError], ...] = tuple(
+    one for one in list(globals().values()) if isinstance(one, type) and issubclass(one, TandemError)
+)[1:]
 _BY_REASON = {error.reason: error for error in ERRORS}
 # For statuses without a reason (of gRPC itself or of a proxy): the first class with that status.
 _BY_CODE = {error.code: error for error in reversed(ERRORS)} | {grpc.StatusCode.CANCELLED: Aborted}
@@ -232,11 +226,13 @@ class Status:
     code: grpc.StatusCode
     reason: str
     message: str
+    after_s: float = 0.0
 
     @property
     def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata with the reason code."""
-        return ((REASON_KEY, self.reason),)
+        """Metadata with the reason code, and when the call may be repeated."""
+        again = ((RETRY_KEY, f"{1000 * self.after_s:.0f}"),) if self.after_s else ()
+        return ((REASON_KEY, self.reason), *again)
 
 
 def to_status(error: BaseException) -> Status:
@@ -247,7 +243,7 @@ def to_status(error: BaseException) -> Status:
     if isinstance(error, grpc.RpcError):
         error = from_rpc_error(error)
     if isinstance(error, TandemError):
-        return Status(code=error.code, reason=error.reason, message=_cut(str(error)))
+        return Status(code=error.code, reason=error.reason, message=_cut(str(error)), after_s=error.after_s)
     if isinstance(error, NotImplementedError):
         return Status(code=grpc.StatusCode.UNIMPLEMENTED, reason="UNIMPLEMENTED", message=_cut(str(error)))
     if isinstance(error, ValueError):
@@ -262,13 +258,16 @@ def from_rpc_error(error: grpc.RpcError) -> TandemError:
     """Make the error that the server raised, by its reason, or by its status if the reason is missing or unknown."""
     call: Any = error  # gRPC's runtime errors are Calls as well; the base class declares nothing
     code, details = call.code(), _explain_handshake(call.details() or "")
-    found = _BY_REASON.get(_reason(call.trailing_metadata()) or "")
-    if found is not None:
-        return found(details)
-    fallback = _BY_CODE.get(code)
-    if fallback is not None:
-        return fallback(details or code.name)
-    return Internal(f"{code.name}: {details}")
+    said = dict(call.trailing_metadata() or ())
+    found = (
+        Overloaded if details.startswith(_PENDING) else _BY_REASON.get(said.get(REASON_KEY, "")) or _BY_CODE.get(code)
+    )
+    if found is None:
+        return Internal(f"{code.name}: {details}")
+    made = found(details or code.name)
+    if (asked_ms := said.get(RETRY_KEY, "")).isdigit():
+        made.after_s = min(int(asked_ms) / 1000, _LONGEST_S)
+    return made
 
 
 # Note of an OSError that a write has raised.
@@ -365,9 +364,8 @@ def rpc_errors(peer: str = "") -> Iterator[None]:
         raise Unavailable(f"{peer}: our connection to it was closed: it is lost") from error
     except grpc.RpcError as error:
         translated = from_rpc_error(error)
-        if not peer:
-            raise translated from error
-        raise type(translated)(f"{peer}: {translated}") from error
+        translated.args = (f"{peer}: {translated}" if peer else str(translated),)
+        raise translated from error
 
 
 def _is_of_closed_channel(error: BaseException) -> bool:
@@ -383,13 +381,6 @@ def _explain_handshake(details: str) -> str:
         if mark in details:
             return f"{meaning} ({details})"
     return details
-
-
-def _reason(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:
-    for key, value in metadata or ():
-        if key == REASON_KEY and isinstance(value, str):
-            return value
-    return None
 
 
 def _cut(message: str) -> str:

@@ -16,8 +16,12 @@ from servicekit.addresses import listen
 # For a whole request, from the connection on, and again for the whole answer, as soon as it is made: a client that is
 # silent, or sends or reads a byte now and then, loses its connection.
 CLIENT_S = 10.0
-# Enough for a scraper and some browsers. A further one takes the place of the one that has kept us waiting longest.
+# Enough for a scraper and some browsers. A further one takes the place of the one that has kept us waiting longest, if
+# that is longer than a client needs; else it is refused.
 MOST_CONNECTIONS = 32
+_WRITES_S = 1.0
+RETRY_AFTER = ("Retry-After", "1")
+_REFUSAL = b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
 # For the thread of a connection that was ended; it needs a millisecond.
 _LEAVE_S = 1.0
 _CONNECTION = "tandem.connection"
@@ -58,11 +62,16 @@ class HttpServer(ThreadingMixIn, WSGIServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Process a request in a thread of its own."""
-        if self._free.acquire(blocking=False) or (self._end_waiting(1) and self._free.acquire(timeout=_LEAVE_S)):
+        wait_s = 0 if self._free._value or not self._end_waiting(1, _WRITES_S) else _LEAVE_S
+        if self._free.acquire(timeout=wait_s):
             self._waits(request, True)
             super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+            return
+        with contextlib.suppress(OSError):
+            request.setblocking(False)
+            request.send(_REFUSAL)
+            request.recv(2**16)  # what is not read would have the refusal lost with the connection
+        self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Serve one connection."""
@@ -74,10 +83,7 @@ class HttpServer(ThreadingMixIn, WSGIServer):
 
     def service_actions(self) -> None:
         """End the connections whose time is over; called after each connection, and twice a second."""
-        since_s = time.monotonic() - CLIENT_S
-        with self._lock:
-            late = sum(begun_s < since_s for begun_s in self._waiting.values())
-        self._end_waiting(late)
+        self._end_waiting(MOST_CONNECTIONS, CLIENT_S)
 
     def _waits(self, connection: socket.socket, does: bool) -> None:
         with self._lock:
@@ -85,10 +91,11 @@ class HttpServer(ThreadingMixIn, WSGIServer):
             if does:
                 self._waiting[connection] = time.monotonic()
 
-    def _end_waiting(self, most: int) -> bool:
+    def _end_waiting(self, most: int, longer_than_s: float) -> bool:
         """End those that have waited longest. Returns: whether any has."""
+        since_s = time.monotonic() - longer_than_s
         with self._lock:
-            longest = list(self._waiting)[:most]
+            longest = [one for one, begun_s in self._waiting.items() if begun_s < since_s][:most]
             for connection in longest:
                 del self._waiting[connection]
         for connection in longest:

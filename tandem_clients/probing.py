@@ -63,6 +63,8 @@ async def _probe(service: ProbedService, probe_timeout_s: float) -> None:
         try:
             await service.status(timeout_s=probe_timeout_s)
         except (DeadlineExceeded, Unavailable) as error:
+            if error.after_s:  # it has too much to do, and says so
+                continue
             raise NoAnswer(f"{service.name} no longer answers: {error}") from error
         except TandemError:  # an error is an answer too
             continue

@@ -4,12 +4,13 @@ It turns samples into messages; their size changes the number of messages, not t
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import grpc
 import numpy as np
@@ -30,10 +31,13 @@ from weightsync.round.client import of_participant
 STEP_TIMEOUT_S = 3600.0
 SAVE_TIMEOUT_S = 1800.0
 STATUS_TIMEOUT_S = 10.0
+# Seconds for which a trainer may say that it has as much to do as it takes.
+BUSY_S = 600.0
 # Bytes on the wire: of a token id; of a log-prob, and of the token's place in the mask; at most for the rest of a
 # sample: its lengths, advantage, flag (21 with the prefix of its name), and the fields that a message has once (53).
 _ID_BYTES, _SAMPLED_BYTES, _OVERHEAD_BYTES = 4, 4 + 1, 96
 
+T = TypeVar("T")
 log = get_logger(__name__)
 
 
@@ -112,11 +116,7 @@ class Trainer:
             requests: makes them; each fence is replaced by ours.
         """
         sent = asyncio.Event() if sent is None else sent
-        try:
-            return await self._train_step(requests, step_id, sent)
-        except Unavailable as error:
-            log.warning("train step reply lost, sending it again", step_id=step_id, error=str(error))
-            return await self._train_step(requests, step_id, sent)
+        return await _repeated(lambda: self._train_step(requests, step_id, sent), step_id=step_id)
 
     async def _train_step(
         self, requests: Callable[[], Iterator[trainer_pb2.TrainStepRequest]], step_id: str, sent: asyncio.Event
@@ -147,11 +147,7 @@ class Trainer:
 
         Returns: 0 where no sequence that is trained has the token: before one, in a branch of its own.
         """
-        try:
-            found_T = await self._logprobs(samples, reference)
-        except Unavailable as error:
-            log.warning("log-probs lost, asking again", reference=reference, error=str(error))
-            found_T = await self._logprobs(samples, reference)
+        found_T = await _repeated(lambda: self._logprobs(samples, reference), reference=reference)
         out_T = np.zeros(sum(len(sample.completion.token_ids) for sample in samples), np.float32)
         offset = at = 0
         for sample in samples:
@@ -224,6 +220,20 @@ class Trainer:
     async def close(self) -> None:
         """Close the channel; running calls are cancelled."""
         await self._channel.close()
+
+
+async def _repeated(attempt: Callable[[], Awaitable[T]], **about: Any) -> T:
+    """Make a call, once more if its reply is lost; a trainer that is busy is asked again for BUSY_S at most."""
+    busy_until_s, num_lost = time.monotonic() + BUSY_S, 0
+    while True:
+        try:
+            return await attempt()
+        except Unavailable as error:
+            num_lost += not error.after_s
+            if num_lost > 1 or (error.after_s and time.monotonic() > busy_until_s):
+                raise
+            log.warning("call is made again", after_s=error.after_s, error=str(error), **about)
+            await asyncio.sleep(error.after_s)
 
 
 def sequences_of(sample: Sample) -> list[tuple[int, Sample]]:

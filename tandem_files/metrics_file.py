@@ -11,15 +11,20 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tandem_files.atomic import append_json, naming, no_check, write_bytes_atomic
 from tandem_files.metrics_table import ACCURACY
 
 METRICS_FILE = "metrics.jsonl"
 Row = dict[str, float | int | None]
+# Newest rows of which a process that follows a run keeps each. A run of a week has 100,000, of 10 KiB as objects.
+RECENT_ROWS = 1_000
+# Neighbours among the older ones: windows of iterations that are averaged have as many.
+_BLOCK = 10
 # The mean of each reward's own scores, and of each part that a server gives.
 REWARD_MEAN = re.compile(r"reward/(.+)_mean")
+R = TypeVar("R", bound=Mapping[str, Any])
 _OF_SET = re.compile(r"eval/(?P<name>[^/]+)/.+|(?P<heldout>heldout)_.+")
 
 
@@ -65,6 +70,22 @@ class MetricsFile:
         content = "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept).encode()
         write_bytes_atomic(self._path, content, before_write)
         return iteration - sum(row["iteration"] != 0 for row in kept)
+
+
+def thin_rows(rows: list[R]) -> None:
+    """Leave old rows out, evenly in blocks of neighbours, as soon as there are 3 * RECENT_ROWS; at most 2 of 3 stay.
+
+    >>> rows = [{"iteration": number} for number in range(1, 6001)]
+    >>> thin_rows(rows)
+    >>> len(rows), [row["iteration"] for row in rows[8:12]]
+    (1629, [9, 80, 81, 82])
+    """
+    if len(rows) <= 3 * RECENT_ROWS:
+        return
+    newest, scored = int(rows[-1]["iteration"]), [row for row in rows if ACCURACY in row][-1:]
+    recent, every = rows[-RECENT_ROWS:], _BLOCK << (newest // RECENT_ROWS).bit_length()
+    old = [row for row in rows[:-RECENT_ROWS] if row["iteration"] % every < _BLOCK or row in scored]
+    rows[:] = [*old, *recent]
 
 
 def set_of(column: str) -> str | None:

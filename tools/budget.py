@@ -22,8 +22,9 @@ REPO = Path(__file__).resolve().parent.parent
 # foresee (250); by 31: turns whose ids are those that were sampled, and parsers of tool calls (700), environments and
 # tools in worker processes (1,040), conversations between them and the policy (700), as a tree (400), in a server of
 # their own (750), with metrics (50) and adapters of other libraries (690); by 32: a trainer that comes
-# back (530), a standby (590), scaling (690), replicas that seed others (640), the run's life (290).
-PRODUCT_LINES = 80_200
+# back (540), a standby (590), scaling (690), replicas that seed others (650), the run's life (290), bounds of calls and
+# of histories (160).
+PRODUCT_LINES = 80_400
 # Modules with one importer that are short and no extension point: each is a door to a closet.
 CLOSETS, CLOSET_LINES = 25, 60
 # Lines of the two paths, so that each can be read in an afternoon. Raised by 29: what becomes of a prompt is noted,
@@ -31,8 +32,8 @@ CLOSETS, CLOSET_LINES = 25, 60
 # dispatch may last as long as the run, an engine drops the KV cache of what it keeps; a round has stragglers. By 29:
 # what a step needs of the trainer is a protocol, so that what stands in for it is checked. By 31: which template,
 # tools in prompts, answers between turns, and what an episode gets. By 32: what is asked of a lost trainer again,
-# replicas that hand over; a replica as source of weights.
-PROMPT_LINES, WEIGHT_LINES = 7_600, 5_900
+# replicas that hand over, and refuse what they cannot hold; a replica as source of weights.
+PROMPT_LINES, WEIGHT_LINES = 7_700, 5_900
 SUBJECT_CHARACTERS = 72
 
 # Folders that are not the product.

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from servicekit.errors import InvalidRequest, NotFinite, NotReady, TandemError, Unavailable
+from servicekit.errors import InvalidRequest, NotFinite, NotReady, Overloaded, TandemError
 from servicekit.logs import get_logger
 from servicekit.rpc.fence import FenceGuard
 from servicekit.versions import software_versions
@@ -151,10 +151,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
 
     @contextlib.contextmanager
     def _room(self) -> Iterator[None]:
-        """Have room for one more batch. Raises: Unavailable: too many are in memory."""
+        """Have room for one more batch. Raises: Overloaded: too many are in memory."""
         training = sum(not step.done() for step in self._steps.values())
         if self._receiving + training >= MAX_BATCHES:
-            raise Unavailable(
+            raise Overloaded(
                 f"{self._receiving} train steps are being received and {training} are to be trained; at most "
                 f"{MAX_BATCHES} together, call again"
             )

@@ -176,7 +176,7 @@ class RemoteEnvironment:
             if clock() + pause_s - lost_s > self.section.start_timeout_s:
                 unreached = f"for start_timeout_s = {self.section.start_timeout_s:g} s"
                 raise EpisodeFailed(key, "killed", f"its server was unreachable {unreached}: {why}")
-            await asyncio.sleep(random.uniform(pause_s / 2, pause_s))
+            await asyncio.sleep(max(failure.after_s, random.uniform(pause_s / 2, pause_s)))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 

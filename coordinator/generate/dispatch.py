@@ -29,7 +29,7 @@ from coordinator.generate.turns import Interacting, Turns, opened
 from coordinator.watch import metrics
 from servicekit.errors import DeadlineExceeded, InvalidRequest, TandemError, TooLarge, Unavailable
 from servicekit.lifecycle.background import BackgroundTask
-from servicekit.lifecycle.tasks import cancel
+from servicekit.lifecycle.tasks import cancel, first_of
 from servicekit.logs import get_logger
 from servicekit.rpc.limits import MAX_COMPLETIONS_PER_CALL
 from tandem_clients.flow import Generation, Group, Order, Prompt
@@ -212,9 +212,7 @@ class Dispatch:
     async def _wait(self) -> None:
         """Wait until a stream has ended or a replica has joined; only briefly: groups may have begun to wait."""
         joining = self._joiners.look() if len(self._pending) > self._num_reserved else None
-        tasks: set[asyncio.Task[None]] = {*self._running}
-        if joining is not None:
-            tasks.add(joining)
+        tasks = {*self._running} if joining is None else {*self._running, joining}
         if not tasks and not self._turns:
             raise self._exhausted()
         timeout_s = self._patience.look_s if self._running else min(self._patience.look_s, self._patience.rejoin_s)
@@ -273,6 +271,8 @@ class Dispatch:
             raise
         except TandemError as failure:
             error = failure
+            if failure.after_s:  # its stream is not opened again before
+                await first_of({"nothing": asyncio.Event()}, timeout_s=failure.after_s)
         for group in lane.end(self._order.sampling):
             self._turns.begin(group)
         for group in [group for group in lane.open.values() if group.is_whole()]:  # came with what has failed

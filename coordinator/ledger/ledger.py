@@ -240,6 +240,9 @@ class Ledger:
         oldest = await self._on_thread(self._files.oldest_checkpoint)
         where = {"iteration": state.iteration, "version": state.policy_version, "wave": state.wave}
         self._put("checkpoint", **where, digest=state.steps_digest, oldest=oldest)
+        begins = max([number for number, after in self._boundaries.items() if after <= oldest], default=0)
+        self._boundaries = {number: after for number, after in self._boundaries.items() if number >= begins}
+        self._first_waves = {number: wave for number, wave in self._first_waves.items() if number >= oldest}
         self._first_waves[state.iteration] = state.wave
         self._has_checkpoint = True
         try:

@@ -13,7 +13,9 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
+
+import numpy as np
 
 from tandem_files import metrics_table as table
 from tandem_files.metrics_file import Heldout
@@ -96,12 +98,13 @@ def troubles(rows: Sequence[Row], heldout: Heldout | None, limits: Mapping[str, 
         heldout: None: there are no evaluations.
         limits: logprob_limits.
     """
-    now = _Curves(rows, heldout or Heldout(), limits)
-    return [*_of_steps(now), *_of_scoring(now), *_of_scores(now), *_of_policy(now)]
+    return judged(rows, heldout or Heldout(), limits)[1]
 
 
-def figures(rows: Sequence[Row], heldout: Heldout, limits: Mapping[str, float]) -> dict[str, float]:
-    """Return what troubles and Prometheus's rules are judged by, as the table explains it, where it is known."""
+def judged(
+    rows: Sequence[Row], heldout: Heldout, limits: Mapping[str, float]
+) -> tuple[dict[str, float], list[Trouble]]:
+    """Return the troubles, and before them what they and Prometheus's rules are judged by, where it is known."""
     now = _Curves(rows, heldout, limits)
     shares = [rows[-1][field] / limit for field, limit in limits.items() if rows and field in rows[-1]]
     found = {
@@ -111,7 +114,8 @@ def figures(rows: Sequence[Row], heldout: Heldout, limits: Mapping[str, float]) 
         "mismatch": max(shares, default=None),
         "mismatch_rise": now.mismatch_rise,
     }
-    return {name: figure for name, figure in found.items() if figure is not None}
+    known = {name: figure for name, figure in found.items() if figure is not None}
+    return known, [*_of_steps(now), *_of_scoring(now), *_of_scores(now), *_of_policy(now)]
 
 
 @dataclass(frozen=True)
@@ -140,9 +144,13 @@ class _Curves:
 
     def means(self, field: str) -> list[float]:
         """Return the field's means over windows (in long runs over _MAX_WINDOWS of the windows)."""
-        starts = range(0, len(self.rows) - self.window + 1, max(1, len(self.rows) // _MAX_WINDOWS))
-        means = [mean_of(self.rows[start : start + self.window], field) for start in starts]
-        return [mean for mean in means if mean is not None]
+        values = np.array([row.get(field, np.nan) for row in self.rows])
+        starts = np.arange(0, len(values) - self.window + 1, max(1, len(values) // _MAX_WINDOWS))
+        windows = values[starts[:, None] + np.arange(self.window)]
+        known = ~np.isnan(windows)
+        sums, counts = np.cumsum(np.where(known, windows, 0.0), axis=1)[:, -1], known.sum(axis=1)
+        means: list[float] = (sums[counts > 0] / counts[counts > 0]).tolist()
+        return means
 
     @cached_property
     def reward_best(self) -> float | None:
@@ -198,7 +206,7 @@ class _Curves:
         """The mean difference of log-probs lately / that of the first iterations; None: too few iterations."""
         field = "logprob_abs_diff_mean"
         # Iterations without a train step have none: at first all groups of a hard task may be equal.
-        measured = [row for row in self.rows if field in row]
+        measured = list(islice((row for row in self.rows if field in row), 2 * self.window))
         first, recent = mean_of(measured[:_SHORTEST], field), self.recent(field)
         if first is None or recent is None or len(measured) < 2 * self.window:
             return None

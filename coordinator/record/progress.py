@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from coordinator.record.health import Watch, figures, troubles
+from coordinator.record.health import Watch, judged
 from coordinator.record.iteration_warnings import remarks, score_remarks
 from coordinator.record.metrics_row import numeric
 from coordinator.record.state import RunState
@@ -16,7 +16,7 @@ from coordinator.watch.life import Life
 from servicekit.errors import Internal
 from servicekit.logs import get_logger
 from tandem_clients.flow import DataKey, GroupScores, IterationRecord, SyncResult
-from tandem_files.metrics_file import Heldout, Row
+from tandem_files.metrics_file import Heldout, Row, thin_rows
 from tandem_files.metrics_table import REWARD
 
 # Iterations in a row without anything to train on (grpo.zero_variance: drop) before the run stops: the policy does not
@@ -55,6 +55,7 @@ class Progress:
     def load(self, rows: Sequence[Row]) -> None:
         """Begin with the rows of earlier processes."""
         self._curves.extend(numeric(row) for row in rows)
+        thin_rows(self._curves)
 
     def start(self) -> None:
         """Set the metrics to the state with which the first iteration begins."""
@@ -63,7 +64,7 @@ class Progress:
         self.state.not_removed = []  # of the process before: tried again
         if self.state.initial_accuracy is not None:
             metrics.INITIAL_ACCURACY.set(self.state.initial_accuracy)
-        metrics.observe_figures(figures(self._curves, Heldout.of_state(vars(self.state)), self.limits))
+        metrics.observe_figures(judged(self._curves, Heldout.of_state(vars(self.state)), self.limits)[0])
 
     def announce(self, part: str) -> None:
         """Announce that a part of an iteration begins; "": that it has ended."""
@@ -193,9 +194,9 @@ class Progress:
     def _check_training(self, row: Row) -> None:
         """Record the troubles of the training, and warn of new ones."""
         self._curves.append(numeric(row))
-        heldout = Heldout.of_state(vars(self.state))
-        metrics.observe_figures(figures(self._curves, heldout, self.limits))
-        now = troubles(self._curves, heldout, self.limits)
+        thin_rows(self._curves)
+        found, now = judged(self._curves, Heldout.of_state(vars(self.state)), self.limits)
+        metrics.observe_figures(found)
         of_disk = [*self.state.missed_checkpoints[-1:], *self.state.not_removed]
         self.state.troubles = [*of_disk, *(trouble.text for trouble in now)]
         for trouble in self._watch.begun(now):

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 
 from servicekit.errors import InvalidRequest
 
@@ -84,8 +85,7 @@ class EventLog:
 
     def _newer(self, after: int) -> list[Event]:
         """Copy the newer events, because the log grows while a slow watcher reads."""
-        skip = max(0, len(self._events) - (self._last - after))
-        return list(self._events)[skip:]
+        return list(islice(reversed(self._events), self._last - after))[::-1]
 
     def _wake(self) -> None:
         self._changed.set()

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from coordinator.watch.events import Event, EventKind, EventLog
 from coordinator.web.timeline import Timeline
+from tandem_files.metrics_file import thin_rows
 
-# Rows kept in memory; older ones are in metrics.jsonl.
-_ROWS_KEPT = 20_000
 _MESSAGES_KEPT = 30
 # Points of a curve that are sent: more than a curve is pixels wide.
 POINTS = 240
@@ -21,10 +20,13 @@ class History:
 
     Args:
         rows: iterations of earlier processes of the run.
+    Attributes:
+        rows: of a long run not all (thin_rows).
     """
 
     def __init__(self, rows: Sequence[Row] = ()) -> None:
-        self.rows: deque[Row] = deque(rows, maxlen=_ROWS_KEPT)
+        self.rows = list(rows)
+        thin_rows(self.rows)
         # Names of the fields that any row has had, in their order.
         self.names = {name: None for row in rows for name in row}
         # Changes of the state, warnings, evaluations.
@@ -46,6 +48,7 @@ class History:
             while self.rows and self.rows[-1]["iteration"] >= event.values["iteration"]:
                 self.rows.pop()  # repeated, from a checkpoint
             self.rows.append(event.values)
+            thin_rows(self.rows)
             self.names.update(dict.fromkeys(event.values))
             self._curves.clear()
         if event.kind in (EventKind.PROGRESS, EventKind.ITERATION):

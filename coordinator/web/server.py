@@ -5,8 +5,11 @@ what metrics show too, need none.
 """
 
 import asyncio
+import functools
 import hmac
 import json
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from importlib import resources
 from typing import Any
@@ -15,7 +18,7 @@ from wsgiref.types import StartResponse, WSGIEnvironment
 
 from servicekit.addresses import join_address
 from servicekit.errors import ConfigError, TandemError, Unavailable
-from servicekit.http_server import HttpServer, is_own_name
+from servicekit.http_server import RETRY_AFTER, HttpServer, is_own_name
 from servicekit.logs import get_logger
 
 # Scripts, styles and data from this server only; no frames, no forms.
@@ -48,6 +51,10 @@ SNAPSHOT_S = 5.0
 # Makes a JSON object from a request's parameters, in the connection's thread. Raises: TandemError: it cannot.
 Answer = Callable[[Mapping[str, str]], dict[str, Any]]
 _Response = tuple[str, str, bytes]
+# Answers with data that are made at a time: their threads take turns with the run's. A further one waits for so long.
+_MOST_ANSWERS, _WAIT_S = 4, 1.0
+# For so long a snapshot is sent again: it is made on the run's loop.
+_FRESH_S = 0.25
 
 log = get_logger(__name__)
 
@@ -63,6 +70,7 @@ class Page:
 
     def __init__(self, answers: Mapping[str, Answer], bound: str = "0.0.0.0", key: str = "") -> None:
         self._answers, self._bound, self._key = answers, bound, key
+        self._free = threading.BoundedSemaphore(_MOST_ANSWERS)
         self._files = {}
         for file in (resources.files(__package__) / "static").iterdir():
             kind = _KINDS.get(file.name[file.name.rfind(".") :])
@@ -76,6 +84,7 @@ class Page:
         else:
             status, kind, body = "421 Misdirected Request", _TEXT, b"this page is at localhost\n"
         headers = [("Content-Type", kind), ("Content-Length", str(len(body))), *_HEADERS]
+        headers += [RETRY_AFTER] if status.startswith("503") else []
         start_response(status, headers)
         return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
 
@@ -90,7 +99,12 @@ class Page:
             return "404 Not Found", _TEXT, b"not found\n"
         if path in _PRIVATE and not self._has_key(environ):
             return "401 Unauthorized", _TEXT, b"samples need the key that is in the page's whole address\n"
-        return self._data(path, environ.get("QUERY_STRING", ""))
+        if not self._free.acquire(timeout=_WAIT_S):
+            return "503 Service Unavailable", _TEXT, b"too many requests; ask again\n"
+        try:
+            return self._data(path, environ.get("QUERY_STRING", ""))
+        finally:
+            self._free.release()
 
     def _has_key(self, environ: WSGIEnvironment) -> bool:
         given = environ.get("HTTP_AUTHORIZATION", "").removeprefix("Bearer ")
@@ -131,6 +145,12 @@ class PageServer:
         """End the server; blocks for half a second at most."""
         self._server.shutdown()
         self._server.server_close()
+
+
+def fresh(snapshot: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    """Make a snapshot that is taken at most once in _FRESH_S, for readers on one event loop."""
+    taken = functools.lru_cache(1)(lambda _: snapshot())
+    return lambda: taken(int(time.monotonic() / _FRESH_S))
 
 
 def on_loop(snapshot: Callable[[], dict[str, Any]], loop: asyncio.AbstractEventLoop) -> Answer:

@@ -5,28 +5,34 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator
 from typing import TypeVar
 
-from servicekit.errors import TandemError
+from servicekit.errors import Overloaded, TandemError
 from servicekit.lifecycle.tasks import first_of
 
 T = TypeVar("T")
+# Tokens of requests that are held, running ones included, where the KV cache is small: 5 GiB as Python's integers.
+MOST_TOKENS = 2**27
 
 
 class Admission:
     """The running groups of a replica: a count, a wait until none is left, an eviction."""
 
     def __init__(self) -> None:
-        self.running_groups = 0
+        self.running_groups = self.held_tokens = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._evicted: asyncio.Future[TandemError] = asyncio.get_running_loop().create_future()
 
-    def enter(self, num_groups: int) -> None:
-        """Count groups as running."""
+    def enter(self, num_groups: int, tokens: int = 0, most_tokens: int = 0) -> None:
+        """Count groups as running. Raises: Overloaded: with the tokens of others there are too many."""
+        if self.held_tokens and self.held_tokens + tokens > max(MOST_TOKENS, most_tokens):
+            raise Overloaded(f"{self.held_tokens} tokens of requests are held here; no room for {tokens}, submit later")
+        self.held_tokens += tokens
         self.running_groups += num_groups
         self._idle.clear()
 
-    def leave(self, num_groups: int) -> None:
+    def leave(self, num_groups: int, tokens: int = 0) -> None:
         """Count them no more."""
+        self.held_tokens -= tokens
         self.running_groups -= num_groups
         if self.running_groups == 0:
             self._idle.set()

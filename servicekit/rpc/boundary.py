@@ -16,9 +16,10 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 
-from servicekit.errors import DeadlineExceeded, InvalidRequest, Status, to_status
+from servicekit.errors import DeadlineExceeded, InvalidRequest, Overloaded, Status, to_status
 from servicekit.logs import get_logger
 from servicekit.metrics import RPC_SECONDS, RPC_TOTAL
+from servicekit.rpc import limits
 from servicekit.rpc.bounds import read_message
 from servicekit.rpc.limits import LONGEST_DEADLINE_S, STREAM_SILENCE_S
 from servicekit.rpc.request_bounds import check_request
@@ -32,6 +33,7 @@ _NO_DEADLINE_NEEDED = (_HEALTH, "grpc.reflection.")
 
 CallerCheck = Callable[[str, list[str]], None]
 Admitted = Callable[[str, Any], contextlib.AbstractContextManager[None]]
+Holding = Callable[[Any], contextlib.AbstractContextManager[None]]
 
 # Longer than a client takes between two writes of a stream that it has at hand, or in answer to replies; and for all
 # that it still writes.
@@ -57,16 +59,48 @@ class RpcBoundary(grpc.aio.ServerInterceptor):
 
     def __init__(self, check_caller: CallerCheck | None = None, token: str = "") -> None:
         self._admitted = functools.partial(_admitted, check_caller, token)
+        self._calls: Counter[str] = Counter()
+        self._bytes = 0
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        """Wrap the handler of a call; None if the method is not served."""
-        handler = await continuation(handler_call_details)
-        wrap = functools.partial(_wrap, self._admitted)
-        return None if handler is None else wrap_handler(handler, handler_call_details.method, wrap)
+        """Wrap the handler of a call, or refuse one that is too many; None if the method is not served."""
+        handler, method = await continuation(handler_call_details), handler_call_details.method
+        if handler is None:
+            return None
+        most = limits.MOST_CALLS_OF.get(method.rpartition("/")[2], limits.MOST_CALLS)
+        is_refused = self._calls[method] >= most
+        counted = f"{method}, refused" if is_refused else method
+        task = asyncio.current_task()
+        assert task is not None, "gRPC serves each call in a task"
+        self._calls[counted] += 1
+        task.add_done_callback(lambda _: self._calls.subtract((counted,)))
+        if is_refused:
+            error = Overloaded(f"{most} calls of {method} are under way, the most; call again")
+
+            async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
+                if self._calls[counted] > limits.MOST_CALLS:  # too many to read what they still send
+                    status = status_of(method, error)
+                    await context.abort(status.code, status.message, trailing_metadata=status.trailing_metadata)
+                raise error
+
+            handler = grpc.stream_stream_rpc_method_handler(refuse)  # it parses no request
+        return wrap_handler(handler, method, functools.partial(_wrap, self._admitted, self._holding))
+
+    @contextlib.contextmanager
+    def _holding(self, request: Any) -> Iterator[None]:
+        """Count a request's bytes in the block, unless it is a stream. Raises: Overloaded: others take the memory."""
+        size = request.ByteSize() if isinstance(request, Message) else 0
+        if self._bytes and self._bytes + size > limits.MOST_REQUEST_BYTES:
+            raise Overloaded(f"requests of {self._bytes} bytes are under way; no room for {size} more, call again")
+        self._bytes += size
+        try:
+            yield
+        finally:
+            self._bytes -= size
 
 
 def wrap_handler(handler: Any, method: str, wrap: Callable[[Any, str, bool], Any]) -> Any:
@@ -250,7 +284,7 @@ def _set_code(context: grpc.aio.ServicerContext) -> str:
     return name
 
 
-def _wrap(admitted: Admitted, behaviour: Any, method: str, streams_replies: bool) -> Any:
+def _wrap(admitted: Admitted, holding: Holding, behaviour: Any, method: str, streams_replies: bool) -> Any:
     answer = _answer(behaviour, method)
 
     async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
@@ -258,7 +292,7 @@ def _wrap(admitted: Admitted, behaviour: Any, method: str, streams_replies: bool
         code = grpc.StatusCode.CANCELLED.name  # what remains if the task is cancelled
         try:
             try:
-                with admitted(method, context):
+                with admitted(method, context), holding(request):
                     reply = await answer(checked(request), context)
                 code = _set_code(context)
                 return reply

@@ -1,6 +1,6 @@
 """Sizes and times of the wire, for servers and channels."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 # gRPC's default of 4 MiB is less than a group of long completions. What can exceed this is streamed.
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -10,6 +10,19 @@ SAMPLE_CHUNK_BYTES = MAX_MESSAGE_BYTES // 16
 
 # Completions of a GenerateGroups call: all of them are held in memory together.
 MAX_COMPLETIONS_PER_CALL = 1 << 17
+
+# Calls of a method that a server works on at a time, and bytes of their requests, of those that are one message: more
+# are refused with RESOURCE_EXHAUSTED and a time to wait. Each method has its own, so that calls that work displace
+# none of status, weight sync or health. A run has a few times fewer: a stream for the training, one for evaluations
+# and those of a coordinator that was replaced; a batch; but an episode for each completion.
+MOST_CALLS = 64
+MOST_CALLS_OF: Mapping[str, int] = {
+    **dict.fromkeys(("Reset", "Step", "Close"), 2**14),
+    "ScoreBatch": 2**12,  # reward.concurrency, of all runs
+    **dict.fromkeys(("TrainStep", "ComputeLogprobs"), 8),
+    **dict.fromkeys(("Generate", "GenerateGroups"), 32),
+}
+MOST_REQUEST_BYTES = 2**32
 
 _MESSAGE_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

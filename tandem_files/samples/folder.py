@@ -73,7 +73,9 @@ class SampleFolder:
 
     def remove(self, iteration: int, before_write: Callable[[], None] = no_check) -> list[str]:
         """Remove all samples of an iteration. Returns and takes as remove_each."""
-        return remove_each(self._files().get(iteration, {}).values(), before_write)
+        own = re.compile(rf"{iteration:08}\.[^/]+\.parquet")
+        found = [path for path in (self._folder.iterdir() if self._folder.is_dir() else ()) if own.fullmatch(path.name)]
+        return remove_each(found, before_write)
 
     def resolve(self, iteration: int | None, kind: str | None) -> tuple[int, str]:
         """Find the samples that are meant.

@@ -30,9 +30,14 @@ def length_of(group: str, index: int, most: int) -> int:
 
 def token_of(group: str, index: int, place: int, turn: int = 0) -> int:
     """A token of a completion; STOP at the end of a turn."""
-    if turn and place % turn == turn - 1:
-        return STOP
-    return zlib.crc32(f"{group}/{index}/{place}".encode()) % 50_000
+    return tokens_of(group, index, range(place, place + 1), turn)[0]
+
+
+def tokens_of(group: str, index: int, places: range, turn: int = 0) -> list[int]:
+    """Tokens of a completion."""
+    begun = zlib.crc32(f"{group}/{index}/".encode())  # the others continue it
+    found = [zlib.crc32(b"%d" % place, begun) % STOP for place in places]
+    return [STOP if turn and place % turn == turn - 1 else one for place, one in zip(places, found, strict=True)]
 
 
 @dataclass(eq=False)
@@ -157,7 +162,7 @@ class _Call:
 
     def _say(self, group: str, index: int, first: int, number: int, reason: pb.FinishReason.ValueType) -> None:
         turn = self.sampler.turn_tokens
-        ids = [token_of(group, index, place, turn) for place in range(first, first + number)]
+        ids = tokens_of(group, index, range(first, first + number), turn)
         span = common_pb2.VersionSpan(start=0, end=number, policy_version=self.sampler.policy_version)
         completion = pb.Completion(
             index=index,

@@ -20,6 +20,8 @@ from tandem_files.samples.schema import DROPPED, EVALUATED, MASKED, TRAIN, TRAIN
 from tandem_files.tokenizer import TextCodec
 
 _MIB = 2**20
+# Iterations whose samples are kept, whatever they take: each costs entries of a folder that is listed.
+MOST_ITERATIONS = 2_000
 
 
 @dataclass(kw_only=True)
@@ -126,20 +128,20 @@ def _uses(record: IterationRecord, truncated: str) -> NDArray[np.str_]:
     return np.where(record.scored.present_PG, uses_PG, UNSCORED)
 
 
-def surplus(sizes: Mapping[int, int], max_bytes: int) -> list[int]:
-    """Choose the iterations to remove, so that the others fit.
+def surplus(sizes: Mapping[int, int], max_bytes: int, most: int = MOST_ITERATIONS) -> list[int]:
+    """Choose the iterations to remove, so that the others fit, and are at most so many.
 
     The one goes whose removal leaves the smallest gap, in proportion to its age: the first and the newest stay, recent
     ones densely, older ones further and further apart.
 
     >>> surplus({1: 10, 2: 10, 3: 10, 4: 10, 5: 10, 6: 10}, max_bytes=40)
     [2, 4]
-    >>> surplus({1: 10, 2: 10}, max_bytes=5)
-    [1]
+    >>> surplus({1: 10, 2: 10}, max_bytes=5), surplus({1: 1, 2: 1, 3: 1}, max_bytes=5, most=2)
+    ([1], [2])
     """
     left, removed = sorted(sizes), list[int]()
     total = sum(sizes.values())
-    while total > max_bytes and len(left) > 1:
+    while (total > max_bytes or len(left) > most) and len(left) > 1:
         newest = left[-1]
         inner = range(1, len(left) - 1)
         place = min(inner, key=lambda k: ((left[k + 1] - left[k - 1]) / (newest - left[k] + 1), k), default=0)

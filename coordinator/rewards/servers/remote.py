@@ -127,7 +127,8 @@ class RemoteScores(Reward):
             why = f"{self._section.address}: {type(failure).__name__}: {failure}"
             if _OVER_SIZE.search(why):
                 raise CallFailed(_over_size(items, request.ByteSize(), why)) from error
-            raise (CallFailedForNow(why) if isinstance(failure, PASSING) else CallFailed(why)) from error
+            for_now = CallFailedForNow(why, failure.after_s)
+            raise (for_now if isinstance(failure, PASSING) else CallFailed(why)) from error
         if [score.sample_id for score in response.scores] != [item.sample_id for item in items]:
             raise CallFailed(
                 f"{self._section.address} answered with {len(response.scores)} scores for {len(items)} samples, or in "

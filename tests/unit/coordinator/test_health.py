@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.record.health import Watch, figures, logprob_limits, troubles
+from coordinator.record.health import Watch, judged, logprob_limits, troubles
 from tandem_files.metrics_file import Heldout
 from tandem_files.metrics_table import REWARD_COLLAPSED
 
@@ -81,9 +81,9 @@ def test_neither_sign_nor_scale_of_a_reward_matters(
     shares: list[float], told: list[str], factor: float, offset: float
 ) -> None:
     assert kinds(of_right_answers(shares, factor, offset)) == told
-    fall = figures(of_right_answers(shares, factor, offset), Heldout(), {})["reward"]
+    fall = judged(of_right_answers(shares, factor, offset), Heldout(), {})[0]["reward"]
     assert (fall > REWARD_COLLAPSED.value) == (told == ["reward"])
-    assert fall == pytest.approx(figures(of_right_answers(shares), Heldout(), {})["reward"], rel=1e-3, abs=1e-9)
+    assert fall == pytest.approx(judged(of_right_answers(shares), Heldout(), {})[0]["reward"], rel=1e-3, abs=1e-9)
 
 
 @pytest.mark.parametrize(("factor", "offset"), SCALES.values(), ids=SCALES)
@@ -124,7 +124,7 @@ def test_a_constant_reward_teaches_nothing_and_has_not_collapsed(reward: float) 
     table = rows([reward, reward * (1 - 1e-16)] * 10, zero_variance_ratio=1.0, reward_std=abs(reward) * 1e-17)
     (told,) = troubles(table, Heldout(), FLOAT32)
     assert f"got the reward {reward:g}, so the policy does not learn" in told.text
-    assert figures(table, Heldout(), {}) == {"reward": 0.0, "reward_stds": 0.0}
+    assert judged(table, Heldout(), {})[0] == {"reward": 0.0, "reward_stds": 0.0}
 
 
 @pytest.mark.parametrize(("factor", "offset"), SCALES.values(), ids=SCALES)
@@ -242,7 +242,7 @@ def differing(mean: float | list[float], p999: float, largest: float, steps: int
 def test_a_healthy_run_in_bfloat16_is_left_alone() -> None:
     """Means of 0.01 to 0.04, and a largest difference of millions of tokens of some nats."""
     assert troubles(differing(0.03, 0.3, 6.0), Heldout(), BFLOAT16) == []
-    assert figures(differing(0.025, 0.3, 6.0), Heldout(), BFLOAT16)["mismatch"] == pytest.approx(0.6)
+    assert judged(differing(0.025, 0.3, 6.0), Heldout(), BFLOAT16)[0]["mismatch"] == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_a_mismatch_is_told_by_the_figures_of_the_type(
 ) -> None:
     (found,) = troubles(differing(mean, p999, 2.0), Heldout(), limits)
     assert (found.name, told in found.text) == ("TandemLogprobMismatch", True)
-    assert figures(differing(mean, p999, 2.0), Heldout(), limits)["mismatch"] > 1
+    assert judged(differing(mean, p999, 2.0), Heldout(), limits)[0]["mismatch"] > 1
 
 
 def test_a_mismatch_that_rises_from_the_first_iterations_on_is_told() -> None:
@@ -272,7 +272,7 @@ def test_a_mismatch_that_rises_from_the_first_iterations_on_is_told() -> None:
     (found,) = troubles(table, Heldout(), BFLOAT16)
     assert (found.kind, found.name) == ("mismatch_rising", "TandemLogprobMismatchRising")
     assert "times as much as in the first ones" in found.text
-    assert figures(table, Heldout(), BFLOAT16)["mismatch_rise"] > 3
+    assert judged(table, Heldout(), BFLOAT16)[0]["mismatch_rise"] > 3
 
 
 def test_a_rise_of_rounding_is_none() -> None:
@@ -285,9 +285,9 @@ def test_the_first_iterations_are_the_first_that_trained() -> None:
     for row in table[:3]:
         for field in ("logprob_abs_diff_mean", "logprob_abs_diff_p999", "logprob_abs_diff_max"):
             del row[field]
-    assert figures(table, Heldout(), BFLOAT16)["mismatch_rise"] == pytest.approx(4.0)
+    assert judged(table, Heldout(), BFLOAT16)[0]["mismatch_rise"] == pytest.approx(4.0)
     assert [trouble.kind for trouble in troubles(table, Heldout(), BFLOAT16)] == ["mismatch_rising"]
-    assert "mismatch_rise" not in figures(table[:6], Heldout(), BFLOAT16)
+    assert "mismatch_rise" not in judged(table[:6], Heldout(), BFLOAT16)[0]
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,12 @@ and the run's folder. Each policy has a number of its own, which is in the log-p
 
 import asyncio
 import contextlib
+import logging
 import math
+import os
 import random
 import shutil
+import tempfile
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +21,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import structlog
 from numpy.typing import NDArray
 
 from coordinator.data.cursor import CursorState, DataCursor, SourcePosition
@@ -53,8 +57,31 @@ from tests.kit.folders import write_rows, write_small_model
 ITERATIONS, PROMPTS, SIZE, EVERY, KEPT = 9, 4, 3, 3, 2
 # In the last one a replica dies while a step that the trainer has done already is sent again.
 SEEDS = (*range(40), 527)
+# Further runs, of the slow tests: 2,000 with all the kinds.
+MORE_SEEDS, SEEDS_A_TEST = range(1000, 1400), 100
 GRPO = GrpoSection(prompts_per_iteration=PROMPTS, group_size=SIZE, updates_per_iteration=1, zero_variance="drop")
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=60, stop_token_ids=())
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is killed here are processes: what they have written stays, and no disk is waited for."""
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, lambda descriptor: None)
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    yield
+    structlog.configure(**before)
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    """A folder that is in memory, where the machine has such a thing: a run makes a thousand small files."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="virtual-") as folder:
+        yield Path(folder)
 
 
 class Cursor:
@@ -446,17 +473,35 @@ def wave_of(name: str) -> int:
     return int(name[1:].partition(".")[0])
 
 
-@pytest.mark.parametrize(
-    "kinds", [["sync"], ["one_step_off"], ["async"], ["sync", "one_step_off"], ["sync", "one_step_off", "async"]]
-)
+KINDS = (["sync"], ["one_step_off"], ["async"], ["sync", "one_step_off"], ["sync", "one_step_off", "async"])
+
+
+@pytest.mark.parametrize("kinds", KINDS)
 def test_every_sample_is_trained_once_whatever_is_killed_and_when(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: Sequence[str]
+    memory: Path, monkeypatch: pytest.MonkeyPatch, kinds: Sequence[str]
 ) -> None:
+    every_sample_is_trained_once(memory, monkeypatch, kinds, SEEDS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("first", MORE_SEEDS[::SEEDS_A_TEST])
+@pytest.mark.parametrize("kinds", KINDS)
+def test_every_sample_is_trained_once_in_two_thousand_runs(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, kinds: Sequence[str], first: int
+) -> None:
+    every_sample_is_trained_once(memory, monkeypatch, kinds, range(first, first + SEEDS_A_TEST))
+
+
+def every_sample_is_trained_once(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, kinds: Sequence[str], seeds: Iterable[int]
+) -> None:
+    """A run of each seed, with kills: in its line of steps, and in its ledger, no sample is missing or there twice."""
     monkeypatch.setattr(sync, "COMPARE_EVERY", 4)
     expected = {name for name, differs in names().items() if differs}
     returned = redone = 0
-    for seed in SEEDS:
-        folder = tmp_path / str(seed)
+    for seed in seeds:
+        folder = memory / str(seed)
         folder.mkdir()
         world = World(random.Random(seed), folder, blinks=[0.0, 0.1, 0.3][seed % 3])
         run(story(world, kinds, kills=seed % 7))
@@ -474,6 +519,7 @@ def test_every_sample_is_trained_once_whatever_is_killed_and_when(
         assert left or account.under_way == 0, seed
         assert left or account.total("filtered") == len(names()) - len(expected), seed
         returned += account.counts["returned"]
+        shutil.rmtree(folder)
     assert returned, "no step was undone: the kills say nothing"
     assert redone, "no step was done again: the trainer's losses say nothing"
 

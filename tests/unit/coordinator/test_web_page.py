@@ -2,6 +2,7 @@
 
 import asyncio
 import http.client
+import itertools
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
@@ -29,6 +30,7 @@ from servicekit.errors import ConfigError, PeerLost
 from tandem_clients.fleet import FixedFleet
 from tandem_clients.flow import ReplicaOutcome, SyncResult
 from tandem_clients.replica import Replica
+from tandem_files.metrics_file import RECENT_ROWS
 
 RULES = Path(__file__).parents[3] / "deploy" / "monitoring" / "rules" / "tandem.yaml"
 NASTY = "</script><img src=x onerror=alert(1)>"
@@ -135,6 +137,22 @@ def test_history_follows_the_events() -> None:
     for number in range(3, 2000):
         history.add(events.append(EventKind.ITERATION, "", row(number)))
     assert len(history.curve("reward_mean")) <= POINTS
+
+
+def test_a_long_history_is_thinned_and_keeps_its_shape() -> None:
+    events, history = EventLog(), History()
+    for number in range(1, 20_001):
+        values = {"reward_mean": number / 20_000} | ({"heldout_accuracy": 0.5} if number == 12_345 else {})
+        history.add(events.append(EventKind.ITERATION, "", row(number, **values)))
+    assert len(history.rows) <= 3 * RECENT_ROWS
+    numbers = [one["iteration"] for one in history.rows]
+    assert numbers == sorted({*numbers})
+    assert numbers[:9] == [*range(1, 10)]
+    assert numbers[-RECENT_ROWS:] == [*range(20_001 - RECENT_ROWS, 20_001)]
+    assert max(later - earlier for earlier, later in itertools.pairwise(numbers)) <= 640
+    assert history.last("heldout_accuracy") == 0.5
+    for at, mean in history.curve("reward_mean"):
+        assert mean == pytest.approx(at / 20_000, abs=0.05)
 
 
 def test_iterations_that_are_repeated_replace_those_in_the_history() -> None:

@@ -1,0 +1,1 @@
+"""A week of a run in fast motion: the real coordinator with fakes as services, and what grows meanwhile."""
