@@ -18,7 +18,7 @@ from tandem_files.metrics_table import ACCURACY
 
 METRICS_FILE = "metrics.jsonl"
 Row = dict[str, float | int | None]
-# Newest rows of which a process that follows a run keeps each. A run of a week has 100,000, of 10 KiB as objects.
+# Newest rows of which a process that follows a run keeps each. A run of a week has 100,000, of 6 KiB as objects.
 RECENT_ROWS = 1_000
 # Neighbours among the older ones: windows of iterations that are averaged have as many.
 _BLOCK = 10
