@@ -107,7 +107,8 @@ class App:
 def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLease) -> Run:
     """Connect the parts of a run: its weight group, and our claim to lead it."""
     config, inputs = app.config, app.inputs
-    fleet = LendingFleet(services.fleet, keep=max(1, config.rollout.min_replicas), lent=app.observed.lent)
+    lent, life = app.observed.lent, app.observed.life
+    fleet = LendingFleet(services.fleet, keep=max(1, config.rollout.min_replicas), lent=lent, life=life)
     services, lending = replace(services, fleet=fleet), fleet if config.schedule.kind == "async" else None
     weights = _weights(app, services, group, lead)
     rollouts = _rollouts(app, services, weights.seed_late_joiners)

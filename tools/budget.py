@@ -22,7 +22,7 @@ REPO = Path(__file__).resolve().parent.parent
 # foresee (250); by 31: turns whose ids are those that were sampled, and parsers of tool calls (700), environments and
 # tools in worker processes (1,040), conversations between them and the policy (700), as a tree (400), in a server of
 # their own (750), with metrics (50) and adapters of other libraries (690); by 32: a trainer that comes
-# back (540), a standby (590), scaling (690), replicas that seed others (650), the run's life (290), bounds of calls and
+# back (540), a standby (590), scaling (690), replicas that seed others (650), the run's life (300), bounds of calls and
 # of histories (160).
 PRODUCT_LINES = 80_400
 # Modules with one importer that are short and no extension point: each is a door to a closet.

@@ -6,6 +6,8 @@ one.
 
 from collections.abc import Sequence
 
+from coordinator.watch.life import Life
+from servicekit.errors import Unavailable
 from tandem_clients.fleet import Fleet
 from tandem_clients.replica import Replica
 
@@ -16,15 +18,22 @@ class LendingFleet:
     Args:
         keep: so many serving replicas are not lent.
         lent: emptied: those that are, changed here, and read by whoever shows the fleet.
+        life: notes a registry that does not answer.
     """
 
-    def __init__(self, fleet: Fleet, *, keep: int, lent: set[Replica]) -> None:
-        self._fleet, self._keep, self._lent = fleet, keep, lent
+    def __init__(self, fleet: Fleet, *, keep: int, lent: set[Replica], life: Life | None = None) -> None:
+        self._fleet, self._keep, self._lent, self._life = fleet, keep, lent, life or Life()
         lent.clear()  # an attempt that was cancelled may have left some, which no one would give back
 
     async def look(self) -> tuple[Replica, ...]:
         """Read the announced replicas. Raises: Unavailable: the registry does not answer."""
-        return self._without(await self._fleet.look())
+        try:
+            announced = await self._fleet.look()
+        except Unavailable as error:
+            self._life.note("redis lost", str(error))
+            raise
+        self._life.note("redis back", "it answers")
+        return self._without(announced)
 
     def serving(self) -> tuple[Replica, ...]:
         """Return the replicas that get work, by name."""

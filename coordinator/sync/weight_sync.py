@@ -240,14 +240,12 @@ class WeightSync:
     async def _announced(self) -> tuple[Replica, ...]:
         """Return the announced replicas; while the registry is unreachable, the serving ones, or raise Unavailable."""
         try:
-            announced = await self._fleet.look()
+            return await self._fleet.look()
         except Unavailable as error:
-            self._observed.life.note("redis lost", str(error))
-            if not (announced := self._fleet.serving()):
+            if not self._fleet.serving():
                 raise
-        else:
-            self._observed.life.note("redis back", "it answers")
-        return announced
+            log.warning("registry unreachable", error=str(error))
+            return self._fleet.serving()
 
     async def _run_rounds(
         self,

@@ -227,9 +227,12 @@ async def test_a_run_on_pods_that_appear_end_hang_and_become_more(
         assert not any(service.was_asked_unseeded for service in services)
     life = [(entry.who, entry.kind) for entry in read_life(environment.run_dir, 50)]
     assert life[0] == ("coordinator", "coordinator started")
-    assert [kind for who, kind in life if who == "rollout-1"][:3] == [
-        *("replica joined", "replica left", "replica joined"),
-    ]
+    ended = [kind for who, kind in life if who == "rollout-1"]
+    # It may be gone before the watch, which has expired, says that it was asked to end.
+    assert ended[:3] in (
+        ["replica joined", "replica left", "replica joined"],
+        ["replica joined", "replica lost", "replica back"],
+    )
     assert [kind for who, kind in life if who == "rollout-0"] == ["replica joined", "replica lost", "replica back"]
     assert ("rollout-2", "replica joined") in life
     assert life[-1] == ("coordinator", "coordinator ended")
