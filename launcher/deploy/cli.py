@@ -140,8 +140,8 @@ def fetch(
 
     \b
     Examples:
-        tandem deploy fetch Qwen/Qwen2.5-7B -n team --image registry.example.com/tandem/trainer:0.1.0
-        tandem deploy fetch s3://lab/data/math -n team --image registry.example.com/tandem/coordinator:0.1.0 --secret s3
+        tandem deploy fetch Qwen/Qwen2.5-7B -n team --image registry.example.com/tandem/trainer:0.2.0
+        tandem deploy fetch s3://lab/data/math -n team --image registry.example.com/tandem/coordinator:0.2.0 --secret s3
     """
     from launcher.deploy.commands import fetch_command
     from launcher.deploy.models.job import FetchRequest
@@ -268,7 +268,7 @@ def results(
         tandem deploy results math --out math-results
         tandem deploy results math --only hf --only summary.json
         tandem deploy results math --to s3://lab/runs/math --endpoint https://minio.example.com --secret s3
-        tandem deploy results math --run-claim run --image registry.example.com/tandem/coordinator:0.1.0
+        tandem deploy results math --run-claim run --image registry.example.com/tandem/coordinator:0.2.0
     """
     from launcher.deploy.results.commands import Destination, ResultsRequest, RunFiles, results_command
 

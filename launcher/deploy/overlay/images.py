@@ -65,7 +65,7 @@ def read_digests(file: Path) -> dict[str, dict[str, str]]:
 def without_registry(image: str) -> bool:
     """Whether nodes would look for an image in Docker's registry, because its name begins with no host.
 
-    >>> without_registry("tandem/rollout:0.1.0"), without_registry("localhost:5000/tandem/rollout")
+    >>> without_registry("tandem/rollout:0.2.0"), without_registry("localhost:5000/tandem/rollout")
     (True, False)
     """
     host, slash, _ = image.partition("/")

@@ -22,7 +22,7 @@ from tests.integration.launcher.deploy.test_live import apply_file
 pytestmark = pytest.mark.integration
 FILES = {"config.json": b'{"model_type": "qwen2"}', "model.safetensors": os.urandom(300_000)}
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-IMAGE = "registry.example.com/lab/tandem/trainer:0.1.0"
+IMAGE = "registry.example.com/lab/tandem/trainer:0.2.0"
 
 
 class _Endpoint(BaseHTTPRequestHandler):
@@ -110,7 +110,7 @@ def stored(storage: S3Server) -> S3Server:
 
 def job_of(deploy: Deploy, stored: S3Server) -> dict[str, Any]:
     """The Job that copies them, as the API server has taken it."""
-    image = "registry.example.com/lab/tandem/coordinator:0.1.0"
+    image = "registry.example.com/lab/tandem/coordinator:0.2.0"
     more = ["--endpoint", stored.address, "--region", "us-east-1", "--secret", "s3"]
     done = deploy("fetch", "s3://lab/models/tiny", "-n", "team", "--image", image, *more)
     assert done.code == 0, done.text

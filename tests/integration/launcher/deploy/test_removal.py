@@ -14,7 +14,7 @@ from tests.integration.launcher.deploy.test_results import digests, volume
 
 __all__ = ["volume"]
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
-IMAGE = "registry.example.com/lab/tandem/coordinator:0.1.0"
+IMAGE = "registry.example.com/lab/tandem/coordinator:0.2.0"
 DELETE = ("delete", "math", "--yes", "--files")
 
 

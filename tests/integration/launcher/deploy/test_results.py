@@ -130,7 +130,7 @@ def test_results_of_a_run_that_is_deleted(deploy: Deploy, volume: Path, cluster:
     done = deploy("results", "math")
     assert done.code == 2
     inside = f"/var/lib/tandem/run/{volume.relative_to(Path('volume').absolute())}".removesuffix("/.")
-    again = ["--run-claim", "run", "--image", "registry.example.com/tandem/coordinator:0.1.0", "--run-dir", inside]
+    again = ["--run-claim", "run", "--image", "registry.example.com/tandem/coordinator:0.2.0", "--run-dir", inside]
     done = deploy("results", "math", *again)
     assert done.code == 0, done.text
     assert "hf/config.json" in digests(Path("runs/math"))
