@@ -2,17 +2,14 @@
 
 import asyncio
 import enum
-from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Protocol
 
 # What has come of a completion is passed on in parts of so many tokens: each costs the coordinator some 30 us.
 PART_TOKENS = 512
 # Completions that are slower are passed on each so many looks, whatever they have.
 LOOKS_PER_PART = 60
-INDEX = attrgetter("index")
 
 
 class Finish(enum.Enum):
@@ -217,27 +214,3 @@ class RolloutEngine(EngineProcesses, Protocol):
 
     async def flush_cache(self, timeout_s: float = 0.0) -> bool:
         """Forget cached prefixes. Returns: False if requests are still held after `timeout_s`."""
-
-
-async def generate_groups(
-    engine: RolloutEngine, groups: Sequence[GroupRequest], sampling: SamplingSettings
-) -> AsyncGenerator[list[SampledGroup], None]:
-    """Yield whole groups as they are completed, in one list those that finish together.
-
-    Closing the iterator aborts what still runs. Raises: RuntimeError: the engine failed the requests.
-    """
-    stream, found = engine.open_stream(sampling), defaultdict[str, list[SampledCompletion]](list)
-    sizes, left = {group.group_id: len(group.starts()) for group in groups}, len(groups)
-    try:
-        await stream.submit(groups)
-        async for news in stream.news():
-            for completion in news:
-                found[completion.group_id].append(completion)
-            names = dict.fromkeys(completion.group_id for completion in news)
-            if whole := [name for name in names if len(found[name]) == sizes[name]]:
-                yield [SampledGroup(group_id=name, completions=sorted(found.pop(name), key=INDEX)) for name in whole]
-                left -= len(whole)
-            if not left:
-                return
-    finally:
-        stream.close()

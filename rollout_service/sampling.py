@@ -5,25 +5,12 @@ from collections.abc import Container, Mapping, Sequence
 
 from rollout_service.engine import EngineLimits, GroupRequest, SamplingSettings
 from servicekit.errors import InvalidRequest, TooLarge
-from servicekit.rpc.arrays import array_of, read_array
+from servicekit.rpc.arrays import read_array
 from servicekit.rpc.limits import MAX_COMPLETIONS_PER_CALL
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_config.sections.base import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 
 NOTHING: Mapping[str, Container[int]] = {}
-
-
-def read_request(
-    request: pb.GenerateGroupsRequest, limits: EngineLimits, max_groups: int
-) -> tuple[list[GroupRequest], SamplingSettings]:
-    """Convert the request.
-
-    Raises: InvalidRequest: naming the field, the value and what is allowed; TooLarge: more than one call may ask for.
-    """
-    if not request.groups:
-        raise InvalidRequest("groups is empty; ask for at least one group")
-    sampling = read_sampling(request.sampling, limits)
-    return read_groups(request.groups, sampling, limits, max_groups), sampling
 
 
 def read_groups(
@@ -38,7 +25,7 @@ def read_groups(
     Args:
         max_groups: most that this message may hold.
         running: the completions that run, by group.
-    Raises: as read_request.
+    Raises: InvalidRequest: naming the field, the value and what is allowed; TooLarge: more than a message may hold.
     """
     if len(messages) > max_groups:
         raise TooLarge(
@@ -112,9 +99,7 @@ def _read_group(index: int, group: pb.PromptGroup, sampling: SamplingSettings, l
     if not prompt_ids:
         raise InvalidRequest(f"{name}: prompt_ids is empty; a prompt has at least one token")
     prompts = {
-        sample.index: array_of("prompt_ids_u32", sample.prompt_ids_u32, ()).tolist()
-        for sample in group.samples
-        if sample.prompt_ids_u32
+        sample.index: read_array(sample, "prompt_ids_u32").tolist() for sample in group.samples if sample.prompt_ids_u32
     }
     for place, ids in {name: prompt_ids, **{f"{name}, sample {index}": ids for index, ids in prompts.items()}}.items():
         total = len(ids) + sampling.max_new_tokens
@@ -151,7 +136,7 @@ def _read_prefixes(
     prefixes: dict[int, list[int]] = {}
     for sample in group.samples:
         place = f"{name}, sample {sample.index}"
-        token_ids = array_of("token_ids_u32", sample.token_ids_u32, ()).tolist()
+        token_ids = read_array(sample, "token_ids_u32").tolist()
         if sample.index >= group.num_completions or sample.index in prefixes:
             raise InvalidRequest(f"{place}: each of the {group.num_completions} completions is asked for at most once")
         if len(token_ids) >= sampling.max_new_tokens:

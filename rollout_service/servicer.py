@@ -5,17 +5,17 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-from rollout_service.engine import Finish, RolloutEngine, SampledGroup, generate_groups
+from rollout_service.engine import Finish, RolloutEngine, SampledGroup
 from rollout_service.metrics import RolloutMetrics
 from rollout_service.open_stream import OpenStream
-from rollout_service.sampling import read_request, read_sampling
+from rollout_service.sampling import read_sampling
 from rollout_service.stall import SingleFlight
 from rollout_service.weight_updates.admission import Admission
 from rollout_service.weight_updates.ranks import Ranks
 from rollout_service.weight_updates.updates import WeightUpdates
-from servicekit.errors import InvalidRequest, Unavailable, WrongVersion
+from servicekit.errors import InvalidRequest, WrongVersion
 from servicekit.rpc.arrays import packed
 from servicekit.rpc.fence import FenceGuard
 from servicekit.versions import software_versions
@@ -37,9 +37,6 @@ _FINISH = {
     Finish.LENGTH: pb.FINISH_REASON_LENGTH,
     Finish.ABORT: pb.FINISH_REASON_ABORT,
 }
-
-
-R = TypeVar("R", pb.GenerateGroupsResponse, pb.GenerateResponse)
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.RoundServiceServicer):
@@ -128,24 +125,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
                         yield pb.GenerateResponse(engine_s=stream.engine_s, load=await self._load())
                     if has_said and not stream.num_groups:
                         return
-
-    async def GenerateGroups(
-        self, request: pb.GenerateGroupsRequest, context: Any
-    ) -> AsyncIterator[pb.GenerateGroupsResponse]:
-        """Sample groups of completions; a reply per finished part."""
-        groups, sampling = read_request(request, self._engine.limits, self._max_groups)
-        if self._leaving:
-            raise Unavailable(f"{self._name} is shutting down; ask another replica")
-        self._updates.check_can_generate()
-        self._check_version(request.policy_version, request.policy_version)
-        start_s = time.perf_counter()
-        with self._admission.inside(len(groups)), self._observe_call(start_s):
-            async with contextlib.aclosing(generate_groups(self._engine, groups, sampling)) as generated:
-                async for finished in self._admission.until_evicted(generated):
-                    engine_s = time.perf_counter() - start_s
-                    for part in _split(finished):
-                        self._count_tokens(part)
-                        yield _fill(pb.GenerateGroupsResponse(engine_s=engine_s), part)
 
     async def _until_it_serves(self, request: pb.GenerateRequest) -> None:
         """Wait for the end of a pause. Raises: why what is submitted cannot be sampled."""
@@ -261,7 +240,7 @@ def _split(groups: Sequence[SampledGroup]) -> Iterator[list[SampledGroup]]:
         yield part
 
 
-def _fill(reply: R, groups: Sequence[SampledGroup]) -> R:
+def _fill(reply: pb.GenerateResponse, groups: Sequence[SampledGroup]) -> pb.GenerateResponse:
     """Fill a reply; messages are added in place, because a list of finished ones would be copied (twice the time)."""
     for group in groups:
         add = reply.groups.add(group_id=group.group_id).completions.add

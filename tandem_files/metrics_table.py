@@ -170,8 +170,6 @@ METRICS = (
     Metric("run", "policy_version", "", "Version after the iteration.", column=Column("version", ".0f", 7, 4)),
     Metric("health", "reward", "", "How far the mean reward of the last iterations is below its best / the fall that "
            "is a collapse.", exported="tandem_reward_fall_of_limit_ratio"),
-    Metric("health", "reward_stds", "", "The same in standard deviations of the rewards; kept for one release.",
-           exported="tandem_reward_fall_stds"),
     Metric("health", "heldout", "", "How far the last held-out accuracy is below that before the training, in standard "
            "deviations of its scores.", exported="tandem_heldout_fall_stds"),
     Metric("health", "mismatch", "", "Difference of the last iteration's log-probs in trainer and engine / its limit "

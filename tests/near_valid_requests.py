@@ -15,13 +15,13 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescri
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from servicekit.rpc.arrays import packed
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.trainer.v1 import trainer_pb2
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.kit.round import RunPhase
 from tests.unit.trainer.batches import message
+from tools.bench_sync.whole_groups import prompt_group
 from weightsync.round.phases import PHASES, Phase
 
 FENCE = CoordinatorFence(worker_id="fuzz", token=1)
@@ -34,8 +34,8 @@ PARTNER_S = 1.0
 NewValue = Callable[[FieldDescriptor], Any]
 SAMPLES = message()
 GROUPS = [
-    rollout_pb2.PromptGroup(group_id="0", prompt_ids=[1, 2], num_completions=2),
-    rollout_pb2.PromptGroup(group_id="1", prompt_ids_u32=packed("prompt_ids_u32", [2, 2]), num_completions=2),
+    prompt_group("0", [1, 2], 2),
+    prompt_group("1", [2, 2], 2),
 ]
 SAMPLING = rollout_pb2.SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4)
 

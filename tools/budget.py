@@ -16,7 +16,7 @@ import grimp
 REPO = Path(__file__).resolve().parent.parent
 # Lines of the product, comments and blank lines included: what was measured when this limit was set, rounded up to the
 # next hundred. The target of issue 28 is 56,500, with all behaviour. Raised by 29: arrays as bytes, in two forms, the
-# ledger, and the stream of samples beside GenerateGroups; by 30: two more schedules, a ledger whose steps take
+# ledger, and the stream of samples; by 30: two more schedules, a ledger whose steps take
 # groups of several iterations, `tandem simulate` (750 lines), replicas that evaluate apart or are slow in a round, a
 # pause that recomputes, the page's time line (230), the plot of `tandem simulate` (100), and what check and init
 # foresee (250); by 31: turns whose ids are those that were sampled, and parsers of tool calls (700), environments and

@@ -109,7 +109,6 @@ def judged(
     shares = [rows[-1][field] / limit for field, limit in limits.items() if rows and field in rows[-1]]
     found = {
         "reward": None if now.reward_fall is None else now.reward_fall / now.reward_limit,
-        "reward_stds": now.reward_fall,
         "heldout": now.heldout_fall,
         "mismatch": max(shares, default=None),
         "mismatch_rise": now.mismatch_rise,

@@ -1,6 +1,7 @@
 """An SGLang engine inside the service's event loop; implements the Protocol of `rollout_service.engine`."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,6 @@ from rollout_service.engine import (
     EngineStream,
     GroupRequest,
     SamplingSettings,
-    generate_groups,
 )
 from rollout_service.hosts.host_ranks import HostRanks
 from rollout_service.sglang_engine.host import SglangProcesses
@@ -90,8 +90,13 @@ class SglangEngine:
         try:
             async with asyncio.timeout(WARM_UP_S):
                 for sampling in self._sampling:
-                    async for _ in generate_groups(self, [group], sampling):
-                        pass
+                    with contextlib.closing(self.open_stream(sampling)) as stream:
+                        await stream.submit([group])
+                        left = group.num_completions
+                        async for news in stream.news():
+                            left -= sum(completion.finish is not None for completion in news)
+                            if not left:
+                                break
         except TimeoutError:
             raise RuntimeError(
                 f"SGLang did not answer the first requests of replica {self._name} within {WARM_UP_S:g} s: does it "

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import TypeVar
 
 from servicekit.errors import Overloaded, TandemError
@@ -36,15 +36,6 @@ class Admission:
         self.running_groups -= num_groups
         if self.running_groups == 0:
             self._idle.set()
-
-    @contextlib.contextmanager
-    def inside(self, num_groups: int) -> Iterator[None]:
-        """Count the groups of a call while the context is open."""
-        self.enter(num_groups)
-        try:
-            yield
-        finally:
-            self.leave(num_groups)
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no group is running. Returns: whether that came within `timeout_s`."""

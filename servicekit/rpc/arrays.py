@@ -1,10 +1,7 @@
-"""Arrays in messages: as little-endian bytes, or as the repeated field of the release before.
-
-Reading 2,048 ids and log-probs takes 2 us as bytes, 135 as repeated fields. `token_ids_u32` is what `token_ids` was.
-"""
+"""Arrays in messages: little-endian bytes. Reading 2,048 ids and log-probs takes 2 us, as repeated fields 135."""
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from google.protobuf.message import Message
@@ -22,17 +19,9 @@ def packed(field: str, values: Iterable[Any]) -> bytes:
     return (values if isinstance(values, array) and values.typecode == kind else array(kind, values)).tobytes()
 
 
-def array_of(field: str, data: bytes, items: Sequence[Any]) -> "array[Any]":
-    """Make an array of what a field of bytes holds, or else of the repeated field that it replaces.
-
-    Raises: InvalidRequest: both are set, or the bytes are no whole number of items.
-    """
+def array_of(field: str, data: bytes) -> "array[Any]":
+    """Make an array of what a field holds. Raises: InvalidRequest: the bytes are no whole number of items."""
     kind, size = _TYPES[field[-3:]]
-    if not data:
-        # A slice of a repeated field is a list, from which an array is made twice as fast as from the field.
-        return array(kind, items[:])
-    if items:
-        raise InvalidRequest(f"{field.rpartition('_')[0]} and {field} are both set; send {field} alone")
     try:
         return array(kind, data)
     except ValueError:
@@ -40,14 +29,11 @@ def array_of(field: str, data: bytes, items: Sequence[Any]) -> "array[Any]":
 
 
 def read_array(message: Message, field: str) -> "array[Any]":
-    """Read a field of bytes, or else the repeated field that it replaces. Raises: as array_of."""
-    return array_of(field, getattr(message, field), getattr(message, field.rpartition("_")[0]))
+    """Read a field. Raises: as array_of."""
+    return array_of(field, getattr(message, field))
 
 
 def array_length(message: Message, field: str) -> int:
-    """Return the number of items of a field of bytes, or else of the repeated field. Raises: as array_of."""
-    data, items = getattr(message, field), getattr(message, field.rpartition("_")[0])
-    size = _TYPES[field[-3:]][1]
-    if items or len(data) % size:
-        return len(array_of(field, data, items))
-    return len(data) // size
+    """Return the number of items of a field. Raises: as array_of."""
+    num, rest = divmod(len(data := getattr(message, field)), _TYPES[field[-3:]][1])
+    return len(array_of(field, data)) if rest else num

@@ -8,7 +8,7 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 # sample that is larger goes alone.
 SAMPLE_CHUNK_BYTES = MAX_MESSAGE_BYTES // 16
 
-# Completions of a GenerateGroups call: all of them are held in memory together.
+# Completions that a message of Generate submits: all of them are held in memory together.
 MAX_COMPLETIONS_PER_CALL = 1 << 17
 
 # Calls of a method that a server works on at a time, and bytes of their requests, of those that are one message: more
@@ -20,7 +20,7 @@ MOST_CALLS_OF: Mapping[str, int] = {
     **dict.fromkeys(("Reset", "Step", "Close"), 2**14),
     "ScoreBatch": 2**12,  # reward.concurrency, of all runs
     **dict.fromkeys(("TrainStep", "ComputeLogprobs"), 8),
-    **dict.fromkeys(("Generate", "GenerateGroups"), 32),
+    "Generate": 32,
 }
 MOST_REQUEST_BYTES = 2**32
 

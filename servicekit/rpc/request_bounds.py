@@ -99,11 +99,8 @@ BOUNDS: Table = {
         # What the samples hold is judged by trainer_service/micro_batches/checks.py, with the model's sizes at hand.
         "prompt_lengths": Items(most=2**18, each=None),
         "completion_lengths": Items(most=2**18, each=None),
-        "token_ids": Items(most=2**25, each=None),
-        "rollout_logprobs": Items(most=2**25, each=None),
         "advantages": Items(most=2**18, each=None),
         "trainable": Items(most=2**18, each=None),
-        "loss_mask": Items(most=2**25, each=None),
         "continues": Items(most=2**18, each=None),
         **dict[str, Bound].fromkeys(("token_ids_u32", "rollout_logprobs_f32", "loss_mask_u8"), _ARRAY),
     },
@@ -138,8 +135,7 @@ BOUNDS: Table = {
     },
     "tandem_api.rollout.v1.PromptGroup": {
         "group_id": _NAME,
-        "prompt_ids": Items(most=2**24, each=None),  # rollout_service/sampling.py: the vocabulary's size
-        "prompt_ids_u32": _ARRAY,
+        "prompt_ids_u32": _ARRAY,  # rollout_service/sampling.py: the vocabulary's size
         "num_completions": Number(low=0, high=2**16),
         "seed": Number(low=0, high=2**64),
         "samples": Items(most=2**16, each=SubMessage()),
@@ -155,11 +151,6 @@ BOUNDS: Table = {
         "min_policy_version": _VERSION,
         "max_policy_version": _VERSION,
         "cancel": Items(most=2**16, each=_NAME),
-    },
-    "tandem_api.rollout.v1.GenerateGroupsRequest": {
-        "groups": Items(most=2**16, each=SubMessage()),
-        "sampling": SubMessage(),
-        "policy_version": _VERSION,
     },
     "tandem_api.rollout.v1.LoadPublishedWeightsRequest": {
         "folder": _PATH,

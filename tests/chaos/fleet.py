@@ -29,6 +29,7 @@ from tests.kit.processes import fork_server
 from tests.kit.redis import RedisProcess
 from tests.kit.waiting import until
 from tests.unit.trainer.batches import message
+from tools.bench_sync.whole_groups import prompt_group, submission
 from weightsync.membership.coordinator_lease import CoordinatorLease
 from weightsync.membership.rendezvous import Rendezvous
 
@@ -336,14 +337,11 @@ class ChaosFleet:
         return not self._refuses(stub, self.status(name).policy_version)
 
     def _refuses(self, stub: rollout_pb2_grpc.RolloutServiceStub, version: int) -> bool:
-        group = rollout_pb2.PromptGroup(group_id="g", prompt_ids=[1], num_completions=1)
-        sampling = rollout_pb2.SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=1)
-        request = rollout_pb2.GenerateGroupsRequest(groups=[group], sampling=sampling, policy_version=version)
+        request = submission([prompt_group("g", [1])], version, max_new_tokens=1)
         try:
-            list(stub.GenerateGroups(request, timeout=CALL_S))
+            return not any(response.groups for response in stub.Generate(iter([request]), timeout=CALL_S))
         except grpc.RpcError as error:
             return bool(error.code() == grpc.StatusCode.FAILED_PRECONDITION)
-        return False
 
     def logs(self) -> str:
         """The end of every process's log."""

@@ -17,11 +17,10 @@ from rollout_service.engine import (
     SampledGroup,
     SamplingSettings,
     Span,
-    generate_groups,
 )
 from tandem_config.schema import RunConfig
 from tests.kit.models import VOCABULARY, make_model
-from tests.unit.rollout.fake_engine import FakeEngine
+from tests.unit.rollout.fake_engine import FakeEngine, generate_groups
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from coordinator.learn.updates import make_batch
 from servicekit.errors import InvalidRequest
-from servicekit.rpc.arrays import read_array
 from servicekit.rpc.limits import SAMPLE_CHUNK_BYTES
 from tandem_api.trainer.v1 import trainer_pb2
 from tandem_clients.flow import Completion, Prompt, Sample, TrainBatch
@@ -69,18 +68,6 @@ def received(batch: TrainBatch, chunk_bytes: int) -> tuple[Samples, int]:
     samples = merge([part.chunk for part in parts], LIMITS)
     check_updates(samples, header.header.num_updates, header.header.num_samples)
     return Samples.from_parts(samples.to_parts()), len(parts)
-
-
-def in_repeated_fields(chunk: trainer_pb2.SampleChunk) -> trainer_pb2.SampleChunk:
-    """The message as the release before sends it."""
-    old = trainer_pb2.SampleChunk()
-    old.CopyFrom(chunk)
-    for field, items in (("token_ids_u32", old.token_ids), ("rollout_logprobs_f32", old.rollout_logprobs)):
-        items.extend(read_array(chunk, field))
-        old.ClearField(field)  # type: ignore[arg-type]
-    old.loss_mask.extend(map(bool, old.loss_mask_u8))
-    old.ClearField("loss_mask_u8")
-    return old
 
 
 def same(one: Any, other: Any) -> bool:
@@ -171,19 +158,6 @@ def test_an_episode_is_in_one_update() -> None:
         merge(chunks, LIMITS)
 
 
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), chunk_bytes=st.integers(1, 4000))
-def test_messages_of_the_release_before_give_the_same_samples(seed: int, chunk_bytes: int) -> None:
-    samples = random_samples(np.random.default_rng(seed))
-    chunks = list(sample_chunks(samples, 0, chunk_bytes))
-    assert all(chunk.token_ids_u32 and not chunk.token_ids for chunk in chunks)
-    old = [in_repeated_fields(chunk) for chunk in chunks]
-    mixed = [new if index % 2 else each for index, (new, each) in enumerate(zip(chunks, old, strict=True))]
-    whole = merge(chunks, LIMITS)
-    assert same(whole, merge(old, LIMITS))
-    assert same(whole, merge(mixed, LIMITS))
-
-
 _FIELDS: dict[str, Any] = {
     "sample_ids": ["a"],
     "prompt_lengths": [1],
@@ -202,7 +176,6 @@ _FIELDS: dict[str, Any] = {
             {"token_ids_u32": b"123"},
             r"chunk 3 \(first sample 'a'\): token_ids_u32 has 3 bytes, which is no multiple of 4",
         ),
-        ({"token_ids": [1]}, "token_ids and token_ids_u32 are both set; send token_ids_u32 alone"),
         ({"token_ids_u32": bytes(8)}, "token_ids has 2 values, its 1 samples need 3"),
         ({"rollout_logprobs_f32": bytes(12)}, "rollout_logprobs has 3 values, its 1 samples need 2"),
         ({"loss_mask_u8": b"\1"}, "loss_mask has 1 values, its 1 samples need 2"),

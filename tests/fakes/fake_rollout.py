@@ -187,12 +187,6 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
             settings_digest=self.settings_digest,
         )
 
-    async def GenerateGroups(
-        self, request: pb.GenerateGroupsRequest, context: Any
-    ) -> AsyncIterator[pb.GenerateGroupsResponse]:
-        await refuse(context)
-        yield pb.GenerateGroupsResponse()
-
     async def PauseGeneration(self, request: pb.PauseGenerationRequest, context: Any) -> pb.PauseGenerationResponse:
         await refuse(context)
 

@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 import psutil
 
-from servicekit.rpc.arrays import read_array
 from servicekit.rpc.limits import CHANNEL_OPTIONS
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2 as pb
@@ -18,6 +17,7 @@ from tandem_config.schema import RunConfig
 from tests.kit.fleet import Fleet
 from tests.kit.processes import Services
 from tests.kit.round import CALL_S, RunPhase, new_round, run_phase, run_round, service_at
+from tools.bench_sync.whole_groups import Sampled, SampledGroup, prompt_group, submission, whole_groups
 from weightsync.layouts.layout import Parallel
 from weightsync.membership.rendezvous import Rendezvous
 from weightsync.model.spec import ModelSpec
@@ -84,32 +84,21 @@ class Replica:
         seed: int | None = None,
         texts: Sequence[str] = (),
         **sampling: Any,
-    ) -> list[rollout_pb2.GroupResult]:
+    ) -> list[SampledGroup]:
         """Sample `n` completions per prompt; group i has the seed `seed` + 100 i.
 
         Args:
             sampling: other SamplingParams.
-        Returns: the groups, in the order of `prompts`, with ids and log-probs as repeated fields too.
+        Returns: the groups, in the order of `prompts`.
         """
-        params: dict[str, Any] = {"top_p": 1.0, "top_k": -1, "stop_token_ids": stop, "stop": texts} | sampling
-        request = rollout_pb2.GenerateGroupsRequest(
-            groups=[
-                rollout_pb2.PromptGroup(
-                    group_id=str(i), prompt_ids=ids, num_completions=n, seed=None if seed is None else seed + 100 * i
-                )
-                for i, ids in enumerate(prompts)
-            ],
-            sampling=rollout_pb2.SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, **params),
-            policy_version=version,
-        )
-        replies = list(self.stub.GenerateGroups(request, timeout=CALL_S))
-        by_id = {group.group_id: group for reply in replies for group in reply.groups}
-        for completion in (completion for group in by_id.values() for completion in group.completions):
-            completion.token_ids.extend(read_array(completion, "token_ids_u32"))
-            completion.logprobs.extend(read_array(completion, "logprobs_f32"))
-        return [by_id[str(i)] for i in range(len(prompts))]
+        params = {"stop_token_ids": stop, "stop": texts, "temperature": temperature} | sampling
+        groups = [
+            prompt_group(str(i), ids, n, seed=None if seed is None else seed + 100 * i) for i, ids in enumerate(prompts)
+        ]
+        request = submission(groups, version, max_new_tokens=max_new_tokens, **params)
+        return whole_groups(request, list(self.stub.Generate(iter([request]), timeout=CALL_S)))
 
-    def greedy(self, prompts: Sequence[list[int]], version: int, num_tokens: int) -> list[rollout_pb2.Completion]:
+    def greedy(self, prompts: Sequence[list[int]], version: int, num_tokens: int) -> list[Sampled]:
         """Generate one greedy completion per prompt, in order."""
         groups = self.generate(prompts, temperature=0.0, max_new_tokens=num_tokens, version=version)
         return [group.completions[0] for group in groups]

@@ -15,7 +15,6 @@ from tools.metrics_reference import JOBS, metrics_of, series_of
 
 # Metrics that are on no panel, and why.
 UNSHOWN = {
-    "tandem_reward_fall_stds": "the name that dashboards of 0.1.0 know; kept for one release",
     "tandem_run_start_timestamp_seconds": "the rules tell runs of one name apart by it",
     "tandem_standby": "of coordinators with --standby only; the rule TandemStandbyMissing asks for it",
     "tandem_schedule": "what runs of another schedule idle is by design; the rules tell them apart by it",

@@ -143,7 +143,6 @@ class PromptGroup(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUP_ID_FIELD_NUMBER: _builtins.int
-    PROMPT_IDS_FIELD_NUMBER: _builtins.int
     NUM_COMPLETIONS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     PROMPT_IDS_U32_FIELD_NUMBER: _builtins.int
@@ -157,10 +156,6 @@ class PromptGroup(_message.Message):
     prompt_ids_u32: _builtins.bytes
     """The prompt's ids, little-endian."""
     @_builtins.property
-    def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """prompt_ids_u32 is read where it is set, and this one else; it goes with the next release."""
-
-    @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SamplePrefix]:
         """Which of the num_completions are asked for. Empty: all, from their beginnings."""
 
@@ -168,7 +163,6 @@ class PromptGroup(_message.Message):
         self,
         *,
         group_id: _builtins.str = ...,
-        prompt_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_completions: _builtins.int = ...,
         seed: _builtins.int | None = ...,
         prompt_ids_u32: _builtins.bytes = ...,
@@ -176,7 +170,7 @@ class PromptGroup(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "group_id", b"group_id", "num_completions", b"num_completions", "prompt_ids", b"prompt_ids", "prompt_ids_u32", b"prompt_ids_u32", "samples", b"samples", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "group_id", b"group_id", "num_completions", b"num_completions", "prompt_ids_u32", b"prompt_ids_u32", "samples", b"samples", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
@@ -336,47 +330,14 @@ class GenerateResponse(_message.Message):
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
-class GenerateGroupsRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    GROUPS_FIELD_NUMBER: _builtins.int
-    SAMPLING_FIELD_NUMBER: _builtins.int
-    POLICY_VERSION_FIELD_NUMBER: _builtins.int
-    policy_version: _builtins.int
-    """Refuse unless this version is served."""
-    @_builtins.property
-    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptGroup]: ...
-    @_builtins.property
-    def sampling(self) -> Global___SamplingParams: ...
-    def __init__(
-        self,
-        *,
-        groups: _abc.Iterable[Global___PromptGroup] | None = ...,
-        sampling: Global___SamplingParams | None = ...,
-        policy_version: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "policy_version", b"policy_version", "sampling", b"sampling"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GenerateGroupsRequest: _TypeAlias = GenerateGroupsRequest  # noqa: Y015
-
-@_typing.final
 class Completion(_message.Message):
-    """Arrays are little-endian bytes. The repeated fields of the same names are read where these are empty; they go with the
-    next release.
-    """
+    """Arrays are little-endian bytes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     VERSION_SPANS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
-    LOSS_MASK_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_U32_FIELD_NUMBER: _builtins.int
     LOGPROBS_F32_FIELD_NUMBER: _builtins.int
     LOSS_MASK_U8_FIELD_NUMBER: _builtins.int
@@ -392,24 +353,15 @@ class Completion(_message.Message):
     those after it, and trained on in no way. At least one is 1. Empty: the policy has sampled all of them.
     """
     index: _builtins.int
-    """In Generate: which of the group's."""
-    @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    """Which of the group's."""
     @_builtins.property
     def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.VersionSpan]: ...
-    @_builtins.property
-    def loss_mask(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]: ...
     def __init__(
         self,
         *,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        logprobs: _abc.Iterable[_builtins.float] | None = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
         version_spans: _abc.Iterable[_common_pb2.VersionSpan] | None = ...,
         cached_tokens: _builtins.int = ...,
-        loss_mask: _abc.Iterable[_builtins.bool] | None = ...,
         token_ids_u32: _builtins.bytes = ...,
         logprobs_f32: _builtins.bytes = ...,
         loss_mask_u8: _builtins.bytes = ...,
@@ -417,7 +369,7 @@ class Completion(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "logprobs_f32", b"logprobs_f32", "loss_mask", b"loss_mask", "loss_mask_u8", b"loss_mask_u8", "token_ids", b"token_ids", "token_ids_u32", b"token_ids_u32", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "finish_reason", b"finish_reason", "index", b"index", "logprobs_f32", b"logprobs_f32", "loss_mask_u8", b"loss_mask_u8", "token_ids_u32", b"token_ids_u32", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -445,30 +397,6 @@ class GroupResult(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GroupResult: _TypeAlias = GroupResult  # noqa: Y015
-
-@_typing.final
-class GenerateGroupsResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    GROUPS_FIELD_NUMBER: _builtins.int
-    ENGINE_S_FIELD_NUMBER: _builtins.int
-    engine_s: _builtins.float
-    """Seconds that the engine worked on the call so far (the rest of the call's time is the service's own)."""
-    @_builtins.property
-    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupResult]: ...
-    def __init__(
-        self,
-        *,
-        groups: _abc.Iterable[Global___GroupResult] | None = ...,
-        engine_s: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_s", b"engine_s", "groups", b"groups"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GenerateGroupsResponse: _TypeAlias = GenerateGroupsResponse  # noqa: Y015
 
 @_typing.final
 class LoadPublishedWeightsRequest(_message.Message):

@@ -45,11 +45,6 @@ class RolloutServiceStub:
                 request_serializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.GenerateResponse.FromString,
                 _registered_method=True)
-        self.GenerateGroups = channel.unary_stream(
-                '/tandem_api.rollout.v1.RolloutService/GenerateGroups',
-                request_serializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.GenerateGroupsRequest.SerializeToString,
-                response_deserializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.GenerateGroupsResponse.FromString,
-                _registered_method=True)
         self.LoadPublishedWeights = channel.unary_unary(
                 '/tandem_api.rollout.v1.RolloutService/LoadPublishedWeights',
                 request_serializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.LoadPublishedWeightsRequest.SerializeToString,
@@ -93,17 +88,9 @@ class RolloutServiceServicer:
         """Samples for as long as the stream is open: completions are submitted and cancelled meanwhile, replies bring what is
         new of each, and the load about twice a second. What is submitted during a pause waits for its end.
         Deadline: that of the longest stream, a day; it is renewed by messages, empty ones too, of which each 300 s need one.
-        Errors, as of GenerateGroups, end the stream; what replies have brought stays valid: prefixes of further calls.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GenerateGroups(self, request, context):
-        """As Generate, with all prompts in one message and whole groups as replies. No service calls it; it goes with the next
-        release. Longest deadline: 3600 s. Not idempotent, but safe to repeat (sampling has no side effect).
-        INVALID_ARGUMENT: a bad prompt or sampling parameter (named); RESOURCE_EXHAUSTED: more groups than
-        the limit; FAILED_PRECONDITION: no verified weights of the version asked for; UNAVAILABLE: draining.
+        Not idempotent, but safe to repeat (sampling has no side effect). An error ends the stream; what replies have brought
+        stays valid: prefixes of further calls. INVALID_ARGUMENT: a bad prompt or sampling parameter (named);
+        RESOURCE_EXHAUSTED: more groups than the limit; FAILED_PRECONDITION: no verified weights of the version asked for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,11 +145,6 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.GenerateRequest.FromString,
                     response_serializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.GenerateResponse.SerializeToString,
-            ),
-            'GenerateGroups': grpc.unary_stream_rpc_method_handler(
-                    servicer.GenerateGroups,
-                    request_deserializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.GenerateGroupsRequest.FromString,
-                    response_serializer=tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.GenerateGroupsResponse.SerializeToString,
             ),
             'LoadPublishedWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadPublishedWeights,
@@ -245,33 +227,6 @@ class RolloutService:
             '/tandem_api.rollout.v1.RolloutService/Generate',
             tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
             tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.GenerateResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GenerateGroups(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/tandem_api.rollout.v1.RolloutService/GenerateGroups',
-            tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.GenerateGroupsRequest.SerializeToString,
-            tandem__api_dot_rollout_dot_v1_dot_rollout__pb2.GenerateGroupsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,13 +41,9 @@ class RolloutServiceStub:
     """Samples for as long as the stream is open: completions are submitted and cancelled meanwhile, replies bring what is
     new of each, and the load about twice a second. What is submitted during a pause waits for its end.
     Deadline: that of the longest stream, a day; it is renewed by messages, empty ones too, of which each 300 s need one.
-    Errors, as of GenerateGroups, end the stream; what replies have brought stays valid: prefixes of further calls.
-    """
-    GenerateGroups: _grpc.UnaryStreamMultiCallable[_rollout_pb2.GenerateGroupsRequest, _rollout_pb2.GenerateGroupsResponse]
-    """As Generate, with all prompts in one message and whole groups as replies. No service calls it; it goes with the next
-    release. Longest deadline: 3600 s. Not idempotent, but safe to repeat (sampling has no side effect).
-    INVALID_ARGUMENT: a bad prompt or sampling parameter (named); RESOURCE_EXHAUSTED: more groups than
-    the limit; FAILED_PRECONDITION: no verified weights of the version asked for; UNAVAILABLE: draining.
+    Not idempotent, but safe to repeat (sampling has no side effect). An error ends the stream; what replies have brought
+    stays valid: prefixes of further calls. INVALID_ARGUMENT: a bad prompt or sampling parameter (named);
+    RESOURCE_EXHAUSTED: more groups than the limit; FAILED_PRECONDITION: no verified weights of the version asked for.
     """
     LoadPublishedWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.LoadPublishedWeightsRequest, _rollout_pb2.LoadPublishedWeightsResponse]
     """Fills a replica that has no weights (UNSEEDED or POISONED) from what a round has published on disk, without the
@@ -76,13 +72,9 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """Samples for as long as the stream is open: completions are submitted and cancelled meanwhile, replies bring what is
     new of each, and the load about twice a second. What is submitted during a pause waits for its end.
     Deadline: that of the longest stream, a day; it is renewed by messages, empty ones too, of which each 300 s need one.
-    Errors, as of GenerateGroups, end the stream; what replies have brought stays valid: prefixes of further calls.
-    """
-    GenerateGroups: _aio.UnaryStreamMultiCallable[_rollout_pb2.GenerateGroupsRequest, _rollout_pb2.GenerateGroupsResponse]  # type: ignore[assignment]
-    """As Generate, with all prompts in one message and whole groups as replies. No service calls it; it goes with the next
-    release. Longest deadline: 3600 s. Not idempotent, but safe to repeat (sampling has no side effect).
-    INVALID_ARGUMENT: a bad prompt or sampling parameter (named); RESOURCE_EXHAUSTED: more groups than
-    the limit; FAILED_PRECONDITION: no verified weights of the version asked for; UNAVAILABLE: draining.
+    Not idempotent, but safe to repeat (sampling has no side effect). An error ends the stream; what replies have brought
+    stays valid: prefixes of further calls. INVALID_ARGUMENT: a bad prompt or sampling parameter (named);
+    RESOURCE_EXHAUSTED: more groups than the limit; FAILED_PRECONDITION: no verified weights of the version asked for.
     """
     LoadPublishedWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.LoadPublishedWeightsRequest, _rollout_pb2.LoadPublishedWeightsResponse]  # type: ignore[assignment]
     """Fills a replica that has no weights (UNSEEDED or POISONED) from what a round has published on disk, without the
@@ -120,19 +112,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         """Samples for as long as the stream is open: completions are submitted and cancelled meanwhile, replies bring what is
         new of each, and the load about twice a second. What is submitted during a pause waits for its end.
         Deadline: that of the longest stream, a day; it is renewed by messages, empty ones too, of which each 300 s need one.
-        Errors, as of GenerateGroups, end the stream; what replies have brought stays valid: prefixes of further calls.
-        """
-
-    @_abc_1.abstractmethod
-    def GenerateGroups(
-        self,
-        request: _rollout_pb2.GenerateGroupsRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_rollout_pb2.GenerateGroupsResponse], _abc.AsyncIterator[_rollout_pb2.GenerateGroupsResponse]]:
-        """As Generate, with all prompts in one message and whole groups as replies. No service calls it; it goes with the next
-        release. Longest deadline: 3600 s. Not idempotent, but safe to repeat (sampling has no side effect).
-        INVALID_ARGUMENT: a bad prompt or sampling parameter (named); RESOURCE_EXHAUSTED: more groups than
-        the limit; FAILED_PRECONDITION: no verified weights of the version asked for; UNAVAILABLE: draining.
+        Not idempotent, but safe to repeat (sampling has no side effect). An error ends the stream; what replies have brought
+        stays valid: prefixes of further calls. INVALID_ARGUMENT: a bad prompt or sampling parameter (named);
+        RESOURCE_EXHAUSTED: more groups than the limit; FAILED_PRECONDITION: no verified weights of the version asked for.
         """
 
     @_abc_1.abstractmethod

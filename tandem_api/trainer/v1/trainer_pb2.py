@@ -26,7 +26,7 @@ from tandem_api.common.v1 import common_pb2 as tandem__api_dot_common_dot_v1_dot
 from tandem_api.weights.v1 import weights_pb2 as tandem__api_dot_weights_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#tandem_api/trainer/v1/trainer.proto\x12\x15tandem_api.trainer.v1\x1a!tandem_api/common/v1/common.proto\x1a#tandem_api/weights/v1/weights.proto\"H\n\x0fTakeOverRequest\x12\x35\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32&.tandem_api.common.v1.CoordinatorFence\"*\n\x10TakeOverResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\"\x9b\x01\n\x0fTrainStepHeader\x12\x0f\n\x07step_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x13\n\x0bnum_updates\x18\x03 \x01(\r\x12\x13\n\x0bnum_samples\x18\x04 \x01(\r\x12\x35\n\x05\x66\x65nce\x18\x05 \x01(\x0b\x32&.tandem_api.common.v1.CoordinatorFence\"\xb0\x02\n\x0bSampleChunk\x12\x14\n\x0cupdate_index\x18\x01 \x01(\r\x12\x12\n\nsample_ids\x18\x02 \x03(\t\x12\x16\n\x0eprompt_lengths\x18\x03 \x03(\r\x12\x1a\n\x12\x63ompletion_lengths\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x18\n\x10rollout_logprobs\x18\x06 \x03(\x02\x12\x12\n\nadvantages\x18\x07 \x03(\x02\x12\x11\n\ttrainable\x18\x08 \x03(\x08\x12\x11\n\tloss_mask\x18\t \x03(\x08\x12\x15\n\rtoken_ids_u32\x18\n \x01(\x0c\x12\x1c\n\x14rollout_logprobs_f32\x18\x0b \x01(\x0c\x12\x14\n\x0closs_mask_u8\x18\x0c \x01(\x0c\x12\x11\n\tcontinues\x18\r \x03(\x08\"\x89\x01\n\x10TrainStepRequest\x12\x38\n\x06header\x18\x01 \x01(\x0b\x32&.tandem_api.trainer.v1.TrainStepHeaderH\x00\x12\x33\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\".tandem_api.trainer.v1.SampleChunkH\x00\x42\x06\n\x04part\"\x9b\x02\n\x11TrainStepResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x46\n\x07metrics\x18\x02 \x03(\x0b\x32\x35.tandem_api.trainer.v1.TrainStepResponse.MetricsEntry\x12\x46\n\x07seconds\x18\x03 \x03(\x0b\x32\x35.tandem_api.trainer.v1.TrainStepResponse.SecondsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"^\n\x16\x43omputeLogprobsRequest\x12\x31\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\".tandem_api.trainer.v1.SampleChunk\x12\x11\n\treference\x18\x02 \x01(\x08\"k\n\x17\x43omputeLogprobsResponse\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\x11\n\tentropies\x18\x02 \x03(\x02\x12\x14\n\x0clogprobs_f32\x18\x03 \x01(\x0c\x12\x15\n\rentropies_f32\x18\x04 \x01(\x0c\"\x8c\x01\n\x15SaveCheckpointRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x35\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32&.tandem_api.common.v1.CoordinatorFence\x12\x12\n\nbackground\x18\x03 \x01(\x08\x12\x1a\n\x12\x62\x61\x63kground_on_gpus\x18\x04 \x01(\x08\"P\n\x16SaveCheckpointResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07writing\x18\x03 \x01(\x08\"^\n\x17\x46inishCheckpointRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x35\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32&.tandem_api.common.v1.CoordinatorFence\")\n\x18\x46inishCheckpointResponse\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\"s\n\x14RestorePolicyRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x35\n\x05\x66\x65nce\x18\x03 \x01(\x0b\x32&.tandem_api.common.v1.CoordinatorFence\"/\n\x15RestorePolicyResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\"Y\n\x12\x45xportModelRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x35\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32&.tandem_api.common.v1.CoordinatorFence\"<\n\x13\x45xportModelResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"\x12\n\x10GetStatusRequest\"\xfe\x01\n\x11GetStatusResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x36\n\x08parallel\x18\x02 \x01(\x0b\x32$.tandem_api.weights.v1.ParallelSizes\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x10\n\x08\x61\x63tivity\x18\x04 \x01(\t\x12\x38\n\x08versions\x18\x05 \x01(\x0b\x32&.tandem_api.common.v1.SoftwareVersions\x12\x17\n\x0fsettings_digest\x18\x06 \x01(\t\x12\x0f\n\x07leaving\x18\x07 \x01(\x08\x12\x0f\n\x07step_id\x18\x08 \x01(\t2\xdb\x06\n\x0eTrainerService\x12[\n\x08TakeOver\x12&.tandem_api.trainer.v1.TakeOverRequest\x1a\'.tandem_api.trainer.v1.TakeOverResponse\x12`\n\tTrainStep\x12\'.tandem_api.trainer.v1.TrainStepRequest\x1a(.tandem_api.trainer.v1.TrainStepResponse(\x01\x12t\n\x0f\x43omputeLogprobs\x12-.tandem_api.trainer.v1.ComputeLogprobsRequest\x1a..tandem_api.trainer.v1.ComputeLogprobsResponse(\x01\x30\x01\x12m\n\x0eSaveCheckpoint\x12,.tandem_api.trainer.v1.SaveCheckpointRequest\x1a-.tandem_api.trainer.v1.SaveCheckpointResponse\x12s\n\x10\x46inishCheckpoint\x12..tandem_api.trainer.v1.FinishCheckpointRequest\x1a/.tandem_api.trainer.v1.FinishCheckpointResponse\x12j\n\rRestorePolicy\x12+.tandem_api.trainer.v1.RestorePolicyRequest\x1a,.tandem_api.trainer.v1.RestorePolicyResponse\x12\x64\n\x0b\x45xportModel\x12).tandem_api.trainer.v1.ExportModelRequest\x1a*.tandem_api.trainer.v1.ExportModelResponse\x12^\n\tGetStatus\x12\'.tandem_api.trainer.v1.GetStatusRequest\x1a(.tandem_api.trainer.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#tandem_api/trainer/v1/trainer.proto\x12\x15tandem_api.trainer.v1\x1a!tandem_api/common/v1/common.proto\x1a#tandem_api/weights/v1/weights.proto\"H\n\x0fTakeOverRequest\x12\x35\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32&.tandem_api.common.v1.CoordinatorFence\"*\n\x10TakeOverResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\"\x9b\x01\n\x0fTrainStepHeader\x12\x0f\n\x07step_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x13\n\x0bnum_updates\x18\x03 \x01(\r\x12\x13\n\x0bnum_samples\x18\x04 \x01(\r\x12\x35\n\x05\x66\x65nce\x18\x05 \x01(\x0b\x32&.tandem_api.common.v1.CoordinatorFence\"\xaa\x02\n\x0bSampleChunk\x12\x14\n\x0cupdate_index\x18\x01 \x01(\r\x12\x12\n\nsample_ids\x18\x02 \x03(\t\x12\x16\n\x0eprompt_lengths\x18\x03 \x03(\r\x12\x1a\n\x12\x63ompletion_lengths\x18\x04 \x03(\r\x12\x12\n\nadvantages\x18\x07 \x03(\x02\x12\x11\n\ttrainable\x18\x08 \x03(\x08\x12\x15\n\rtoken_ids_u32\x18\n \x01(\x0c\x12\x1c\n\x14rollout_logprobs_f32\x18\x0b \x01(\x0c\x12\x14\n\x0closs_mask_u8\x18\x0c \x01(\x0c\x12\x11\n\tcontinues\x18\r \x03(\x08J\x04\x08\x05\x10\x06J\x04\x08\x06\x10\x07J\x04\x08\t\x10\nR\ttoken_idsR\x10rollout_logprobsR\tloss_mask\"\x89\x01\n\x10TrainStepRequest\x12\x38\n\x06header\x18\x01 \x01(\x0b\x32&.tandem_api.trainer.v1.TrainStepHeaderH\x00\x12\x33\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\".tandem_api.trainer.v1.SampleChunkH\x00\x42\x06\n\x04part\"\x9b\x02\n\x11TrainStepResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x46\n\x07metrics\x18\x02 \x03(\x0b\x32\x35.tandem_api.trainer.v1.TrainStepResponse.MetricsEntry\x12\x46\n\x07seconds\x18\x03 \x03(\x0b\x32\x35.tandem_api.trainer.v1.TrainStepResponse.SecondsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"^\n\x16\x43omputeLogprobsRequest\x12\x31\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\".tandem_api.trainer.v1.SampleChunk\x12\x11\n\treference\x18\x02 \x01(\x08\"g\n\x17\x43omputeLogprobsResponse\x12\x14\n\x0clogprobs_f32\x18\x03 \x01(\x0c\x12\x15\n\rentropies_f32\x18\x04 \x01(\x0cJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03R\x08logprobsR\tentropies\"\x8c\x01\n\x15SaveCheckpointRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x35\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32&.tandem_api.common.v1.CoordinatorFence\x12\x12\n\nbackground\x18\x03 \x01(\x08\x12\x1a\n\x12\x62\x61\x63kground_on_gpus\x18\x04 \x01(\x08\"P\n\x16SaveCheckpointResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07writing\x18\x03 \x01(\x08\"^\n\x17\x46inishCheckpointRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x35\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32&.tandem_api.common.v1.CoordinatorFence\")\n\x18\x46inishCheckpointResponse\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\"s\n\x14RestorePolicyRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\x12\x35\n\x05\x66\x65nce\x18\x03 \x01(\x0b\x32&.tandem_api.common.v1.CoordinatorFence\"/\n\x15RestorePolicyResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\"Y\n\x12\x45xportModelRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x35\n\x05\x66\x65nce\x18\x02 \x01(\x0b\x32&.tandem_api.common.v1.CoordinatorFence\"<\n\x13\x45xportModelResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"\x12\n\x10GetStatusRequest\"\xfe\x01\n\x11GetStatusResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x36\n\x08parallel\x18\x02 \x01(\x0b\x32$.tandem_api.weights.v1.ParallelSizes\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x10\n\x08\x61\x63tivity\x18\x04 \x01(\t\x12\x38\n\x08versions\x18\x05 \x01(\x0b\x32&.tandem_api.common.v1.SoftwareVersions\x12\x17\n\x0fsettings_digest\x18\x06 \x01(\t\x12\x0f\n\x07leaving\x18\x07 \x01(\x08\x12\x0f\n\x07step_id\x18\x08 \x01(\t2\xdb\x06\n\x0eTrainerService\x12[\n\x08TakeOver\x12&.tandem_api.trainer.v1.TakeOverRequest\x1a\'.tandem_api.trainer.v1.TakeOverResponse\x12`\n\tTrainStep\x12\'.tandem_api.trainer.v1.TrainStepRequest\x1a(.tandem_api.trainer.v1.TrainStepResponse(\x01\x12t\n\x0f\x43omputeLogprobs\x12-.tandem_api.trainer.v1.ComputeLogprobsRequest\x1a..tandem_api.trainer.v1.ComputeLogprobsResponse(\x01\x30\x01\x12m\n\x0eSaveCheckpoint\x12,.tandem_api.trainer.v1.SaveCheckpointRequest\x1a-.tandem_api.trainer.v1.SaveCheckpointResponse\x12s\n\x10\x46inishCheckpoint\x12..tandem_api.trainer.v1.FinishCheckpointRequest\x1a/.tandem_api.trainer.v1.FinishCheckpointResponse\x12j\n\rRestorePolicy\x12+.tandem_api.trainer.v1.RestorePolicyRequest\x1a,.tandem_api.trainer.v1.RestorePolicyResponse\x12\x64\n\x0b\x45xportModel\x12).tandem_api.trainer.v1.ExportModelRequest\x1a*.tandem_api.trainer.v1.ExportModelResponse\x12^\n\tGetStatus\x12\'.tandem_api.trainer.v1.GetStatusRequest\x1a(.tandem_api.trainer.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,39 +44,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAINSTEPHEADER']._serialized_start=253
   _globals['_TRAINSTEPHEADER']._serialized_end=408
   _globals['_SAMPLECHUNK']._serialized_start=411
-  _globals['_SAMPLECHUNK']._serialized_end=715
-  _globals['_TRAINSTEPREQUEST']._serialized_start=718
-  _globals['_TRAINSTEPREQUEST']._serialized_end=855
-  _globals['_TRAINSTEPRESPONSE']._serialized_start=858
-  _globals['_TRAINSTEPRESPONSE']._serialized_end=1141
-  _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._serialized_start=1047
-  _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._serialized_end=1093
-  _globals['_TRAINSTEPRESPONSE_SECONDSENTRY']._serialized_start=1095
-  _globals['_TRAINSTEPRESPONSE_SECONDSENTRY']._serialized_end=1141
-  _globals['_COMPUTELOGPROBSREQUEST']._serialized_start=1143
-  _globals['_COMPUTELOGPROBSREQUEST']._serialized_end=1237
-  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_start=1239
-  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_end=1346
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1349
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1489
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=1491
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=1571
-  _globals['_FINISHCHECKPOINTREQUEST']._serialized_start=1573
-  _globals['_FINISHCHECKPOINTREQUEST']._serialized_end=1667
-  _globals['_FINISHCHECKPOINTRESPONSE']._serialized_start=1669
-  _globals['_FINISHCHECKPOINTRESPONSE']._serialized_end=1710
-  _globals['_RESTOREPOLICYREQUEST']._serialized_start=1712
-  _globals['_RESTOREPOLICYREQUEST']._serialized_end=1827
-  _globals['_RESTOREPOLICYRESPONSE']._serialized_start=1829
-  _globals['_RESTOREPOLICYRESPONSE']._serialized_end=1876
-  _globals['_EXPORTMODELREQUEST']._serialized_start=1878
-  _globals['_EXPORTMODELREQUEST']._serialized_end=1967
-  _globals['_EXPORTMODELRESPONSE']._serialized_start=1969
-  _globals['_EXPORTMODELRESPONSE']._serialized_end=2029
-  _globals['_GETSTATUSREQUEST']._serialized_start=2031
-  _globals['_GETSTATUSREQUEST']._serialized_end=2049
-  _globals['_GETSTATUSRESPONSE']._serialized_start=2052
-  _globals['_GETSTATUSRESPONSE']._serialized_end=2306
-  _globals['_TRAINERSERVICE']._serialized_start=2309
-  _globals['_TRAINERSERVICE']._serialized_end=3168
+  _globals['_SAMPLECHUNK']._serialized_end=709
+  _globals['_TRAINSTEPREQUEST']._serialized_start=712
+  _globals['_TRAINSTEPREQUEST']._serialized_end=849
+  _globals['_TRAINSTEPRESPONSE']._serialized_start=852
+  _globals['_TRAINSTEPRESPONSE']._serialized_end=1135
+  _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._serialized_start=1041
+  _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._serialized_end=1087
+  _globals['_TRAINSTEPRESPONSE_SECONDSENTRY']._serialized_start=1089
+  _globals['_TRAINSTEPRESPONSE_SECONDSENTRY']._serialized_end=1135
+  _globals['_COMPUTELOGPROBSREQUEST']._serialized_start=1137
+  _globals['_COMPUTELOGPROBSREQUEST']._serialized_end=1231
+  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_start=1233
+  _globals['_COMPUTELOGPROBSRESPONSE']._serialized_end=1336
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1339
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1479
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=1481
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=1561
+  _globals['_FINISHCHECKPOINTREQUEST']._serialized_start=1563
+  _globals['_FINISHCHECKPOINTREQUEST']._serialized_end=1657
+  _globals['_FINISHCHECKPOINTRESPONSE']._serialized_start=1659
+  _globals['_FINISHCHECKPOINTRESPONSE']._serialized_end=1700
+  _globals['_RESTOREPOLICYREQUEST']._serialized_start=1702
+  _globals['_RESTOREPOLICYREQUEST']._serialized_end=1817
+  _globals['_RESTOREPOLICYRESPONSE']._serialized_start=1819
+  _globals['_RESTOREPOLICYRESPONSE']._serialized_end=1866
+  _globals['_EXPORTMODELREQUEST']._serialized_start=1868
+  _globals['_EXPORTMODELREQUEST']._serialized_end=1957
+  _globals['_EXPORTMODELRESPONSE']._serialized_start=1959
+  _globals['_EXPORTMODELRESPONSE']._serialized_end=2019
+  _globals['_GETSTATUSREQUEST']._serialized_start=2021
+  _globals['_GETSTATUSREQUEST']._serialized_end=2039
+  _globals['_GETSTATUSRESPONSE']._serialized_start=2042
+  _globals['_GETSTATUSRESPONSE']._serialized_end=2296
+  _globals['_TRAINERSERVICE']._serialized_start=2299
+  _globals['_TRAINERSERVICE']._serialized_end=3158
 # @@protoc_insertion_point(module_scope)

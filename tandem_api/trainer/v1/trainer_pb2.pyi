@@ -96,8 +96,7 @@ Global___TrainStepHeader: _TypeAlias = TrainStepHeader  # noqa: Y015
 class SampleChunk(_message.Message):
     """S whole samples of one optimizer update, as many as one message should hold; ragged fields are flattened in sample
     order. Where the stream is cut changes no number: the trainer joins the chunks, and packs micro-batches itself.
-    Arrays of tokens are little-endian bytes. The repeated fields of the same names are read where these are empty; they go
-    with the next release.
+    Arrays of tokens are little-endian bytes.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -106,11 +105,8 @@ class SampleChunk(_message.Message):
     SAMPLE_IDS_FIELD_NUMBER: _builtins.int
     PROMPT_LENGTHS_FIELD_NUMBER: _builtins.int
     COMPLETION_LENGTHS_FIELD_NUMBER: _builtins.int
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    ROLLOUT_LOGPROBS_FIELD_NUMBER: _builtins.int
     ADVANTAGES_FIELD_NUMBER: _builtins.int
     TRAINABLE_FIELD_NUMBER: _builtins.int
-    LOSS_MASK_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_U32_FIELD_NUMBER: _builtins.int
     ROLLOUT_LOGPROBS_F32_FIELD_NUMBER: _builtins.int
     LOSS_MASK_U8_FIELD_NUMBER: _builtins.int
@@ -137,10 +133,6 @@ class SampleChunk(_message.Message):
     @_builtins.property
     def completion_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def rollout_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
-    @_builtins.property
     def advantages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """[S]"""
 
@@ -148,8 +140,6 @@ class SampleChunk(_message.Message):
     def trainable(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
         """[S] false: the sample counts in no loss (a masked truncation), but keeps its place in the denominators."""
 
-    @_builtins.property
-    def loss_mask(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]: ...
     @_builtins.property
     def continues(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
         """[S] true: a further sequence of the episode of the sample before, which has another context. Denominators count an
@@ -163,11 +153,8 @@ class SampleChunk(_message.Message):
         sample_ids: _abc.Iterable[_builtins.str] | None = ...,
         prompt_lengths: _abc.Iterable[_builtins.int] | None = ...,
         completion_lengths: _abc.Iterable[_builtins.int] | None = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        rollout_logprobs: _abc.Iterable[_builtins.float] | None = ...,
         advantages: _abc.Iterable[_builtins.float] | None = ...,
         trainable: _abc.Iterable[_builtins.bool] | None = ...,
-        loss_mask: _abc.Iterable[_builtins.bool] | None = ...,
         token_ids_u32: _builtins.bytes = ...,
         rollout_logprobs_f32: _builtins.bytes = ...,
         loss_mask_u8: _builtins.bytes = ...,
@@ -175,7 +162,7 @@ class SampleChunk(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "completion_lengths", b"completion_lengths", "continues", b"continues", "loss_mask", b"loss_mask", "loss_mask_u8", b"loss_mask_u8", "prompt_lengths", b"prompt_lengths", "rollout_logprobs", b"rollout_logprobs", "rollout_logprobs_f32", b"rollout_logprobs_f32", "sample_ids", b"sample_ids", "token_ids", b"token_ids", "token_ids_u32", b"token_ids_u32", "trainable", b"trainable", "update_index", b"update_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantages", b"advantages", "completion_lengths", b"completion_lengths", "continues", b"continues", "loss_mask_u8", b"loss_mask_u8", "prompt_lengths", b"prompt_lengths", "rollout_logprobs_f32", b"rollout_logprobs_f32", "sample_ids", b"sample_ids", "token_ids_u32", b"token_ids_u32", "trainable", b"trainable", "update_index", b"update_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -310,30 +297,20 @@ Global___ComputeLogprobsRequest: _TypeAlias = ComputeLogprobsRequest  # noqa: Y0
 class ComputeLogprobsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    LOGPROBS_FIELD_NUMBER: _builtins.int
-    ENTROPIES_FIELD_NUMBER: _builtins.int
     LOGPROBS_F32_FIELD_NUMBER: _builtins.int
     ENTROPIES_F32_FIELD_NUMBER: _builtins.int
     logprobs_f32: _builtins.bytes
     """Completion tokens only, flattened in sample order, little-endian; both are 0 where SampleChunk.loss_mask_u8 is 0."""
     entropies_f32: _builtins.bytes
-    @_builtins.property
-    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Read where the fields below are empty; they go with the next release."""
-
-    @_builtins.property
-    def entropies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     def __init__(
         self,
         *,
-        logprobs: _abc.Iterable[_builtins.float] | None = ...,
-        entropies: _abc.Iterable[_builtins.float] | None = ...,
         logprobs_f32: _builtins.bytes = ...,
         entropies_f32: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entropies", b"entropies", "entropies_f32", b"entropies_f32", "logprobs", b"logprobs", "logprobs_f32", b"logprobs_f32"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entropies_f32", b"entropies_f32", "logprobs_f32", b"logprobs_f32"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

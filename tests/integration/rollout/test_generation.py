@@ -17,6 +17,7 @@ from tests.kit.models import CONTEXT, STOP, VOCABULARY, logprobs, text_of
 from tests.kit.replicas import Replica, Trainer
 from tests.kit.round import CALL_S
 from tests.kit.waiting import throughout, until
+from tools.bench_sync.whole_groups import SampledGroup, prompt_group, submission
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -29,7 +30,7 @@ def seeded(replica: Replica, trainer: Trainer) -> None:
     trainer.publish(1)
 
 
-def worst_difference(model: Path, prompts: list[list[int]], groups: list[pb.GroupResult], temperature: float) -> float:
+def worst_difference(model: Path, prompts: list[list[int]], groups: list[SampledGroup], temperature: float) -> float:
     differences = []
     for prompt, group in zip(prompts, groups, strict=True):
         for completion in group.completions:
@@ -88,7 +89,7 @@ def test_a_stop_text_ends_a_completion_with_all_of_its_tokens(replica: Replica, 
     assert worst_difference(model, PROMPTS[:1], [group], 1.0) <= 3e-5
 
 
-def tokens_of(groups: list[pb.GroupResult]) -> list[list[list[int]]]:
+def tokens_of(groups: list[SampledGroup]) -> list[list[list[int]]]:
     return [[list(completion.token_ids) for completion in group.completions] for group in groups]
 
 
@@ -162,26 +163,22 @@ def test_a_bad_request_is_refused_by_name(
     assert dict(refused.value.trailing_metadata())[REASON_KEY]
 
 
-def test_pause_refuses_and_resume_serves_again(replica: Replica) -> None:
+def test_what_is_submitted_in_a_pause_waits_for_resume(replica: Replica) -> None:
     request = pb.PauseGenerationRequest(mode=weights_pb2.PAUSE_MODE_DRAIN)
     assert replica.stub.PauseGeneration(request, timeout=CALL_S).state == weights_pb2.REPLICA_STATE_PAUSED
-    with pytest.raises(grpc.RpcError) as refused:
-        replica.generate(PROMPTS[:1], version=1)
-    assert "paused" in refused.value.details()
-    resumed = replica.stub.ResumeGeneration(pb.ResumeGenerationRequest(), timeout=CALL_S)
-    assert resumed.state == weights_pb2.REPLICA_STATE_SERVING
-    assert replica.generate(PROMPTS[:1], version=1)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(replica.generate, PROMPTS[:1], version=1)
+        throughout(lambda: not waiting.done() and not replica.status().running_groups, 1.0)
+        resumed = replica.stub.ResumeGeneration(pb.ResumeGenerationRequest(), timeout=CALL_S)
+        assert resumed.state == weights_pb2.REPLICA_STATE_SERVING
+        assert waiting.result(timeout=CALL_S)
 
 
 def test_a_large_call_that_is_given_up_ends_in_the_engine_too(replica: Replica) -> None:
     version = replica.status().policy_version
-    request = pb.GenerateGroupsRequest(
-        groups=[pb.PromptGroup(group_id="all", prompt_ids=[5, 6], num_completions=4096)],
-        sampling=pb.SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=400),
-        policy_version=version,
-    )
+    request = submission([prompt_group("all", [5, 6], 4096)], version, max_new_tokens=400)
     with pytest.raises(grpc.RpcError, match="DEADLINE_EXCEEDED"):
-        list(replica.stub.GenerateGroups(request, timeout=3))
+        list(replica.stub.Generate(iter([request]), timeout=3))
     assert len(replica.generate([[5, 6]], max_new_tokens=2, version=version)) == 1
     before = replica.status().engine_progress
     throughout(lambda: replica.status().engine_progress == before, 1.0)

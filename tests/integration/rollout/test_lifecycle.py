@@ -20,6 +20,7 @@ from tandem_api.rollout.v1 import rollout_pb2
 from tests.kit.models import make_model
 from tests.kit.replicas import Replica, Trainer, lone_replica
 from tests.kit.waiting import until
+from tools.bench_sync.whole_groups import SampledGroup
 from weightsync.membership.rendezvous import COORDINATOR_SLOT, Rendezvous
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -85,7 +86,7 @@ def test_sigterm_finishes_what_runs_and_exits_zero(replicas: dict[str, Replica])
     trainer.publish(1)
     family = replica.family()
     assert family
-    groups: list[rollout_pb2.GroupResult] = []
+    groups: list[SampledGroup] = []
     call = threading.Thread(
         target=lambda: groups.extend(replica.generate([[1, 2, 3]], n=4, max_new_tokens=300, version=1))
     )

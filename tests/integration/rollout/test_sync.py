@@ -14,6 +14,7 @@ from tests.kit.models import logprobs, make_model
 from tests.kit.replicas import Replica, Trainer
 from tests.kit.round import CALL_S
 from tests.kit.waiting import until
+from tools.bench_sync.whole_groups import Sampled, prompt_group, submission
 from weightsync.round.phases import PHASES
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -26,11 +27,11 @@ def reason_of(error: grpc.RpcError) -> str:
     return str(dict(error.trailing_metadata())[REASON_KEY])
 
 
-def greedy(replica: Replica, version: int) -> rollout_pb2.Completion:
+def greedy(replica: Replica, version: int) -> Sampled:
     return replica.greedy([PROMPT], version, 12)[0]
 
 
-def argmax_of(model: Path, completion: rollout_pb2.Completion) -> bool:
+def argmax_of(model: Path, completion: Sampled) -> bool:
     ids = list(completion.token_ids)
     return bool(logprobs(model, PROMPT, ids, 1.0).argmax(-1).tolist() == ids)
 
@@ -119,13 +120,13 @@ class LongCall:
         )
         until(lambda: replica.status().running_groups == 1, 10.0, "a running group")
 
-    def completions(self) -> list[rollout_pb2.Completion]:
+    def completions(self) -> list[Sampled]:
         (group,) = self._groups.result(timeout=CALL_S)
         self._pool.shutdown()
         return list(group.completions)
 
 
-def spans_of(completion: rollout_pb2.Completion) -> list[tuple[int, int, int]]:
+def spans_of(completion: Sampled) -> list[tuple[int, int, int]]:
     """(version, start, end); together they are all of the tokens."""
     spans = [(span.policy_version, span.start, span.end) for span in completion.version_spans]
     assert [span[1] for span in spans] == [0, *(span[2] for span in spans[:-1])]
@@ -199,12 +200,8 @@ def test_staged_bytes_travel_while_the_old_version_generates(
 
 def test_a_call_that_is_given_up_stops_its_requests(replica: Replica) -> None:
     version = replica.status().policy_version
-    request = rollout_pb2.GenerateGroupsRequest(
-        groups=[rollout_pb2.PromptGroup(group_id="g", prompt_ids=PROMPT, num_completions=4)],
-        sampling=rollout_pb2.SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=400),
-        policy_version=version,
-    )
-    call = replica.stub.GenerateGroups(request, timeout=CALL_S)
+    request = submission([prompt_group("g", PROMPT, 4)], version, max_new_tokens=400)
+    call = replica.stub.Generate(iter([request]), timeout=CALL_S)
     until(lambda: replica.status().running_groups == 1, 10.0, "a running group")
     call.cancel()
     until(lambda: replica.status().running_groups == 0, 10.0, "the end of the call")

@@ -19,6 +19,7 @@ from tests.kit.models import TRAINED_VOCABULARY
 from tests.kit.processes import Services
 from tests.kit.round import service_at
 from tests.kit.stores import Tensors
+from tests.unit.trainer.batches import sample_chunk
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.sglang import sglang_layout
 from weightsync.model.spec import ModelSpec
@@ -108,7 +109,7 @@ def chunk(update: int = 0, num_samples: int = 4, seed: int = 0, **changes: Any) 
         "advantages": random.normal(size=num_samples),
         "trainable": [True] * num_samples,
     }
-    return pb.SampleChunk(**{**fields, **changes})
+    return sample_chunk({**fields, **changes})
 
 
 def one_by_one(whole: pb.SampleChunk) -> list[pb.SampleChunk]:
@@ -121,8 +122,8 @@ def one_by_one(whole: pb.SampleChunk) -> list[pb.SampleChunk]:
                 sample_ids=[whole.sample_ids[i]],
                 prompt_lengths=[prompt],
                 completion_lengths=[completion],
-                token_ids=whole.token_ids[first : first + prompt + completion],
-                rollout_logprobs=whole.rollout_logprobs[completed : completed + completion],
+                token_ids_u32=whole.token_ids_u32[4 * first : 4 * (first + prompt + completion)],
+                rollout_logprobs_f32=whole.rollout_logprobs_f32[4 * completed : 4 * (completed + completion)],
                 advantages=[whole.advantages[i]],
                 trainable=[whole.trainable[i]],
             )

@@ -115,7 +115,7 @@ async def test_train_step_makes_the_next_version_and_reports(stub: Any) -> None:
     )
     assert reply.metrics["samples"] == 8
     assert 0 < reply.metrics["model_flops_utilization"] < 1
-    tokens = sum(len(batch.token_ids) for batch in batches)
+    tokens = sum(len(read_array(batch, "token_ids_u32")) for batch in batches)
     assert tokens / reply.metrics["train_tokens_per_s"] <= reply.seconds["total"]
     assert reply.metrics["train_peak_memory_bytes"] > 2**20
     assert 0.9 < reply.metrics["packing_efficiency"] <= 1
@@ -142,7 +142,9 @@ async def test_wrong_version_is_refused(stub: Any) -> None:
 
 async def test_token_beyond_the_vocabulary_is_named(stub: Any) -> None:
     bad = chunk(0)
-    bad.token_ids[bad.prompt_lengths[0] + bad.completion_lengths[0]] = VOCAB
+    token_ids = read_array(bad, "token_ids_u32")
+    token_ids[bad.prompt_lengths[0] + bad.completion_lengths[0]] = VOCAB
+    bad.token_ids_u32 = token_ids.tobytes()
     error = await refusal(stub.TrainStep(iter(step_requests("bad-id", await version(stub), [bad])), timeout=TIMEOUT_S))
     assert isinstance(error, InvalidRequest)
     assert "'u0-s1'" in str(error)
@@ -190,11 +192,11 @@ async def test_compute_logprobs_replies_in_order(stub: Any) -> None:
 async def test_masked_tokens_are_not_measured_and_count_nowhere(stub: Any) -> None:
     batches = [chunk(0), chunk(1)]
     for batch in batches:  # the first token of each completion is the policy's
-        batch.loss_mask.extend(place == 0 for length in batch.completion_lengths for place in range(length))
+        batch.loss_mask_u8 = bytes(place == 0 for length in batch.completion_lengths for place in range(length))
     asked = [pb.ComputeLogprobsRequest(chunk=each) for each in (chunk(0), batches[0])]
     call = stub.ComputeLogprobs(iter(asked), timeout=TIMEOUT_S)
     whole, masked = [np.array(read_array(reply, "logprobs_f32")) async for reply in call]
-    np.testing.assert_allclose(masked, whole * np.array(batches[0].loss_mask), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(masked, whole * np.array(read_array(batches[0], "loss_mask_u8")), rtol=0, atol=1e-6)
     reply = await stub.TrainStep(iter(step_requests("masked", await version(stub), batches)), timeout=TIMEOUT_S)
     assert reply.metrics["tokens"] == reply.metrics["samples"] == 8
     nothing = chunk(0, loss_mask=[False] * sum(chunk(0).completion_lengths))

@@ -3,13 +3,14 @@
 import pytest
 
 from rollout_service.engine import EngineLimits
-from rollout_service.sampling import read_request
+from rollout_service.sampling import read_sampling
 from servicekit.errors import InvalidRequest
 from servicekit.rpc.request_bounds import check_request
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_config.loading import load_config
 from tandem_config.problems import ConfigErrors
 from tandem_config.schema import RunConfig
+from tools.bench_sync.whole_groups import prompt_group
 
 MINIMAL = ["model.path=m", "data.train=rows.jsonl", "rollout.max_total_tokens=100000000"]
 LIMITS = EngineLimits(vocab_size=2**31, longest_request=2**25, kv_tokens=2**25)
@@ -33,7 +34,7 @@ def loaded(key: str, text: str) -> RunConfig:
     return load_config(None, [*MINIMAL, f"evaluation.sets=[{{name: a, data: h.jsonl, {key}: {text}}}]"])
 
 
-def asked(config: RunConfig) -> pb.GenerateGroupsRequest:
+def asked(config: RunConfig) -> pb.GenerateRequest:
     """The request of the first evaluation set, or of training."""
     chosen, grpo = next(iter(config.evaluation.sets), None), config.grpo
     sampling = pb.SamplingParams(
@@ -45,16 +46,14 @@ def asked(config: RunConfig) -> pb.GenerateGroupsRequest:
         max_new_tokens=grpo.max_new_tokens if chosen is None else chosen.max_new_tokens or grpo.max_new_tokens,
         stop_token_ids=grpo.stop_token_ids,
     )
-    return pb.GenerateGroupsRequest(
-        groups=[pb.PromptGroup(group_id="g", prompt_ids=[1], num_completions=1)], sampling=sampling
-    )
+    return pb.GenerateRequest(groups=[prompt_group("g", [1])], sampling=sampling)
 
 
 @pytest.mark.parametrize(("key", "text"), [(key, text) for key, (good, _) in BOUNDS.items() for text in good])
 def test_a_replica_takes_what_the_configuration_takes(key: str, text: str) -> None:
     request = asked(loaded(key, text))
     check_request(request)
-    _, settings = read_request(request, LIMITS, 8)
+    settings = read_sampling(request.sampling, LIMITS)
     if "repetition" in key:  # 0 on the wire would be read as none
         assert settings.repetition_penalty == pytest.approx(float(text))
 
@@ -91,4 +90,4 @@ def test_temperatures_that_are_not_numbers_are_refused_by_both() -> None:
         request = asked(load_config(None, MINIMAL))
         request.sampling.temperature = float(text.replace(".", ""))
         with pytest.raises(InvalidRequest):
-            read_request(request, LIMITS, 8)
+            read_sampling(request.sampling, LIMITS)

@@ -2,20 +2,46 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 from rollout_service.engine import (
     EngineLimits,
     EngineLoad,
     Finish,
     GroupRequest,
+    RolloutEngine,
     SampledCompletion,
+    SampledGroup,
     SamplingSettings,
     Span,
 )
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.fakes.fake_sync import FakeSync
 from weightsync.round.phases import Phase, Role, name_of
+
+
+async def generate_groups(
+    engine: RolloutEngine, groups: Sequence[GroupRequest], sampling: SamplingSettings
+) -> AsyncGenerator[list[SampledGroup], None]:
+    """Whole groups of an engine, those that end together in one list; closing the iterator aborts what still runs."""
+    found = defaultdict[str, list[SampledCompletion]](list)
+    left = {group.group_id: len(group.starts()) for group in groups}
+    with contextlib.closing(engine.open_stream(sampling)) as stream:
+        await stream.submit(groups)
+        async for news in stream.news():
+            for completion in news:
+                found[completion.group_id].append(completion)
+            whole = [name for name, number in left.items() if len(found[name]) == number]
+            if whole:
+                yield [
+                    SampledGroup(group_id=name, completions=sorted(found[name], key=lambda one: one.index))
+                    for name in whole
+                ]
+            for name in whole:
+                del left[name]
+            if not left:
+                return
 
 
 class FakeEngine:

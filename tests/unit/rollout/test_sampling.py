@@ -4,50 +4,58 @@ from typing import Any
 
 import pytest
 
-from rollout_service.engine import EngineLimits
-from rollout_service.sampling import read_request
+from rollout_service.engine import EngineLimits, GroupRequest, SamplingSettings
+from rollout_service.sampling import read_groups, read_sampling
 from servicekit.errors import InvalidRequest, TandemError, TooLarge
 from servicekit.rpc.limits import MAX_COMPLETIONS_PER_CALL
 from tandem_api.rollout.v1 import rollout_pb2 as pb
+from tools.bench_sync.whole_groups import prompt_group
 
 LIMITS = EngineLimits(vocab_size=100, longest_request=64, kv_tokens=64)
 
 
-def request(**changes: Any) -> pb.GenerateGroupsRequest:
+def read(
+    request: pb.GenerateRequest, limits: EngineLimits = LIMITS, most: int = 8
+) -> tuple[list[GroupRequest], SamplingSettings]:
+    sampling = read_sampling(request.sampling, limits)
+    return read_groups(request.groups, sampling, limits, most), sampling
+
+
+def request(**changes: Any) -> pb.GenerateRequest:
     params: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 4, "stop_token_ids": [1]}
-    groups = changes.pop("groups", [pb.PromptGroup(group_id="g", prompt_ids=[1, 2], num_completions=3)])
-    return pb.GenerateGroupsRequest(groups=groups, sampling=pb.SamplingParams(**params | changes))
+    groups = changes.pop("groups", group())
+    return pb.GenerateRequest(groups=groups, sampling=pb.SamplingParams(**params | changes))
 
 
 def group(**changes: Any) -> list[pb.PromptGroup]:
     fields: dict[str, Any] = {"group_id": "g", "prompt_ids": [1, 2], "num_completions": 3}
-    return [pb.PromptGroup(**fields | changes)]
+    return [prompt_group(**fields | changes)]
 
 
 def test_a_good_request_becomes_data() -> None:
-    groups, params = read_request(request(), LIMITS, 8)
+    groups, params = read(request())
     assert [(each.group_id, each.prompt_ids, each.num_completions) for each in groups] == [("g", [1, 2], 3)]
     assert (params.temperature, params.top_k, params.stop_token_ids) == (1.0, -1, (1,))
 
 
 def test_stop_texts_and_seeds_become_data() -> None:
     asked = request(stop=["</answer>"], min_p=0.5, repetition_penalty=1.25, groups=group(seed=0))
-    (first,), params = read_request(asked, LIMITS, 8)
+    (first,), params = read(asked)
     assert (params.stop, params.min_p, params.repetition_penalty, first.seed) == (("</answer>",), 0.5, 1.25, 0)
-    (first,), params = read_request(request(), LIMITS, 8)
+    (first,), params = read(request())
     assert (params.stop, params.min_p, params.repetition_penalty, first.seed) == ((), 0.0, 1.0, None)
 
 
 def test_stop_texts_need_a_tokenizer() -> None:
     without = replace(LIMITS, why_no_stop="/m/tokenizer.json does not exist")
-    read_request(request(), without, 8)
+    read(request(), without)
     with pytest.raises(InvalidRequest, match=r"/m/tokenizer.json does not exist; put tokenizer.json there"):
-        read_request(request(stop=["x"]), without, 8)
+        read(request(stop=["x"]), without)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-3, 0.7, 100.0])
 def test_temperatures_in_range_pass(temperature: float) -> None:
-    assert read_request(request(temperature=temperature), LIMITS, 8)[1].temperature == pytest.approx(temperature)
+    assert read(request(temperature=temperature))[1].temperature == pytest.approx(temperature)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +75,6 @@ def test_temperatures_in_range_pass(temperature: float) -> None:
         ({"max_new_tokens": 64}, "sampling.max_new_tokens is 64; it must be from 1 to 63"),
         ({"stop_token_ids": [1, 100]}, "sampling.stop_token_ids[1] is 100"),
         ({"stop": ["a", ""]}, "sampling.stop[1] is empty"),
-        ({"groups": []}, "groups is empty"),
         ({"groups": group(group_id="")}, "groups[0].group_id is empty"),
         ({"groups": group() + group()}, "group_id 'g' occurs twice"),
         ({"groups": group(num_completions=0)}, "group 'g': num_completions is 0"),
@@ -78,23 +85,23 @@ def test_temperatures_in_range_pass(temperature: float) -> None:
 )
 def test_each_bad_value_is_named(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        read_request(request(**changes), LIMITS, 8)
+        read(request(**changes))
     assert says in str(refused.value)
 
 
 def test_the_longest_request_passes() -> None:
-    read_request(request(groups=group(prompt_ids=[1] * 60)), LIMITS, 8)
+    read(request(groups=group(prompt_ids=[1] * 60)))
 
 
 @pytest.mark.parametrize(
     ("groups", "says"),
     [
-        ([pb.PromptGroup(group_id=str(i), prompt_ids=[1], num_completions=1) for i in range(9)], "9 groups"),
+        ([prompt_group(str(i), [1]) for i in range(9)], "9 groups"),
         (group(num_completions=MAX_COMPLETIONS_PER_CALL + 1), "completions in one call"),
     ],
 )
 def test_too_much_in_one_call_is_refused(groups: list[pb.PromptGroup], says: str) -> None:
     with pytest.raises(TooLarge) as refused:
-        read_request(request(groups=groups), LIMITS, 8)
+        read(request(groups=groups))
     assert says in str(refused.value)
     assert isinstance(refused.value, TandemError)

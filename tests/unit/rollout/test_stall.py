@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from rollout_service.engine import GroupRequest, SamplingSettings, generate_groups
+from rollout_service.engine import GroupRequest, SamplingSettings
 from rollout_service.stall import PATIENCE, Look, SingleFlight, StallWatch, Stillness
 from rollout_service.weight_updates.admission import Admission
 from servicekit.errors import Unavailable
-from tests.unit.rollout.fake_engine import FakeEngine
+from tests.unit.rollout.fake_engine import FakeEngine, generate_groups
 
 LIMIT_S = 60.0
 GROUPS = [GroupRequest(group_id="g", prompt_ids=[1], num_completions=1)]
@@ -89,9 +89,12 @@ class Watched:
         )
 
     async def call(self) -> None:
-        with self.admission.inside(1):
+        self.admission.enter(1)
+        try:
             async for _ in self.admission.until_evicted(generate_groups(self.engine, GROUPS, SAMPLING)):
                 pass
+        finally:
+            self.admission.leave(1)
 
 
 @pytest.mark.asyncio

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from rollout_service.engine import GroupRequest, SamplingSettings, generate_groups
+from rollout_service.engine import GroupRequest, SamplingSettings
 from rollout_service.weight_updates.admission import Admission
 from rollout_service.weight_updates.pauses import Pauses
 from rollout_service.weight_updates.updates import WeightUpdates
 from servicekit.errors import DigestMismatch, NotReady, PeerLost, PhaseOrder, Poisoned, StaleVersion, TandemError
 from tandem_api.weights.v1 import weights_pb2 as pb
-from tests.unit.rollout.fake_engine import FakeEngine, FakeRanks
+from tests.unit.rollout.fake_engine import FakeEngine, FakeRanks, generate_groups
 from weightsync.round.phases import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY
 
 UNSEEDED, SERVING = pb.REPLICA_STATE_UNSEEDED, pb.REPLICA_STATE_SERVING
@@ -60,9 +60,12 @@ class Rig:
         async def generate() -> int:
             sampling = SamplingSettings(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=4, stop_token_ids=())
             groups = [GroupRequest(group_id="g", prompt_ids=[1], num_completions=1)]
-            with self.admission.inside(1):
+            self.admission.enter(1)
+            try:
                 items = self.admission.until_evicted(generate_groups(self.engine, groups, sampling))
                 return sum([len(c.token_ids) async for part in items for g in part for c in g.completions])
+            finally:
+                self.admission.leave(1)
 
         return asyncio.create_task(generate())
 

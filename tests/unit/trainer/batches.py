@@ -1,9 +1,11 @@
 """Small samples and messages for the trainer's unit tests."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from servicekit.rpc.arrays import packed
 from tandem_api.trainer.v1 import trainer_pb2 as pb
 from trainer_service.micro_batches.checks import Limits
 from trainer_service.micro_batches.samples import Samples
@@ -23,7 +25,16 @@ def message(**changes: Any) -> pb.SampleChunk:
         "advantages": [1.0, -1.0],
         "trainable": [True, True],
     }
-    return pb.SampleChunk(**{**fields, **changes})
+    return sample_chunk({**fields, **changes})
+
+
+def sample_chunk(fields: Mapping[str, Any]) -> pb.SampleChunk:
+    """A message whose arrays are given as items: token_ids, rollout_logprobs, loss_mask."""
+    given = dict(fields)
+    for field in ("token_ids_u32", "rollout_logprobs_f32", "loss_mask_u8"):
+        if (items := given.pop(field.rpartition("_")[0], None)) is not None:
+            given[field] = packed(field, items)
+    return pb.SampleChunk(**given)
 
 
 def random_samples(num_samples: int = 40, updates: int = 2, seed: int = 0, **changes: Any) -> Samples:

@@ -11,6 +11,7 @@ from statistics import median
 from servicekit.lifecycle.tasks import end_of, first_of
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from tools.bench_sync.methods.session import CALL_S, Session
+from tools.bench_sync.whole_groups import prompt_group, submission
 
 GROUPS = 1000  # more than an engine finishes in a round, fewer than rollout.max_groups_per_call
 NEW_TOKENS = 2  # completions come often, so that a silence shows
@@ -67,15 +68,10 @@ def _check(tasks: Sequence["asyncio.Task[None]"]) -> None:
 
 async def _generate(stub: rollout_pb2_grpc.RolloutServiceStub, times_s: list[float], begun: asyncio.Event) -> None:
     status = await stub.GetStatus(rollout_pb2.GetStatusRequest(), timeout=10.0)
-    request = rollout_pb2.GenerateGroupsRequest(
-        groups=[
-            rollout_pb2.PromptGroup(group_id=str(i), prompt_ids=[i % 97, 1, 2, 3], num_completions=1)
-            for i in range(GROUPS)
-        ],
-        sampling=rollout_pb2.SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=NEW_TOKENS),
-        policy_version=status.policy_version,
-    )
-    async for _ in stub.GenerateGroups(request, timeout=CALL_S):
-        times_s.append(time.perf_counter())
+    groups = [prompt_group(str(i), [i % 97, 1, 2, 3]) for i in range(GROUPS)]
+    request = submission(groups, status.policy_version, max_new_tokens=NEW_TOKENS)
+    async for response in stub.Generate(iter([request]), timeout=CALL_S):
+        if any(completion.finish_reason for group in response.groups for completion in group.completions):
+            times_s.append(time.perf_counter())
         if len(times_s) > 2:
             begun.set()

@@ -7,14 +7,12 @@ import asyncio
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from servicekit.rpc.arrays import read_array
-from tandem_api.rollout.v1 import rollout_pb2
 from tandem_clients import flow
+from tools.bench_sync.whole_groups import prompt_group, submission, whole_groups
 from tools.gpu_check.services.fleet import CALL_S, ServiceFleet
 from tools.gpu_check.services.settings import PROMPT_TOKENS
 
@@ -42,26 +40,18 @@ async def generate(
 ) -> list[Sample]:
     """Sample a replica at temperature 1, in the order of the prompts. Raises: grpc.RpcError: it refuses."""
     asked = prompts(fleet.scale.vocabulary, number, seed=version)
-    request = rollout_pb2.GenerateGroupsRequest(
-        groups=[
-            rollout_pb2.PromptGroup(group_id=str(i), prompt_ids=ids, num_completions=copies)
-            for i, ids in enumerate(asked)
-        ],
-        sampling=rollout_pb2.SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=max_tokens),
-        policy_version=version,
-    )
-    groups: dict[int, Any] = {}
-    async for reply in fleet.rollout(replica).GenerateGroups(request, timeout=CALL_S):
-        groups |= {int(group.group_id): group.completions for group in reply.groups}
+    groups = [prompt_group(str(i), ids, copies) for i, ids in enumerate(asked)]
+    request = submission(groups, version, max_new_tokens=max_tokens)
+    responses = [response async for response in fleet.rollout(replica).Generate(iter([request]), timeout=CALL_S)]
     return [
         Sample(
-            prompt=tuple(asked[index]),
-            tokens=tuple(read_array(completion, "token_ids_u32")),
-            logprobs=tuple(read_array(completion, "logprobs_f32")),
+            prompt=tuple(prompt),
+            tokens=tuple(completion.token_ids),
+            logprobs=tuple(completion.logprobs),
             spans=tuple((span.policy_version, span.start, span.end) for span in completion.version_spans),
         )
-        for index in sorted(groups)
-        for completion in groups[index]
+        for prompt, group in zip(asked, whole_groups(request, responses), strict=True)
+        for completion in group.completions
     ]
 
 
