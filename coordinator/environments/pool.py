@@ -8,6 +8,7 @@ worker was lost fails. If that is not known, each of those that were under way i
 import asyncio
 import contextlib
 import itertools
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -232,10 +233,12 @@ class _Slot:
         self.num_episodes = 0
         self._task = task
         self._running: _Running | None = None
-        self._starting, self._changed = asyncio.Lock(), asyncio.Condition()
+        self._starting = asyncio.Lock()
         self._closed = False
-        # Calls under way, those that wait until they are the only one, and the most at a time.
-        self._calls, self._lonely, self._most = 0, 0, 1
+        # Calls under way, and the most at a time; those that are to be the only one, begun ones too.
+        self._calls, self._most, self._lonely = 0, 1, 0
+        # Calls that wait, and those of them that are to be the only one.
+        self._waiting, self._alone = deque[asyncio.Future[None]](), deque[asyncio.Future[None]]()
 
     async def ready(self) -> "_Running":
         """Return the process; start one if it has ended. Raises: WorkerLost: it does not start."""
@@ -249,24 +252,33 @@ class _Slot:
                     metrics.ENVIRONMENT_RESTARTS.inc()
                 self._running = _Running(await WorkerProcess.start(self._task))
                 self._most = CONCURRENCY if self._running.form["is_async"] else 1
+                self._let_begin()
             return self._running
 
     @contextlib.asynccontextmanager
     async def turn(self, *, alone: bool) -> AsyncIterator[None]:
         """Wait for a call's turn, or until it is the only one."""
-        begun = False
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        (self._alone if alone else self._waiting).append(future)
         self._lonely += alone
         try:
-            async with self._changed:
-                await self._changed.wait_for(lambda: self._calls < (1 if alone else 0 if self._lonely else self._most))
-                self._calls += 1
-                begun = True
+            self._let_begin()
+            await future
             yield
         finally:
             self._lonely -= alone
-            self._calls -= begun
-            async with self._changed:
-                self._changed.notify_all()
+            self._calls -= future.done() and not future.cancelled()
+            future.cancel()
+            self._let_begin()
+
+    def _let_begin(self) -> None:
+        """Let calls that wait begin, first those that are to be the only one."""
+        while waiting := self._alone if self._lonely else self._waiting:
+            if self._calls >= (1 if self._lonely else self._most):
+                return
+            if not (future := waiting.popleft()).done():
+                self._calls += 1
+                future.set_result(None)
 
     async def close(self) -> None:
         """End the process."""

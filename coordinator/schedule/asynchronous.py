@@ -103,10 +103,12 @@ class Asynchronous(SyncSchedule):
     def behind_flip(self, policy_version: int) -> list[Group]:
         """Return some finished completions that this version has continued, without what others have sampled."""
         found = (
-            replace(group, completions=(without_tokens_before(completion, policy_version),))
+            replace(
+                group, group_id=f"{group.group_id}.{place}", completions=(without_tokens_before(one, policy_version),)
+            )
             for group in self.pipeline.finished()
-            for completion in group.completions
-            if completion.oldest_version < policy_version == completion.version_spans[-1][1]
+            for place, one in enumerate(group.completions)
+            if one.oldest_version < policy_version == one.version_spans[-1][1] and not one.branches
         )
         return list(islice(found, COMPARED))
 

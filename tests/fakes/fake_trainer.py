@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,12 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
                 raise InvalidRequest("there is no reference policy")
             if request.chunk.continues[:1] == [True]:
                 raise InvalidRequest("the first sample of a message continues an episode")
-            self.measured.append((len(request.chunk.sample_ids), request.reference))
+            ids = request.chunk.sample_ids
+            if len(set(ids)) < len(ids):
+                raise InvalidRequest(f"{len(ids)} samples, {len(set(ids))} of them distinct")
+            if not all(policy_samples(request.chunk)):
+                raise InvalidRequest("loss_mask masks all of a sample's tokens")
+            self.measured.append((len(ids), request.reference))
             yield pb.ComputeLogprobsResponse(
                 logprobs_f32=packed("logprobs_f32", [value] * sum(request.chunk.completion_lengths))
             )
@@ -200,6 +206,13 @@ class FakeTrainer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.Roun
         metrics["kl_old"] = 1e-3
         seconds = dict.fromkeys(("old_logprobs", "forward_backward"), self.compute_s / 2)
         return pb.TrainStepResponse(policy_version=self.policy_version, metrics=metrics, seconds=seconds)
+
+
+def policy_samples(chunk: pb.SampleChunk) -> list[bool]:
+    """Whether each sample of a message has a token that is the policy's."""
+    ends = list(accumulate(chunk.completion_lengths, initial=0))
+    mask = chunk.loss_mask_u8
+    return [not mask or 1 in mask[first:last] for first, last in pairwise(ends)]
 
 
 def check_step(step: Step) -> None:

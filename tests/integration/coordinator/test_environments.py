@@ -573,6 +573,22 @@ async def test_a_step_costs_little(tmp_path: Path) -> None:
     assert (theirs.user + theirs.system - began.user - began.system) / 500 < 0.001
 
 
+async def test_a_call_costs_the_same_however_many_wait(tmp_path: Path) -> None:
+    """As when all completions of an iteration end their turns together; it was 30 times as much."""
+    async with pool_of(tmp_path) as pool:
+
+        async def cost_s(number: int) -> float:
+            opened = await asyncio.gather(*(pool.open(row(does="", at=-1), 0, f"e{i}") for i in range(number)))
+            began_s = time.process_time()
+            await asyncio.gather(*(episode.step(turn(0)) for episode, _ in opened))
+            own_s = time.process_time() - began_s
+            await asyncio.gather(*(episode.close() for episode, _ in opened))
+            return own_s / number
+
+        few_s, many_s = await cost_s(100), await cost_s(2000)
+    assert many_s < 4 * few_s, (few_s, many_s)
+
+
 PAGE = (REPO / "docs" / "environments.md").read_text(encoding="utf-8")
 BLOCKS = dict(re.findall(r"```python\n# (.*?)\n(.*?)```", PAGE, re.DOTALL))
 
