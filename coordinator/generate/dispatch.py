@@ -8,7 +8,7 @@ a stream fails                       what it has brought is kept: finished compl
                                      the replica that has failed least
 a pause aborts completions           they continue in the same way, and it is no failure
 a replica says that it leaves        it gets no more; what runs there continues elsewhere, if it can and another serves
-a replica fails MAX_FAILURES streams   it gets no more work of this dispatch; its next process counts as a new replica
+a replica fails MAX_FAILURES streams   it rests for REST_S before each further one; its next process counts as a new one
 groups wait, all replicas are busy   replicas that join are seeded and take them (joiners.py)
 no replica is left, one is lost      the dispatch waits for one to join, up to Patience.rejoin_s without a new group, in
                                      which no replica is queued
@@ -17,14 +17,14 @@ no replica is left, none is lost     all are present but fail, so none will join
 
 import asyncio
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from weakref import WeakKeyDictionary
 
 from coordinator.generate.joiners import Joiners, Patience, Seed
-from coordinator.generate.lane import MAX_FAILURES, Lane, Tally
+from coordinator.generate.lane import Failures, Lane, Tally
 from coordinator.generate.turns import Interacting, Turns, opened
 from coordinator.watch import metrics
 from servicekit.errors import DeadlineExceeded, InvalidRequest, TandemError, TooLarge, Unavailable
@@ -124,8 +124,7 @@ class Dispatch:
         self._running: dict[asyncio.Task[None], Lane] = {}
         self.groups: dict[str, Group] = {}
         self._finished = finished
-        self._failures: Counter[Sampler] = Counter()
-        self._errors: dict[Sampler, TandemError] = {}
+        self._failures = Failures()
         self._stalled_since_s: float | None = None  # no replica works, and no group has come since
         self._one_is_lost = False
 
@@ -166,7 +165,7 @@ class Dispatch:
     def renew(self, policy_version: int) -> None:
         """Sample from this version, or newer ones, from now on; replicas that have failed are tried again."""
         self._order = replace(self._order, policy_version=policy_version)
-        self._failures.clear()
+        self._failures.counts.clear()
 
     def generation(self, groups: Sequence[Group]) -> Generation:
         """Return groups with the figures of the work since the last call."""
@@ -188,7 +187,7 @@ class Dispatch:
 
     def _start_lanes(self) -> None:
         """Give each replica a stream, first those that have failed least."""
-        free = sorted(self._free(), key=lambda replica: self._failures[replica])
+        free = sorted(self._free(), key=lambda replica: self._failures.counts[replica])
         self._num_replicas = len(self._running) + len(free)
         for number, replica in enumerate(free if self._pending else ()):
             if replica not in self._replicas:
@@ -204,7 +203,7 @@ class Dispatch:
     def _free(self) -> list[Sampler]:
         """Return the replicas that may get a stream now; one that is leaving finishes what it has and gets no more."""
         busy = {lane.replica for lane in self._running.values()}
-        return [one for one in self._fleet.serving() if one not in busy and self._failures[one] < MAX_FAILURES]
+        return [one for one in self._fleet.serving() if one not in busy and self._failures.may_work(one)]
 
     def _any_free(self) -> bool:
         return bool(self._free())
@@ -256,7 +255,7 @@ class Dispatch:
     async def _is_one_lost(self) -> bool:
         """Whether a replica has left or does not answer, or there was none: then another may join."""
         serving = self._fleet.serving()
-        leaves = (one for one in self._replicas if self._failures[one] and one not in self._errors)
+        leaves = (one for one in self._replicas if self._failures.counts[one] and one not in self._failures.errors)
         if not self._replicas or any(leaves) or any(replica not in serving for replica in self._replicas):
             return True
         calls = (replica.status(timeout_s=self._patience.probe_s) for replica in serving)
@@ -281,8 +280,7 @@ class Dispatch:
         if error is None and lane.open and not lane.leaves:
             error = Unavailable(f"{replica.name}: left {len(lane.open)} groups unfinished")
         if error is not None:
-            self._failures[replica] += 1
-            self._errors[replica] = error
+            self._failures.note(replica, error)
             self._tally.note_failure(lane, error, continues=self._order.sampling.can_continue)
 
     async def _sample(self, lane: Lane) -> None:
@@ -318,9 +316,8 @@ class Dispatch:
     async def _let_leave(self, lane: Lane, stream: SampleStream) -> None:
         """Take back what runs on a replica that leaves; what cannot continue elsewhere ends there."""
         if lane.leaves:
-            self._failures[lane.replica] = MAX_FAILURES
-            self._errors.pop(lane.replica, None)
-            others = (one for one in self._fleet.serving() if self._failures[one] < MAX_FAILURES)
+            self._failures.note_leaving(lane.replica)
+            others = (one for one in self._fleet.serving() if self._failures.may_work(one))
             if self._order.sampling.can_continue and any(others):
                 await stream.hand_over()
 
@@ -392,7 +389,7 @@ class Dispatch:
 
     def _describe_missing(self) -> str:
         """Return how many groups are missing, and the last error of each replica."""
-        errors = [self._errors.get(replica) or f"{replica.name}: left the fleet" for replica in self._replicas]
+        errors = [self._failures.errors.get(replica) or f"{replica.name}: left the fleet" for replica in self._replicas]
         why = (
             f"every replica failed: {'; '.join(map(str, errors))}" if errors else "no replica serves the current policy"
         )

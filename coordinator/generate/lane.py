@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,8 +15,9 @@ from tandem_clients.sample_stream import OpenGroup, Sampler
 
 log = get_logger(__name__)
 
-# One failed stream may be an accident.
-MAX_FAILURES = 2
+# One failed stream may be an accident. After the second one a replica rests; it is not left out for good, because a
+# connection that is cut for a moment fails both, and what has to be generated may take an hour.
+MAX_FAILURES, REST_S = 2, 10.0
 # As often pauses may abort a completion; a replica that does so for another reason must not be asked for ever.
 MAX_RETURNS = 10
 
@@ -61,6 +62,35 @@ class Tally:
             slots=slots,
             resumed_tokens=self.resumed_tokens,
         )
+
+
+@dataclass(kw_only=True)
+class Failures:
+    """The streams of each replica that have failed.
+
+    Attributes:
+        counts: how many.
+        errors: the last one of each; none of those that leave.
+    """
+
+    counts: Counter[Sampler] = field(default_factory=Counter)
+    errors: dict[Sampler, TandemError] = field(default_factory=dict)
+    _last_s: dict[Sampler, float] = field(default_factory=dict)
+
+    def note(self, replica: Sampler, error: TandemError) -> None:
+        """Note a stream that has failed."""
+        self.counts[replica] += 1
+        self.errors[replica], self._last_s[replica] = error, asyncio.get_running_loop().time()
+
+    def note_leaving(self, replica: Sampler) -> None:
+        """Note a replica that gets no more work."""
+        self.counts[replica], self._last_s[replica] = MAX_FAILURES, math.inf
+        self.errors.pop(replica, None)
+
+    def may_work(self, replica: Sampler) -> bool:
+        """Whether a replica may get a stream: each time that it has rested, one more."""
+        rested_s = asyncio.get_running_loop().time() - self._last_s.get(replica, 0.0)
+        return self.counts[replica] < MAX_FAILURES or rested_s >= REST_S
 
 
 @dataclass(eq=False, kw_only=True)

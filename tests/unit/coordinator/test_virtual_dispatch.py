@@ -10,6 +10,7 @@ import pytest
 
 from coordinator.generate.dispatch import Rollouts
 from coordinator.generate.joiners import Patience
+from coordinator.generate.lane import REST_S
 from launcher.simulate.virtual_loop import Deadlock, run
 from servicekit.errors import Internal, Unavailable
 from servicekit.lifecycle.tasks import cancel
@@ -129,6 +130,33 @@ def test_what_runs_on_a_replica_that_leaves_continues_elsewhere_if_it_can(stop: 
     assert fleet.sampled == TOKENS
     handed_over = 0 < leaves.sampled < TOKENS / 4
     assert (generation.resumed_tokens > 0, handed_over) == ((False, False) if stop else (True, True))
+
+
+@pytest.mark.parametrize("lasts_s", [1.0, 15.0])
+def test_a_replica_that_was_cut_off_works_again_soon(lasts_s: float) -> None:
+    """Both of its streams fail within a moment, and it has the same process afterwards."""
+    fleet = Fleet(random.Random(1), num=2, kv_tokens=200)
+    stays, cut = fleet.members
+    stays.tokens_per_s = cut.tokens_per_s = 3.0
+    before: list[int] = []
+
+    async def cut_off() -> Generation:
+        loop = asyncio.get_running_loop()
+        loop.call_later(1.5, lambda: before.append(cut.sampled))
+        loop.call_later(1.5, cut.die)
+        loop.call_later(1.5 + lasts_s, setattr, cut, "is_dead", False)
+        fleet.seed = nothing_to_seed  # type: ignore[method-assign]
+        generation, finished = await generate(fleet, order_of(), ())
+        check(generation, finished)
+        return generation
+
+    generation = run(cut_off())
+    assert generation.retried_calls == (2 if lasts_s < REST_S else 3)
+    assert cut.sampled - before[0] > TOKENS / 20
+
+
+async def nothing_to_seed(version: int) -> None:
+    pass
 
 
 def test_the_only_replica_finishes_within_its_grace_period_and_then_hands_over() -> None:
