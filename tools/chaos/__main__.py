@@ -44,6 +44,8 @@ SETTINGS = [
 ]
 REWARD = f"reward=[{{kind: exact_match}}, {{function: '{EXAMPLE.parent}/closeness.py:closeness', weight: 0.2}}]"
 ASYNC = ["schedule.kind=async", "grpo.preset=decoupled"]
+# At the demo's rate, 3e-4 and not decaying, a run without faults reaches 0.92 under async; at half of it 0.98.
+SLOWER = "trainer.learning_rate=0.00015"
 # A few kinds of which each is over in seconds.
 SHORT = ("kill scheduler", "freeze redis", "reset rollout", "slow disk", "move clock")
 
@@ -64,8 +66,8 @@ class Setup:
 
 SETUPS = {
     "sync": Setup(settings=[REWARD]),
-    "async": Setup(settings=[REWARD, *ASYNC]),
-    "standby": Setup(settings=[REWARD, *ASYNC], runs="tools.chaos.composed"),
+    "async": Setup(settings=[REWARD, *ASYNC, SLOWER]),
+    "standby": Setup(settings=[REWARD, *ASYNC, SLOWER], runs="tools.chaos.composed"),
     "environment": Setup(
         settings=ASYNC, file=EXAMPLE.parents[1] / "calculator" / "calculator.yaml", spares=("reward",)
     ),
