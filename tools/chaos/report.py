@@ -41,17 +41,15 @@ class ToReport(Protocol):
 
 def written(stories: Sequence[ToReport], folder: Path) -> str:
     """Write chaos.md and chaos.png. Returns: the former's text."""
-    lines = []
+    everything = [one for story in stories for one in story.measured]
+    lines = [f"## All {len(everything)} faults", "", *_table(everything)]
     for story in stories:
         lines += [
             f"## {story.name}: {len(story.measured)} faults in {story.iterations} iterations",
             "",
             f"held-out accuracy: {story.accuracy}; samples: {story.samples}",
             "",
-            "| fault | times | lasts, s | median s to progress | max | promised after its end | later |",
-            "|---|---|---|---|---|---|---|",
-            *_rows(story.measured),
-            "",
+            *_table(story.measured),
             *(f"* WRONG: {text}" for text in story.wrong),
         ]
     text = "\n".join(lines)
@@ -60,11 +58,14 @@ def written(stories: Sequence[ToReport], folder: Path) -> str:
     return text
 
 
-def _rows(measured: Sequence[Measured]) -> list[str]:
+def _table(measured: Sequence[Measured]) -> list[str]:
     by_kind = defaultdict(list)
     for one in measured:
         by_kind[one.kind].append(one)
-    found = []
+    found = [
+        "| fault | times | lasts, s | median s to progress | max | promised after its end | later |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for kind, ones in sorted(by_kind.items()):
         seconds, lasts = [one.seconds for one in ones], [one.lasts_s for one in ones]
         promise = "-" if ones[0].promise_s is None else f"{ones[0].promise_s:g}"
@@ -72,7 +73,7 @@ def _rows(measured: Sequence[Measured]) -> list[str]:
             f"| {kind} | {len(ones)} | {min(lasts):.0f}-{max(lasts):.0f} | {median(seconds):.1f} | {max(seconds):.1f} "
             f"| {promise} | {sum(one.is_late for one in ones)} |"
         )
-    return found
+    return [*found, ""]
 
 
 def _plot(stories: Sequence[ToReport], path: Path) -> None:
