@@ -212,10 +212,8 @@ class Dispatch:
         """Wait until a stream has ended or a replica has joined; only briefly: groups may have begun to wait."""
         joining = self._joiners.look() if len(self._pending) > self._num_reserved else None
         tasks = {*self._running} if joining is None else {*self._running, joining}
-        if not tasks and not self._turns:
-            raise self._exhausted()
         timeout_s = self._patience.look_s if self._running else min(self._patience.look_s, self._patience.rejoin_s)
-        async with BackgroundTask(self._added.wait if self._lasts or self._turns.are_taken else None) as adding:
+        async with BackgroundTask(self._added.wait) as adding:
             await asyncio.wait({*tasks, *adding.tasks()}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         self._turns.check()
         for task in [task for task in self._running if task.done()]:

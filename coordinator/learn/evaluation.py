@@ -12,6 +12,10 @@ from tandem_clients.fleet import FixedFleet
 from tandem_clients.flow import Generation, GroupScores, Order, Prompt, Sampling
 from tandem_clients.replica import Replica
 
+# For a replica to join, when none is left to evaluate beside the trainer: replicas that have lost their weights get no
+# others before the evaluation is over.
+BESIDE_REJOIN_S = 60.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class PromptsToEvaluate:
@@ -81,7 +85,11 @@ class Evaluator:
             replicas: that do it; none: all that serve.
         Raises: as `Rollouts.generate` and `Scorer.score`.
         """
-        rollouts = self.rollouts_beside_training if beside_training else self.rollouts
+        rollouts = self.rollouts
+        if beside_training:
+            rejoin_s = min(rollouts.patience.rejoin_s, BESIDE_REJOIN_S)
+            rollouts = self.rollouts_beside_training
+            rollouts = replace(rollouts, patience=replace(rollouts.patience, rejoin_s=rejoin_s))
         if replicas:  # none of another version can take over what they leave
             patience = replace(rollouts.patience, rejoin_s=0.0)
             rollouts = replace(rollouts, fleet=FixedFleet(replicas), patience=patience)

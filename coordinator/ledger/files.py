@@ -57,6 +57,15 @@ class _File:
             with naming(self._path):
                 os.fdatasync(self._descriptor)
 
+    def take(self) -> bytes:
+        """Return what it has, as far as that can be read, and take its room."""
+        content = b""
+        with contextlib.suppress(OSError):
+            content = b"" if self._empty else self._path.read_bytes()
+        self.empty()
+        self.size = 0
+        return content
+
     def empty(self) -> None:
         """Take its room, as far as possible."""
         with contextlib.suppress(OSError):
@@ -87,6 +96,9 @@ class LedgerFiles:
         self._max_bytes = max_mib * _MIB
         self._log: _File | None = None
         self._groups: dict[int, _File] = {}
+        # What they have no room for, by wave, and for which waves that is said.
+        self._held: dict[int, bytes] = {}
+        self._told: set[int] = set()
         # Records for the log: they wait while the disk has no room.
         self._waiting: list[bytes] = []
         self._others = 0  # bytes of the groups of other waves
@@ -128,20 +140,40 @@ class LedgerFiles:
         self._others = sum(path.stat().st_size for path in others)
 
     def append_groups(self, wave: int, content: bytes) -> None:
-        """Append finished groups; if some cannot be kept, those before them in their wave are given up."""
-        groups = self._groups.get(wave)
-        if groups is None:
+        """Append finished groups. They wait here while the disk is full; beyond the bound their wave is given up."""
+        if wave not in self._groups:
             return
         try:
             self._check_room(len(content))
-            groups.append(content)
-            if time.monotonic() - self._synced_s > SYNC_EVERY_S:
-                with contextlib.suppress(OSError):  # a step's own sync tells of it
-                    self.sync()
         except OSError as error:
             self.remarks.append(f"a crash would cost the finished groups of this iteration, they are not kept: {error}")
-            groups.empty()  # it may fill the disk
-            self._groups.pop(wave).close()
+            self._groups[wave].empty()
+            self._forget(wave)
+            return
+        self._held[wave] = self._held.get(wave, b"") + content
+        self._write_held()
+        if time.monotonic() - self._synced_s > SYNC_EVERY_S:
+            with contextlib.suppress(OSError):  # a step's own sync tells of it
+                self.sync()
+
+    def _write_held(self) -> None:
+        """Write the groups that wait for room, as far as there is some."""
+        for wave, content in list(self._held.items()):
+            try:
+                self._groups[wave].append(content)
+                del self._held[wave]
+                self._told.discard(wave)
+            except OSError as error:
+                self._held[wave] = self._groups[wave].take() + content  # its room may be what others need
+                if wave not in self._told:
+                    self._told.add(wave)
+                    what = "until there is room, a crash would cost the finished groups of this iteration"
+                    self.remarks.append(f"{what}: {error}")
+
+    def _forget(self, wave: int) -> None:
+        self._groups.pop(wave).close()
+        self._held.pop(wave, None)
+        self._told.discard(wave)
 
     def keep_step(self, iteration: int, records: Iterable[bytes]) -> None:
         """Keep an iteration's train step; if one cannot be kept, none is until there is a checkpoint after it."""
@@ -167,6 +199,7 @@ class LedgerFiles:
 
     def _check_room(self, num_bytes: int) -> None:
         kept = self._others + sum(file.size for file in self._groups.values()) + sum(self._steps.values())
+        kept += sum(map(len, self._held.values()))
         if kept + num_bytes > self._max_bytes:
             raise OSError(f"they take more than run.ledger_max_mib ({self._max_bytes // _MIB} MiB)")
 
@@ -180,6 +213,7 @@ class LedgerFiles:
     def sync(self) -> None:
         """Force everything to disk. Raises: OSError: the log is not there, and waits; TandemError: of `check`."""
         self._flush()
+        self._write_held()
         for file in (*self._groups.values(), self._log):
             if file is not None:
                 file.sync()
@@ -200,11 +234,11 @@ class LedgerFiles:
             firsts: by checkpoint, the first wave that had groups under way.
             ahead: how many waves may be under way besides it.
         """
-        for number in [number for number in self._groups if number < first]:
-            self._groups.pop(number).close()
         kept = [number for number, _ in list_complete(self._run_dir)] or [0]
         begins = max((number for number, after in boundaries.items() if after <= min(kept)), default=0)
         needed = {firsts.get(number, number + 1) + more for number in kept for more in range(ahead + 1)}
+        for number in [n for n in self._groups if n < first and (n not in needed or n not in self._held)]:
+            self._forget(number)
         old = [path for n, path in groups_files(self._run_dir).items() if n < first and n not in needed]
         # The oldest first: whoever is killed meanwhile leaves no gap, which would be taken for a loss.
         old += [path for number, path in segments(self._run_dir).items() if number < begins]

@@ -80,11 +80,20 @@ class Evaluations:
             work = self._evaluate_apart(evaluate(replicas=lent), self.lending, lent)
             self._apart.append(asyncio.create_task(work, name="evaluation"))
             return BackgroundTask()
-        return BackgroundTask(lambda: self.leaving.unless_asked(evaluate()))
+        return BackgroundTask(lambda: self._unless_lost(evaluate(), number - 1))
 
     def is_due_beside(self, number: int) -> bool:
         """Whether the policy with which iteration `number` begins is evaluated beside it."""
         return self.settings.concurrent and number > 1 and bool(self.evaluator.due(number - 1))
+
+    async def _unless_lost(
+        self, evaluating: Coroutine[Any, Any, list[EvaluationResult]], iteration: int
+    ) -> list[EvaluationResult] | None:
+        try:
+            return await self.leaving.unless_asked(evaluating)
+        except (Unavailable, DeadlineExceeded) as error:  # the step that is beside it is not lost with it
+            self.warn("evaluation_lost", f"the policy after iteration {iteration} is not evaluated: {error}")
+            return None
 
     async def _evaluate_apart(
         self, evaluating: Coroutine[Any, Any, list[EvaluationResult]], lending: LendingFleet, lent: Sequence[Replica]

@@ -314,17 +314,20 @@ def evaluations(rollout: FakeRollout) -> list[int]:
     ]
 
 
-async def test_an_evaluation_whose_replica_fails_is_lost_by_name_and_costs_no_iteration(
-    config: RunConfig, environment: ServiceEnvironment, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("kind", ["async", "sync"])
+async def test_an_evaluation_whose_replicas_fail_is_lost_by_name_and_costs_no_iteration(
+    config: RunConfig, environment: ServiceEnvironment, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
-    config = with_settings(config, run={"evaluate_every": 2})
+    """Under `sync` it is beside the train step, on all of them."""
+    config = with_settings(config, run={"evaluate_every": 2}, schedule={"kind": kind}, sync={"probe_timeout_s": 2.0})
 
     def fail(result: rollout_pb2.GroupResult) -> None:
         if result.group_id.startswith("eval.") and fleet.rollout_services[1].policy_version == 2:
             raise Unavailable("planted")
 
     async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
-        fleet.rollout_services[1].damage = fail
+        for rollout in fleet.rollout_services if kind == "sync" else fleet.rollout_services[1:]:
+            rollout.damage = fail
         assert await attempt(config, environment, resume=False) == 0
     assert "the policy after iteration 2 is not evaluated" in caplog.text
     assert 2 not in evaluated_versions(environment).values()

@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.ledger.files import LedgerFiles
 from tandem_files.checkpoints import mark_complete, step_folder
-from tandem_files.ledger.records import FOLDER, segment, segments, step_files
+from tandem_files.ledger.records import FOLDER, groups_files, segment, segments, step_files
 
 
 @pytest.mark.parametrize("steps", range(6))
@@ -77,6 +77,39 @@ def test_a_disk_that_has_room_again_wants_one_checkpoint(tmp_path: Path, monkeyp
     files.tidy(1, {}, {}, 0)
     files.keep_step(6, [b"step"])
     assert max(step_files(tmp_path)) == 6
+
+
+@pytest.mark.parametrize("by", ["groups", "sync"])
+def test_finished_groups_that_found_no_room_are_written_when_there_is_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    files, real = LedgerFiles(tmp_path, 1, lambda: None), os.write
+    for wave in (1, 2):
+        files.begin_groups(wave, keep=False)
+        files.append_groups(wave, b"%d before " % wave)
+
+    def full(descriptor: int, content: bytes) -> int:
+        if len(content) > 3:
+            raise OSError(errno.ENOSPC, "full")
+        return real(descriptor, content[:3])  # some of it finds room
+
+    monkeypatch.setattr("os.write", full)
+    for _ in range(2):
+        files.append_groups(1, b"1 meanwhile ")
+    assert [path.stat().st_size for path in groups_files(tmp_path).values()] == [0, len(b"2 before ")]
+    (remark,) = files.remarks
+    assert remark.startswith("until there is room, a crash would cost the finished groups of this iteration")
+    files.tidy(2, {}, {0: 1}, 0)  # a resume from the beginning would need it
+    monkeypatch.setattr("os.write", real)
+    if by == "groups":
+        files.append_groups(2, b"2 after ")
+    else:
+        files.sync()
+    found = [path.read_bytes() for path in groups_files(tmp_path).values()]
+    assert found == [b"1 before 1 meanwhile 1 meanwhile ", b"2 before " + b"2 after " * (by == "groups")]
+    files.append_groups(1, bytes(1 << 20))
+    assert "they are not kept: they take more than run.ledger_max_mib (1 MiB)" in files.remarks[1]
+    assert groups_files(tmp_path)[1].stat().st_size == 0
 
 
 def test_steps_are_kept_until_a_checkpoint_after_them_is_complete(tmp_path: Path) -> None:

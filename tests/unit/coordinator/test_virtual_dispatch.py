@@ -155,6 +155,22 @@ def test_a_replica_that_was_cut_off_works_again_soon(lasts_s: float) -> None:
     assert cut.sampled - before[0] > TOKENS / 20
 
 
+def test_replicas_that_come_back_are_waited_for_by_what_seeds_none() -> None:
+    """As an evaluation beside the trainer: both are frozen for a moment."""
+    fleet = Fleet(random.Random(1), num=2, kv_tokens=0)
+
+    async def frozen() -> Generation:
+        loop = asyncio.get_running_loop()
+        for member in fleet.members:
+            loop.call_later(1.5, member.die)
+        loop.call_later(30.0, setattr, fleet.members[1], "is_dead", False)
+        patience = Patience(probe_s=5.0, rejoin_s=60.0)
+        rollouts = Rollouts(fleet=fleet, max_groups_per_call=1024, timeout_s=60.0, patience=patience, warn=print)
+        return await rollouts.generate(PROMPTS, order_of())
+
+    assert len(run(frozen()).groups) == GROUPS
+
+
 async def nothing_to_seed(version: int) -> None:
     pass
 
