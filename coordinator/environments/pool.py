@@ -8,16 +8,16 @@ worker was lost fails. If that is not known, each of those that were under way i
 import asyncio
 import contextlib
 import itertools
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from coordinator.environments.slot import CallLost, RunningWorker, WorkerSlot
 from coordinator.watch import metrics
 from coordinator.workers.episodes.replies import AssistantTurn, Message
 from coordinator.workers.episodes.serving import CLOSE, RESET, STEP
 from coordinator.workers.own_code import read_source
-from coordinator.workers.process import WorkerLost, WorkerProcess
+from coordinator.workers.process import WorkerLost
 from coordinator.workers.task import Answer, Task
 from coordinator.workers.tasks import ENVIRONMENT
 from servicekit.logs import get_logger
@@ -27,8 +27,6 @@ from tandem_config.sections.reward import split_reference
 Call = TypeVar("Call")
 FailureKind = Literal["late", "error", "killed", "not_repeatable", "bad_reply"]
 
-# Calls at a time in a worker, if a method is `async def`; else one.
-CONCURRENCY = 64
 # Times that an episode is built again for a call that may have lost its worker. The call that is known to have lost it
 # is not tried again. The others need no bound: each loss ends one of the episodes that cause them.
 MAX_REPLAYS = 2
@@ -96,7 +94,7 @@ class EnvironmentPool:
     def __init__(self, section: EnvironmentSection, *, output: bool = True) -> None:
         self._section = section
         task = _task_of(section, output=output)
-        self._slots = [_Slot(task) for _ in range(section.workers)]
+        self._slots = [WorkerSlot(task) for _ in range(section.workers)]
         self._numbers = itertools.count()
         self.tools: Sequence[Mapping[str, Any]] | None = None
 
@@ -139,13 +137,13 @@ class EnvironmentPool:
 class Episode:
     """An open episode; `EnvironmentPool.open` makes it. Its calls are one after another."""
 
-    def __init__(self, slot: "_Slot", number: int, key: str, turn_timeout_s: float) -> None:
+    def __init__(self, slot: WorkerSlot, number: int, key: str, turn_timeout_s: float) -> None:
         self._slot = slot
         self._number = number
         self._key = key
         self._turn_timeout_s = turn_timeout_s
         # The process that has it as far as `_past`.
-        self._in: _Running | None = None
+        self._in: RunningWorker | None = None
         # The calls so far, and what they returned.
         self._past: list[tuple[Sequence[Any], Any]] = []
         self._is_open = True
@@ -169,7 +167,7 @@ class Episode:
         self._slot.num_episodes -= 1
         running = self._in
         if running is not None and not running.ended:
-            with contextlib.suppress(_CallLost):
+            with contextlib.suppress(CallLost):
                 async with self._slot.turn(alone=False):
                     answer = await running.call([self._number, CLOSE])
                 if answer.failed:
@@ -187,7 +185,7 @@ class Episode:
                     value = self._value(await running.call([self._number, *job]))
                     self._past.append((job, value))
                     return value
-            except _CallLost as lost:
+            except CallLost as lost:
                 suspicions += lost.guilty is None
                 if lost.guilty or suspicions > MAX_REPLAYS:
                     self._in = None
@@ -196,7 +194,7 @@ class Episode:
             except WorkerLost as lost:
                 raise EpisodeFailed(self._key, "killed", f"no worker for it: {lost.answer.error}") from lost
 
-    async def _build_again(self, running: "_Running") -> None:
+    async def _build_again(self, running: RunningWorker) -> None:
         """Repeat its past in another process. Raises: EpisodeFailed: that differs."""
         if self._in is running:
             return
@@ -216,151 +214,6 @@ class Episode:
         if isinstance(answer.value, dict):
             raise EpisodeFailed(self._key, "bad_reply", answer.value["bad_reply"])
         return answer.value
-
-
-class _CallLost(Exception):
-    """The worker of a call was lost. guilty: whether this call's code ran then; None: not known."""
-
-    def __init__(self, lost: WorkerLost, *, guilty: bool | None) -> None:
-        super().__init__(lost.why)
-        self.answer, self.why, self.guilty = lost.answer, lost.why, guilty
-
-
-class _Slot:
-    """A worker process, or its replacements, and the turns of the calls that it does."""
-
-    def __init__(self, task: Task) -> None:
-        self.num_episodes = 0
-        self._task = task
-        self._running: _Running | None = None
-        self._starting = asyncio.Lock()
-        self._closed = False
-        # Calls under way, and the most at a time; those that are to be the only one, begun ones too.
-        self._calls, self._most, self._lonely = 0, 1, 0
-        # Calls that wait, and those of them that are to be the only one.
-        self._waiting, self._alone = deque[asyncio.Future[None]](), deque[asyncio.Future[None]]()
-
-    async def ready(self) -> "_Running":
-        """Return the process; start one if it has ended. Raises: WorkerLost: it does not start."""
-        async with self._starting:
-            if self._closed:
-                raise WorkerLost(Answer(error="the environment is closed"), "closed")
-            if self._running is None or self._running.ended:
-                if self._running is not None:
-                    await self._running.settle()
-                    log.warning("environment worker started again: the one before has ended")
-                    metrics.ENVIRONMENT_RESTARTS.inc()
-                self._running = _Running(await WorkerProcess.start(self._task))
-                self._most = CONCURRENCY if self._running.form["is_async"] else 1
-                self._let_begin()
-            return self._running
-
-    @contextlib.asynccontextmanager
-    async def turn(self, *, alone: bool) -> AsyncIterator[None]:
-        """Wait for a call's turn, or until it is the only one."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        (self._alone if alone else self._waiting).append(future)
-        self._lonely += alone
-        try:
-            self._let_begin()
-            await future
-            yield
-        finally:
-            self._lonely -= alone
-            self._calls -= future.done() and not future.cancelled()
-            future.cancel()
-            self._let_begin()
-
-    def _let_begin(self) -> None:
-        """Let calls that wait begin, first those that are to be the only one."""
-        while waiting := self._alone if self._lonely else self._waiting:
-            if self._calls >= (1 if self._lonely else self._most):
-                return
-            if not (future := waiting.popleft()).done():
-                self._calls += 1
-                future.set_result(None)
-
-    async def close(self) -> None:
-        """End the process."""
-        self._closed = True
-        async with self._starting:
-            if self._running is not None:
-                await self._running.end()
-
-
-class _Running:
-    """A process, and the calls that wait for its answers."""
-
-    def __init__(self, worker: WorkerProcess) -> None:
-        self._worker = worker
-        self._places = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}
-        self._reading: asyncio.Task[None] | None = None
-        self._lost = False
-
-    @property
-    def form(self) -> Mapping[str, Any]:
-        """Work.form of its code."""
-        return self._worker.form
-
-    @property
-    def ended(self) -> bool:
-        """Whether it takes no more calls."""
-        return self._lost or self._worker.ended
-
-    async def call(self, job: Sequence[Any]) -> Answer:
-        """Do a job; it ends if this is cancelled. Raises: _CallLost."""
-        if self._lost:
-            raise _CallLost(WorkerLost(Answer(error="its worker process was lost"), "lost"), guilty=False)
-        place = next(self._places)
-        self._worker.send([(place, job)])
-        future = self._waiting[place] = asyncio.get_running_loop().create_future()
-        if self._reading is None or self._reading.done():
-            self._reading = asyncio.create_task(self._read(), name="answers of an environment worker")
-        try:
-            answer: Answer = await future
-            return answer
-        except asyncio.CancelledError:
-            if place in self._waiting and not self.ended:
-                self._worker.send([(place, None)])
-            raise
-
-    async def end(self) -> None:
-        """Kill the process; calls that wait are lost."""
-        await self._worker.end()
-        await self.settle()
-
-    async def settle(self) -> None:
-        """Wait until the calls of a process that has ended know it."""
-        if self._reading is not None and not self._reading.done():
-            await asyncio.wait([self._reading])
-        else:
-            await self._lose(WorkerLost(Answer(error="its worker process has ended"), "ended"))
-
-    async def _read(self) -> None:
-        try:
-            while self._waiting:
-                place, answer = await self._worker.answer()
-                future = self._waiting.pop(place, None)
-                if future is None:
-                    raise ValueError("a call that it had answered before: has its code forked the process?")
-                if not future.done():
-                    future.set_result(answer)
-        except (WorkerLost, ValueError) as error:  # ValueError: a line that is too long, no JSON, or unasked
-            lost = error if isinstance(error, WorkerLost) else WorkerLost(Answer(error=f"answered {error}"), str(error))
-            log.warning("environment worker lost", why=lost.why, pid=self._worker.pid, calls=len(self._waiting))
-            await self._lose(lost)
-
-    async def _lose(self, lost: WorkerLost) -> None:
-        """Kill the process, if it has not ended, and say so to the calls that wait."""
-        self._lost = True
-        await self._worker.end()
-        waiting, self._waiting = self._waiting, {}
-        known = len(waiting) == 1 or self._worker.died_in in waiting
-        for place, future in waiting.items():
-            if not future.done():
-                guilty = len(waiting) == 1 or place == self._worker.died_in
-                future.set_exception(_CallLost(lost, guilty=guilty if known else None))
 
 
 def _task_of(section: EnvironmentSection, *, output: bool) -> Task:

@@ -15,8 +15,8 @@ from tandem_clients.sample_stream import OpenGroup, Sampler
 
 log = get_logger(__name__)
 
-# One failed stream may be an accident. After the second one a replica rests; it is not left out for good, because a
-# connection that is cut for a moment fails both, and what has to be generated may take an hour.
+# One failed stream may be an accident. After the second one a replica rests. It is not left out for good: a connection
+# that is cut for a moment fails both, and a dispatch may last for hours.
 MAX_FAILURES, REST_S = 2, 10.0
 # As often pauses may abort a completion; a replica that does so for another reason must not be asked for ever.
 MAX_RETURNS = 10

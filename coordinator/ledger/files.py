@@ -96,9 +96,9 @@ class LedgerFiles:
         self._max_bytes = max_mib * _MIB
         self._log: _File | None = None
         self._groups: dict[int, _File] = {}
-        # What they have no room for, by wave, and for which waves that is said.
+        # What they have no room for, by wave, and for which waves there is a remark.
         self._held: dict[int, bytes] = {}
-        self._told: set[int] = set()
+        self._remarked: set[int] = set()
         # Records for the log: they wait while the disk has no room.
         self._waiting: list[bytes] = []
         self._others = 0  # bytes of the groups of other waves
@@ -162,18 +162,18 @@ class LedgerFiles:
             try:
                 self._groups[wave].append(content)
                 del self._held[wave]
-                self._told.discard(wave)
+                self._remarked.discard(wave)
             except OSError as error:
                 self._held[wave] = self._groups[wave].take() + content  # its room may be what others need
-                if wave not in self._told:
-                    self._told.add(wave)
+                if wave not in self._remarked:
+                    self._remarked.add(wave)
                     what = "until there is room, a crash would cost the finished groups of this iteration"
                     self.remarks.append(f"{what}: {error}")
 
     def _forget(self, wave: int) -> None:
         self._groups.pop(wave).close()
         self._held.pop(wave, None)
-        self._told.discard(wave)
+        self._remarked.discard(wave)
 
     def keep_step(self, iteration: int, records: Iterable[bytes]) -> None:
         """Keep an iteration's train step; if one cannot be kept, none is until there is a checkpoint after it."""
