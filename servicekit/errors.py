@@ -363,9 +363,12 @@ def rpc_errors(peer: str = "") -> Iterator[None]:
             raise
         raise Unavailable(f"{peer}: our connection to it was closed: it is lost") from error
     except grpc.RpcError as error:
-        translated = from_rpc_error(error)
-        translated.args = (f"{peer}: {translated}" if peer else str(translated),)
-        raise translated from error
+        raise _of_peer(peer, from_rpc_error(error)) from error  # in no name here: its traceback has this frame
+
+
+def _of_peer(peer: str, error: TandemError) -> TandemError:
+    error.args = (f"{peer}: {error}" if peer else str(error),)
+    return error
 
 
 def _is_of_closed_channel(error: BaseException) -> bool:

@@ -181,6 +181,10 @@ class Checkpointer:
             await asyncio.to_thread(remove_checkpoint, folder, self._check)  # it may fill the disk
             await self._trainer.status()
             raise NotWritten(describe(error, advise=False)) from error
+        except asyncio.CancelledError as error:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            raise NotWritten(f"checkpoint {folder.name}: it was cancelled from inside: see the log") from error
 
     async def mark_best(self, best: BestPolicy | None) -> None:
         """Mark the checkpoint of the best policy, which is kept, if there is one; the initial policy has none."""

@@ -67,7 +67,8 @@ class OneStepOff(SyncSchedule):
 
     async def _generate_ahead(self, begun: Begun, policy_version: int) -> None:
         """Generate an iteration while the trainer works on the one before; what fails then, it generates itself."""
-        generating = self.generate(begun, policy_version, self.beside_training)
+        patience = replace(self.beside_training.patience, rejoin_s=0.0)  # the sync would have to wait, too
+        generating = self.generate(begun, policy_version, replace(self.beside_training, patience=patience))
         try:
             await first_of({"generation": generating, "ending": self.ending})
         except TandemError as error:

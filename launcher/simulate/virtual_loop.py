@@ -13,7 +13,7 @@ class Deadlock(Exception):
     """Nothing is ready, and no timer runs."""
 
 
-class _Jumping(selectors.SelectSelector):
+class _Jumping(selectors.DefaultSelector):  # of select() descriptors end at 1,023
     """Waits for nothing: time that would be waited for has passed."""
 
     now_s = 0.0

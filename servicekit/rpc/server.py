@@ -107,9 +107,10 @@ class GrpcServer:
         """End serving: not ready, refuse new calls, let running ones finish for `grace_s`, then cancel the rest."""
         self._health.set_ready(False)
         self._health.close()
-        await self._server.stop(grace_s)
+        # With 0 it waits with a time-out of 0, which may raise CancelledError.
+        await self._server.stop(grace_s or None)
         if self._health_server is not None:  # last: a process that drains is alive
-            await self._health_server.stop(0)
+            await self._health_server.stop(None)
 
 
 def bind_address(server: Any, bind: str, credentials: grpc.ServerCredentials | None = None) -> str:

@@ -38,6 +38,8 @@ TRAINERS = ("trainer-0", "trainer-1")
 RUN_ID = "chaos"
 START_S = 60.0
 CALL_S = 10.0
+# What does not generate within it is paused.
+PAUSE_S = 1.0
 # A publication may take three rounds, each with its deadlines (of seconds here), and the wait for those who are lost.
 PUBLISH_S = 60.0
 
@@ -339,9 +341,9 @@ class ChaosFleet:
     def _refuses(self, stub: rollout_pb2_grpc.RolloutServiceStub, version: int) -> bool:
         request = submission([prompt_group("g", [1])], version, max_new_tokens=1)
         try:
-            return not any(response.groups for response in stub.Generate(iter([request]), timeout=CALL_S))
-        except grpc.RpcError as error:
-            return bool(error.code() == grpc.StatusCode.FAILED_PRECONDITION)
+            return not any(response.groups for response in stub.Generate(iter([request]), timeout=PAUSE_S))
+        except grpc.RpcError as error:  # in a pause it waits
+            return error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.DEADLINE_EXCEEDED)
 
     def logs(self) -> str:
         """The end of every process's log."""

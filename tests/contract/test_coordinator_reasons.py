@@ -122,7 +122,8 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, place: Place, fault: Fault) -> None
 
 
 async def run_with(config: RunConfig, environment: ServiceEnvironment, fault: Fault, evaluate_every: int) -> int:
-    run = {"checkpoint_every": 1, "evaluate_every": evaluate_every, "missed_checkpoint_budget": 0}
+    run: dict[str, Any] = {"checkpoint_every": 1, "evaluate_every": evaluate_every, "missed_checkpoint_budget": 0}
+    run |= {"full_disk_timeout_s": 0.5}
     sync = {"formation_timeout_s": 1, "lease_ttl_s": 1.0}
     config = with_settings(config, run=run, sync=sync, rollout={"rejoin_timeout_s": 0.5})
     async with announced_fleet(environment.redis_url, environment.run_id, FakeTrainer(before_step=fault.arm)):

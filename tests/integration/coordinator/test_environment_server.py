@@ -23,7 +23,7 @@ from servicekit.errors import (
     ConfigError,
     InvalidRequest,
     NotFound,
-    TooLarge,
+    Overloaded,
     Unavailable,
     from_rpc_error,
 )
@@ -263,7 +263,7 @@ async def test_calls_that_cannot_be_right_are_refused_by_name(tmp_path: Path, mo
             assert (kind, part in text) == (InvalidRequest, True)
         monkeypatch.setattr(servicer_module, "MOST_EPISODES", 1)
         kind, text = await said(stub.Reset(begin("b"), timeout=20))
-        assert (kind, text.startswith("1 episodes are open")) == (TooLarge, True)
+        assert (kind, text.startswith("1 episodes are open")) == (Overloaded, True)
         await stub.Close(pb.CloseRequest(episode="a"), timeout=20)
 
 

@@ -247,11 +247,15 @@ class World:
 
     def lose_trainer(self) -> None:
         """The next one begins at the checkpoint, under a version that nobody has had."""
-        self.step_id = ""
+        self.begin_at_the_checkpoint()
+        self.version, self.last = -1, None
+
+    def begin_at_the_checkpoint(self) -> None:
+        """It has the checkpoint's policy."""
+        self.step_id, self.replies = "", {}
         if self.num_saved < len(self.line):
             self.policy = self.line[self.num_saved].policy
         del self.line[self.num_saved :]
-        self.version, self.replies, self.last = -1, {}, None
 
     # The weight sync.
 
@@ -346,7 +350,11 @@ async def process(world: World, kind: str, number: int, *, may_repeat: bool = Tr
     if world.last is not None and world.version == saved + 1:
         sent = ledger.past.sent_step(state.iteration + 1)
         assert sent == world.line[-1].step_id, "its samples are kept"
-    elif not world.version == saved >= world.newest:
+    elif world.last is not None and world.version != saved:  # as where it was lost, and its steps were being done again
+        state = (world.saved or first_state()).model_copy(deep=True)
+        saved, world.last = state.policy_version, None
+    if not sent and not world.version == saved >= world.newest:
+        world.begin_at_the_checkpoint()
         world.newest += 1
         world.version = state.policy_version = world.newest
     cursor = world.cursor(state.cursor)
