@@ -146,9 +146,12 @@ def cpu_s_of_children() -> float:
 
 async def test_a_completion_costs_little_more_than_a_process() -> None:
     """So that 128 of them take seconds. Seen: twice the CPU time of a Python that does nothing."""
-    before_s = cpu_s_of_children()
-    for _ in range(8):
-        assert await score(SQUARE) == 1.0
-    between_s = cpu_s_of_children()
-    start_and_end(8)
-    assert between_s - before_s < 5 * (cpu_s_of_children() - between_s)
+    ratios = []
+    for _ in range(3):  # beside other tests, one of them may be four times as much
+        before_s = cpu_s_of_children()
+        for _ in range(4):
+            assert await score(SQUARE) == 1.0
+        between_s = cpu_s_of_children()
+        start_and_end(4)
+        ratios.append((between_s - before_s) / (cpu_s_of_children() - between_s))
+    assert min(ratios) < 5, ratios
