@@ -184,6 +184,7 @@ class Checkpointer:
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is None or task.cancelling():
                 raise
+            await asyncio.to_thread(remove_checkpoint, folder, self._check)
             raise NotWritten(f"checkpoint {folder.name}: it was cancelled from inside: see the log") from error
 
     async def mark_best(self, best: BestPolicy | None) -> None:

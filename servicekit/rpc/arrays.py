@@ -19,21 +19,16 @@ def packed(field: str, values: Iterable[Any]) -> bytes:
     return (values if isinstance(values, array) and values.typecode == kind else array(kind, values)).tobytes()
 
 
-def array_of(field: str, data: bytes) -> "array[Any]":
-    """Make an array of what a field holds. Raises: InvalidRequest: the bytes are no whole number of items."""
-    kind, size = _TYPES[field[-3:]]
+def read_array(message: Message, field: str) -> "array[Any]":
+    """Read a field. Raises: InvalidRequest: its bytes are no whole number of items."""
+    (kind, size), data = _TYPES[field[-3:]], getattr(message, field)
     try:
         return array(kind, data)
     except ValueError:
         raise InvalidRequest(f"{field} has {len(data)} bytes, which is no multiple of {size}") from None
 
 
-def read_array(message: Message, field: str) -> "array[Any]":
-    """Read a field. Raises: as array_of."""
-    return array_of(field, getattr(message, field))
-
-
 def array_length(message: Message, field: str) -> int:
-    """Return the number of items of a field. Raises: as array_of."""
-    num, rest = divmod(len(data := getattr(message, field)), _TYPES[field[-3:]][1])
-    return len(array_of(field, data)) if rest else num
+    """Return the number of items of a field, without reading them. Raises: as read_array."""
+    num, rest = divmod(len(getattr(message, field)), _TYPES[field[-3:]][1])
+    return len(read_array(message, field)) if rest else num

@@ -22,6 +22,7 @@ from structlog.testing import capture_logs
 from coordinator.environments import pool as pool_module
 from coordinator.environments.pool import EnvironmentPool, EpisodeFailed, TurnReply
 from coordinator.environments.remote import SERVICE, EpisodeHost, OpenEpisode, RemoteEnvironment
+from coordinator.environments.slot import WorkerSlot
 from coordinator.workers import process, task
 from coordinator.workers.episodes.replies import AssistantTurn
 from environment_service.servicer import EnvironmentServicer
@@ -573,20 +574,51 @@ async def test_a_step_costs_little(tmp_path: Path) -> None:
     assert (theirs.user + theirs.system - began.user - began.system) / 500 < 0.001
 
 
-async def test_a_call_costs_the_same_however_many_wait(tmp_path: Path) -> None:
-    """As when all completions of an iteration end their turns together; it was 30 times as much."""
-    async with pool_of(tmp_path) as pool:
+@pytest.mark.parametrize("alone", [False, True])
+async def test_the_end_of_a_call_wakes_one_that_waits_and_not_all(monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
+    """All completions of an iteration may end their turns together: callbacks of the loop per call, however many."""
+    loop, slot, number = asyncio.get_running_loop(), WorkerSlot(Any), 500  # type: ignore[arg-type]
+    order, callbacks, schedule = list[int](), 0, loop.call_soon
 
-        async def cost_s(number: int) -> float:
-            opened = await asyncio.gather(*(pool.open(row(does="", at=-1), 0, f"e{i}") for i in range(number)))
-            began_s = time.process_time()
-            await asyncio.gather(*(episode.step(turn(0)) for episode, _ in opened))
-            own_s = time.process_time() - began_s
-            await asyncio.gather(*(episode.close() for episode, _ in opened))
-            return own_s / number
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal callbacks
+        callbacks += 1
+        return schedule(*args, **options)
 
-        few_s, many_s = await cost_s(100), await cost_s(2000)
-    assert many_s < 4 * few_s, (few_s, many_s)
+    async def call(place: int) -> None:
+        async with slot.turn(alone=alone and place % 2 == 0):
+            order.append(place)
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(loop, "call_soon", counted)
+    await asyncio.gather(*(call(place) for place in range(number)))
+    assert sorted(order) == list(range(number))
+    assert order == (sorted(order, key=lambda place: place % 2) if alone else sorted(order))
+    assert callbacks < 20 * number, callbacks
+
+
+async def test_a_call_that_is_given_up_while_it_waits_or_as_it_may_begin_keeps_no_other_waiting() -> None:
+    slot = WorkerSlot(Any)  # type: ignore[arg-type]
+    held, began = asyncio.Event(), list[int]()
+
+    async def call(place: int) -> None:
+        async with slot.turn(alone=place == 2):
+            began.append(place)
+            await held.wait()
+
+    calls = [asyncio.create_task(call(place)) for place in range(5)]
+    await asyncio.sleep(0)
+    for place in (1, 2):
+        calls[place].cancel()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert began == [0], "it has not ended"
+    held.set()
+    calls[3].cancel()
+    await asyncio.wait(calls, timeout=10)
+    assert [task.cancelled() for task in calls] == [False, True, True, True, False]
+    assert began[0] == 0
+    assert began[-1] == 4
 
 
 PAGE = (REPO / "docs" / "environments.md").read_text(encoding="utf-8")

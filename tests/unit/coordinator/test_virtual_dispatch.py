@@ -1,16 +1,21 @@
 """The real dispatch in virtual time, over replicas that die, return, abort and fill up at random: nothing is lost."""
 
 import asyncio
+import os
 import random
+import resource
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import pytest
 
 from coordinator.generate.dispatch import Rollouts
 from coordinator.generate.joiners import Patience
 from coordinator.generate.lane import REST_S
+from coordinator.learn.evaluation import BESIDE_REJOIN_S, Evaluator, PromptsToEvaluate
+from coordinator.learn.scoring import Scorer
 from launcher.simulate.virtual_loop import Deadlock, run
 from servicekit.errors import Internal, Unavailable
 from servicekit.lifecycle.tasks import cancel
@@ -327,3 +332,42 @@ def test_a_fleet_without_any_replica_ends_in_time_with_a_reason() -> None:
 def test_a_wait_for_nothing_is_an_error() -> None:
     with pytest.raises(Deadlock):
         run(asyncio.Event().wait())
+
+
+def test_an_evaluation_beside_the_trainer_is_given_up_after_a_minute_without_a_replica() -> None:
+    """The weights that would bring replicas back wait for its end."""
+    fleet = Fleet(random.Random(1), num=1, kv_tokens=0)
+    patience = Patience(probe_s=5.0, rejoin_s=600.0)
+    rollouts = Rollouts(fleet=fleet, max_groups_per_call=1024, timeout_s=60.0, patience=patience, warn=print)
+    evaluator = Evaluator(sets=(), rollouts=rollouts, rollouts_beside_training=rollouts, scorer=cast(Scorer, None))
+    asked = PromptsToEvaluate(
+        name="heldout",
+        prompts=PROMPTS.values(),
+        num_prompts=None,
+        num_samples=SIZE,
+        sampling=order_of().sampling,
+        measures=(),
+        every=1,
+    )
+
+    async def evaluated() -> float:
+        loop = asyncio.get_running_loop()
+        loop.call_later(1.5, fleet.members[0].die)
+        with pytest.raises(Unavailable, match="could not be generated"):
+            await evaluator.evaluate([asked], 0, beside_training=True)
+        return loop.time()
+
+    assert BESIDE_REJOIN_S < run(evaluated()) < BESIDE_REJOIN_S + 15
+
+
+def test_time_runs_where_a_process_has_many_descriptors_open() -> None:
+    """select() takes none beyond 1,023, and a loop's own are the newest."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2048)), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        run(asyncio.sleep(3600.0))
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
