@@ -181,9 +181,12 @@ def read_only(environment: ServiceEnvironment) -> Iterator[Callable[[], None]]:
 
     def change() -> None:
         # Above it: a mount on which a file is open, as that of the ledger, cannot be made read-only by hand.
-        subprocess.run(["mount", "--bind", folder, folder], check=True)
-        mounts.append(folder)
-        subprocess.run(["mount", "-o", "remount,ro,bind", folder], check=True)
+        for _ in range(20):  # between the two commands a file may be opened on the new one, too
+            subprocess.run(["mount", "--bind", folder, folder], check=True)
+            mounts.append(folder)
+            if subprocess.run(["mount", "-o", "remount,ro,bind", folder], capture_output=True).returncode == 0:
+                return
+        raise RuntimeError(f"{folder} cannot be made read-only")
 
     yield change
     for mounted in mounts:
