@@ -124,9 +124,11 @@ async def follow(trainer: AsksTrainer, leaving: Leaving, save: Callable[[asyncio
     try:
         while True:
             try:
-                ends = (await trainer.status(timeout_s=_STATUS_TIMEOUT_S)).leaving
+                status = await trainer.status(timeout_s=_STATUS_TIMEOUT_S)
+                ends, is_gone = status.leaving, not status.step_id  # another one: this has done a step that is unsaved
             except TandemError:  # whatever needs the trainer notices, and says so
-                ends = False
+                ends, is_gone = False, True
+            if is_gone:
                 gone.set()
             if ends and leaving.saves and (saving is None or saving.done()):
                 log.warning("trainer asked to end: saving a checkpoint")
