@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.ledger import returning
 from servicekit.environment import ServiceEnvironment
 from servicekit.logs import configure_logging
 from tandem_config.schema import RunConfig
@@ -16,6 +17,12 @@ PROBLEMS = [(a, b) for a in range(10, 30) for b in range(10, 15)]
 def _json_logs() -> None:
     # structlog's default renders every traceback with rich, which takes a second.
     configure_logging("test")
+
+
+@pytest.fixture
+def brief_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer of this process that fails a step is not about to end: no test waits 5 s for news of that."""
+    monkeypatch.setattr(returning, "NEWS_S", 0.1)
 
 
 @pytest.fixture

@@ -29,6 +29,9 @@ MODES = pytest.mark.parametrize(
 )
 
 
+pytestmark = pytest.mark.usefixtures("brief_news")
+
+
 def complete(environment: ServiceEnvironment) -> list[int]:
     return [iteration for iteration, _ in list_complete(environment.run_dir)]
 

@@ -27,6 +27,8 @@ from tests.fakes.fake_trainer import FakeTrainer
 from tests.house.repository import REPO
 from tests.kit.processes import free_port
 
+pytestmark = pytest.mark.usefixtures("brief_news")
+
 
 def the_job() -> dict[str, Any]:
     """The coordinator's, as deploy/base has it."""

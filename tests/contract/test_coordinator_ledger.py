@@ -40,6 +40,9 @@ SIZE, PROMPTS = 4, 8  # conftest.config
 COUNTED = ("begun", "trained", "filtered", "dropped", "returned")
 
 
+pytestmark = pytest.mark.usefixtures("brief_news")
+
+
 async def attempt(config: RunConfig, environment: ServiceEnvironment, *, resume: bool = True) -> int:
     return await conduct(config, environment, resume=resume, stop=asyncio.Event())
 

@@ -50,6 +50,9 @@ CAUSES: list[Callable[[], BaseException]] = [
 ]
 
 
+pytestmark = pytest.mark.usefixtures("brief_news")
+
+
 @dataclass
 class Fault:
     """Raises its error in a part of the coordinator once the trainer has begun its second step."""
