@@ -58,6 +58,7 @@ class Trainer:
         fence: of the calling coordinator; None: the caller does not lead a run.
     Attributes:
         rounds: runs the phases of a weight sync on it.
+        announced: where a trainer is announced; "": none is, and this client stays where the last one was.
     """
 
     name = "trainer"
@@ -65,7 +66,7 @@ class Trainer:
     def __init__(
         self, address: str, identity: Identity | None = None, fence: common_pb2.CoordinatorFence | None = None
     ) -> None:
-        self._address = address
+        self._address = self.announced = address
         self._fence = common_pb2.CoordinatorFence() if fence is None else fence
         self._identity = identity
         self._channel = self._open()

@@ -42,6 +42,7 @@ class WatchedFleet:
 
     async def _look(self) -> tuple[Replica, ...]:
         rollouts, trainers, self._failures, names = await asyncio.to_thread(self._read)
+        self._trainer.announced = trainers[-1].address if trainers else ""
         for record in trainers:
             await self._trainer.move_to(record.address)
         for record in rollouts:

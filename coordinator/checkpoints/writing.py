@@ -16,7 +16,18 @@ from typing import Any
 
 from coordinator.record.progress import no_left
 from coordinator.record.state import BestPolicy, NotWritten, RunState
-from servicekit.errors import DeadlineExceeded, Internal, NotReady, describe, in_part
+from servicekit.errors import (
+    Aborted,
+    DeadlineExceeded,
+    Internal,
+    NotReady,
+    PeerLost,
+    SlotTaken,
+    Unavailable,
+    WrongVersion,
+    describe,
+    in_part,
+)
 from servicekit.lifecycle.tasks import cancel
 from servicekit.logs import get_logger
 from tandem_clients.trainer import Trainer
@@ -32,6 +43,10 @@ from tandem_files.checkpoints import (
     remove_checkpoint,
     step_folder,
 )
+
+# What a full or broken disk causes; besides, what the loss of the trainer causes.
+_FULL = (OSError, Internal, DeadlineExceeded, NotReady)
+_LOST = (*_FULL, Aborted, PeerLost, Unavailable, WrongVersion)
 
 log = get_logger(__name__)
 
@@ -129,7 +144,7 @@ class Checkpointer:
 
     async def _finish(self, folder: Path, mark: Callable[[], None], check_lead: Callable[[], Awaitable[None]]) -> None:
         """Wait for the trainer's part, mark the checkpoint complete, then as the latest, remove the oldest."""
-        async with self._clean(folder):
+        async with self._clean(folder, _LOST):  # the trainer, too: what needs it next notices
             if self.writing:
                 await self._trainer.finish_checkpoint((folder / TRAINER_FOLDER).absolute())
             await check_lead()
@@ -169,17 +184,22 @@ class Checkpointer:
             await cancel(self.running.done)
 
     @contextlib.asynccontextmanager
-    async def _clean(self, folder: Path) -> AsyncIterator[None]:
+    async def _clean(self, folder: Path, missed: tuple[type[Exception], ...] = _FULL) -> AsyncIterator[None]:
         """Turn what a full or broken disk causes, here or in the trainer, into NotWritten, and leave nothing behind.
 
-        Raises: TandemError: the trainer is lost, which ends the run by its name.
+        Args:
+            missed: the errors that cost this checkpoint only.
+        Raises: TandemError: the trainer is lost.
         """
         try:
             with in_part(f"checkpoint {folder.name}"):
                 yield
-        except (OSError, Internal, DeadlineExceeded, NotReady) as error:
+        except SlotTaken:  # another coordinator leads
+            raise
+        except missed as error:
             await asyncio.to_thread(remove_checkpoint, folder, self._check)  # it may fill the disk
-            await self._trainer.status()
+            if missed is _FULL:
+                await self._trainer.status()
             raise NotWritten(describe(error, advise=False)) from error
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is None or task.cancelling():

@@ -39,12 +39,14 @@ class Services:
     Attributes:
         guard: makes what decides whether a lost trainer comes back, by its pods; None: without a cluster.
         startup_timeout_s: for a trainer that starts again.
+        lease_ttl_s: for which a service that was killed stays announced; another program may have its address by then.
     """
 
     trainer: Trainer
     fleet: Fleet
     guard: "TrainerGuard | None" = None
     startup_timeout_s: float = 0.0
+    lease_ttl_s: float = 0.0
 
     async def trainer_answers(self) -> bool:
         """Whether the trainer answers a status call."""
@@ -81,16 +83,22 @@ class Services:
     async def wait_for_trainer(self, timeout_s: float) -> None:
         """Wait until the trainer answers: a killed one stays in the registry until its lease has run out.
 
-        Raises: TandemError: the error of its last status call, after timeout_s.
+        Raises: TandemError: the error of its last status call, after timeout_s, or of a trainer that is announced for
+            longer than one that was killed.
         """
         deadline_s = time.monotonic() + timeout_s
+        address, announced_s = "", 0.0
         while True:
             try:
                 await self.fleet.look()  # moves the trainer's client to where the trainer is announced now
+                if address != self.trainer.announced:
+                    address, announced_s = self.trainer.announced, time.monotonic()
                 await self.trainer.status()
                 return
-            except (Unavailable, DeadlineExceeded, NotReady):
-                if time.monotonic() >= deadline_s:
+            except TandemError as error:
+                passes = isinstance(error, (Unavailable, DeadlineExceeded, NotReady)) or not address
+                stays_until_s = deadline_s if passes else min(deadline_s, announced_s + self.lease_ttl_s)
+                if time.monotonic() >= stays_until_s:
                     raise
             await asyncio.sleep(LOOK_INTERVAL_S)
 
@@ -137,7 +145,12 @@ async def find_services(
     watched = WatchedFleet(registry, trainer, identity)
     stack.push_async_callback(watched.close)
     fleet = watched if cluster is None else _kept(config, watched, cluster, stack)
-    services = Services(trainer=trainer, fleet=fleet, startup_timeout_s=config.run.startup_timeout_s)
+    services = Services(
+        trainer=trainer,
+        fleet=fleet,
+        startup_timeout_s=config.run.startup_timeout_s,
+        lease_ttl_s=config.sync.lease_ttl_s,
+    )
     return services if cluster is None else replace(services, guard=_guard(cluster, services))
 
 

@@ -3,6 +3,7 @@
 import asyncio
 from array import array
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 from prometheus_client import REGISTRY
@@ -12,7 +13,7 @@ from coordinator.fleet.services import Services
 from coordinator.fleet.view import FleetView
 from coordinator.generate.dispatch import Rollouts
 from servicekit.environment import ServiceEnvironment
-from servicekit.errors import Unavailable
+from servicekit.errors import TandemError, Unavailable
 from servicekit.redis.records import ServiceRecord
 from servicekit.redis.registry import Registry
 from tandem_api.weights.v1 import weights_pb2
@@ -187,6 +188,26 @@ async def test_a_restarted_coordinator_waits_until_the_record_of_a_killed_traine
         first.withdraw()
         second.announce(record("trainer", new.addresses["trainer"], "b"), TTL_S)
         await waiting
+        assert await services.trainer_answers()
+
+
+async def test_another_program_at_the_address_of_a_killed_trainer_is_not_the_trainer(
+    announcer: list[Registry],
+) -> None:
+    looker, first, second = announcer
+    async with fake_fleet() as old, fake_fleet() as new:
+        first.announce(record("trainer", old.addresses["rollout-0"], "a"), TTL_S)  # which serves no trainer
+        services = Services(trainer=old.trainer, fleet=WatchedFleet(looker, old.trainer), lease_ttl_s=1.0)
+        with pytest.raises(TandemError, match="UNIMPLEMENTED"):  # one that is announced for longer will not change
+            await services.wait_for_trainer(DEADLINE_S)
+        patient = replace(services, lease_ttl_s=DEADLINE_S)
+        waiting = asyncio.create_task(patient.wait_for_trainer(DEADLINE_S))
+        first.withdraw()
+        waiting_still = asyncio.create_task(services.wait_for_trainer(DEADLINE_S))
+        await asyncio.wait([waiting_still], timeout=2.0)  # none is announced: the next one is being started
+        assert not waiting_still.done()
+        second.announce(record("trainer", new.addresses["trainer"], "b"), TTL_S)
+        await asyncio.gather(waiting, waiting_still)
         assert await services.trainer_answers()
 
 

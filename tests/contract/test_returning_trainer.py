@@ -12,7 +12,7 @@ from coordinator.app import conduct
 from coordinator.ledger import files as ledger_files
 from coordinator.ledger.files import LedgerFiles
 from servicekit.environment import ServiceEnvironment
-from servicekit.errors import Internal, NotFinite, TandemError, Unavailable
+from servicekit.errors import Aborted, Internal, NotFinite, PeerLost, TandemError, Unavailable
 from servicekit.lifecycle.exit_codes import EXIT_FAILED, EXIT_LOST_TRAINER
 from tandem_config.schema import ASYNC_DEFAULTS, RunConfig
 from tandem_files.checkpoints import list_complete
@@ -125,6 +125,20 @@ async def test_a_trainer_that_is_lost_while_its_weights_are_sent_sends_the_same(
         check_nothing_lost(environment, fleet, 2)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("error", [Unavailable("killed"), PeerLost("rank 1"), Aborted("ends")], ids=lambda e: e.reason)
+async def test_a_trainer_that_is_lost_while_a_checkpoint_is_written_beside_it_costs_that_one(
+    config: RunConfig, environment: ServiceEnvironment, kind: str, error: TandemError
+) -> None:
+    config = scheduled(config, kind, checkpoint_every=2, checkpoint_async=True)
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
+        fleet.trainer_service.save_faults.extend([None, error])  # of iterations 2 and 4
+        restarts_at(fleet, environment.run_dir, {5})
+        assert await attempt(config, environment, resume=False) == 0
+        assert newest_version(environment.run_dir) == ITERATIONS
+        check_nothing_lost(environment, fleet, 2)
+
+
 @pytest.mark.parametrize("kind", ["sync", "async"])
 async def test_generation_continues_up_to_its_bound_while_the_trainer_is_away(
     config: RunConfig, environment: ServiceEnvironment, kind: str
@@ -212,8 +226,10 @@ async def test_a_disk_that_was_full_costs_a_checkpoint_and_no_iteration(
     async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
         restarts_at(fleet, environment.run_dir, {6})
         assert await attempt(config, environment, resume=False) == 0
-        assert [number for number, _ in list_complete(environment.run_dir)] == [4, ITERATIONS]
-        check_nothing_lost(environment, fleet, 1)
+        first, last = (number for number, _ in list_complete(environment.run_dir))
+        # A step is written beside the next: whether 3 found room may not be known when 4 ends.
+        assert (first in {4, 5}, last) == (True, ITERATIONS)
+        check_nothing_lost(environment, fleet, redone=5 - first)
 
 
 @pytest.mark.parametrize("damage", ["torn", "altered", "missing"])
