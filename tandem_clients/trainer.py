@@ -58,6 +58,7 @@ class Trainer:
         fence: of the calling coordinator; None: the caller does not lead a run.
     Attributes:
         rounds: runs the phases of a weight sync on it.
+        address: where it is called.
         announced: where a trainer is announced; "": none is, and this client stays where the last one was.
     """
 
@@ -66,7 +67,7 @@ class Trainer:
     def __init__(
         self, address: str, identity: Identity | None = None, fence: common_pb2.CoordinatorFence | None = None
     ) -> None:
-        self._address = self.announced = address
+        self.address = self.announced = address
         self._fence = common_pb2.CoordinatorFence() if fence is None else fence
         self._identity = identity
         self._channel = self._open()
@@ -74,10 +75,10 @@ class Trainer:
 
     async def move_to(self, address: str) -> None:
         """Use `address` from now on: a restarted trainer listens at another one."""
-        if address == self._address:
+        if address == self.address:
             return
-        log.warning("trainer address changed", old=self._address, new=address)
-        self._address = address
+        log.warning("trainer address changed", old=self.address, new=address)
+        self.address = address
         old, self._channel = self._channel, self._open()
         self._connect()
         await old.close()
@@ -87,7 +88,7 @@ class Trainer:
         self.rounds = of_participant(self.name, self._channel)
 
     def _open(self) -> DeadlineChannel:
-        return open_channel(self._address, identity=self._identity, peer=self.name)
+        return open_channel(self.address, identity=self._identity, peer=self.name)
 
     async def take_over(self) -> None:
         """Make it refuse older coordinators; return when the work that they started is done."""

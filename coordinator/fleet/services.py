@@ -14,7 +14,7 @@ from servicekit.lifecycle.tasks import cancel
 from servicekit.lifecycle.termination import watch
 from servicekit.logs import get_logger
 from servicekit.redis.records import ServiceRecord
-from servicekit.redis.registry import Registry
+from servicekit.redis.registry import Registry, listens
 from servicekit.security.tls import Identity
 from servicekit.versions import software_versions
 from tandem_api.common.v1 import common_pb2
@@ -71,8 +71,11 @@ class Services:
         else:
             try:
                 await self.trainer.status()
-            except DeadlineExceeded as silent:
-                raise TrainerLost(f"{error}; {silent}") from error
+            except (DeadlineExceeded, Unavailable) as silent:
+                # The kernel accepts connections for a frozen process.
+                is_there = await asyncio.to_thread(listens, self.trainer.address)
+                if is_there or isinstance(silent, DeadlineExceeded):
+                    raise TrainerLost(f"{error}; the trainer does not answer: {silent}") from error
             except TandemError:
                 pass
         try:

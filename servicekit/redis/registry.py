@@ -65,15 +65,15 @@ SETTINGS_ADVICE = (
 _CLOSED = "the registry was closed while waiting"
 
 
-def _refuses(address: str) -> bool:
-    """Whether the host answers that nothing listens at host:port."""
+def listens(address: str) -> bool | None:
+    """Whether something listens at host:port, be it frozen; None: the host does not say. Blocking."""
     try:
         socket.create_connection(split_address(address), timeout=_CONNECT_TIMEOUT_S).close()
     except ConnectionRefusedError:
-        return True
-    except (OSError, ValueError):
         return False
-    return False
+    except (OSError, ValueError):
+        return None
+    return True
 
 
 class Registry:
@@ -169,7 +169,7 @@ class Registry:
         for role in ROLES:
             for other in self.list(role):
                 same = other.settings in ("", record.settings) or self._keys(other) == self._keys(record)
-                if not record.settings or same or _refuses(other.address):
+                if not record.settings or same or listens(other.address) is False:
                     continue
                 differences = self.explain_settings(other.settings)
                 self.withdraw()
@@ -215,7 +215,7 @@ class Registry:
         Returns: whether there was such a record.
         """
         for record in self.list(role):
-            if record.name == name and _refuses(record.address):
+            if record.name == name and listens(record.address) is False:
                 with self._errors(record):
                     return bool(self._remove(keys=self._keys(record), args=[record.name, record.worker_id]))
         return False

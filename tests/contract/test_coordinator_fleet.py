@@ -12,6 +12,7 @@ from coordinator.app import conduct
 from coordinator.fleet.services import Services
 from coordinator.fleet.view import FleetView
 from coordinator.generate.dispatch import Rollouts
+from coordinator.shutdown import TrainerLost
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import TandemError, Unavailable
 from servicekit.redis.records import ServiceRecord
@@ -19,6 +20,7 @@ from servicekit.redis.registry import Registry
 from tandem_api.weights.v1 import weights_pb2
 from tandem_clients.flow import Order, Prompt, Sampling
 from tandem_clients.replica import Replica
+from tandem_clients.trainer import Trainer
 from tandem_clients.watched_fleet import WatchedFleet
 from tandem_config.schema import RunConfig
 from tests.contract.coordinator_runs import rows, with_settings
@@ -209,6 +211,22 @@ async def test_another_program_at_the_address_of_a_killed_trainer_is_not_the_tra
         second.announce(record("trainer", new.addresses["trainer"], "b"), TTL_S)
         await asyncio.gather(waiting, waiting_still)
         assert await services.trainer_answers()
+
+
+async def test_a_frozen_trainer_is_lost_and_not_waited_for(announcer: list[Registry]) -> None:
+    """Its host accepts connections in its place, so that a new one fails before a status call is too late."""
+    frozen = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    host, port = frozen.sockets[0].getsockname()
+    trainer = Trainer(f"{host}:{port}")
+    services = Services(trainer=trainer, fleet=WatchedFleet(announcer[0], trainer), startup_timeout_s=DEADLINE_S)
+    with pytest.raises(Unavailable):
+        await trainer.status(timeout_s=DEADLINE_S)
+    with pytest.raises(TrainerLost, match="stream; the trainer does not answer"):
+        await asyncio.wait_for(services.until_back(Unavailable("stream")), DEADLINE_S)
+    frozen.close()
+    with pytest.raises(TrainerLost, match=r"waited 0\.1 s for another"):  # it is dead, and may be started again
+        await replace(services, startup_timeout_s=0.1).until_back(Unavailable("stream"))
+    await trainer.close()
 
 
 async def test_a_run_goes_on_without_a_replica_and_takes_it_back(
