@@ -243,12 +243,13 @@ class _Conversation:
         sampled = completion.token_ids[self.begin :]
         turn = own.renderer.parse(sampled, self.behind)
         self.tree.add(turn, completion)
-        said.messages.append(turn.message(own.renderer.thought_key))
+        message = turn.message(own.renderer.thought_key)
+        said.messages.append(message)
         episode = self.episode or await self._begun()
         given: dict[str, Any] = {
             "text": own.renderer.codec.decode([sampled])[0],
-            "message": turn.message(own.renderer.thought_key),
-            "tool_calls": said.messages[-1].get("tool_calls", ()),
+            "message": {"role": "assistant", "content": "", "tool_calls": [], **message},
+            "tool_calls": message.get("tool_calls", ()),
             "reasoning": turn.reasoning or "",
             "truncated": completion.truncated,
             "index": len(said.rewards),

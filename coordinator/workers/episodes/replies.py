@@ -28,7 +28,7 @@ class AssistantTurn:
 
     Attributes:
         text: as it was sampled, without the tokens that end it.
-        message: role, content and tool_calls as OpenAI has them, with `arguments` as objects.
+        message: role, content and tool_calls as OpenAI has them, with `arguments` as objects; "" and [] for none.
         reasoning: what the chat template sets apart as thinking.
         truncated: cut off by the length limit.
         index: number of the turn, from 0.
@@ -110,13 +110,19 @@ def _conversation(value: Any) -> list[Message]:
         if not isinstance(message, Mapping) or message.get("role") != "assistant":
             messages.append(_message(message, where))
         elif isinstance(message.get("content", ""), str | None) and (message.get("content") or len(message) > 1):
-            messages.append(dict(message))
+            messages.append(_bare(message))
             _check_json(messages[-1], where)
         else:
             raise BadReply(f"{where} of the assistant whose content is no text; turn.message has what it said")
     if messages[-1]["role"] == "assistant":
         raise BadReply("step returned a conversation that ends with the assistant, whose turn it is")
     return messages
+
+
+def _bare(message: Mapping[str, Any]) -> Message:
+    """Return a message of the assistant as templates take it: without what only AssistantTurn.message has empty."""
+    empty = "content" if message.get("tool_calls") else "tool_calls"
+    return {name: part for name, part in message.items() if part or name != empty}
 
 
 def _token_ids(value: Any) -> list[int]:

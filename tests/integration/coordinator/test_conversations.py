@@ -325,6 +325,31 @@ async def test_an_environment_replaces_the_conversation_and_comes_back_to_it(
         assert sum(part.completion.num_sampled for _, part in parts) == sampled, "each turn is trained once"
 
 
+TALK = """
+class Talk:
+    async def reset(self, row, seed):
+        self.talk = row["messages"]
+        return []
+
+    async def step(self, turn):
+        said = turn.message["content"] + "".join(call["id"] for call in turn.message["tool_calls"])
+        role = {"role": "tool", "name": "add"} if turn.tool_calls else {"role": "user"}
+        self.talk += [turn.message, {**role, "content": said}]
+        return {"conversation": self.talk, "done": False}
+"""
+
+
+async def test_a_message_has_content_and_calls_even_where_there_are_none(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """And it is the turn's own one when it comes back in a conversation."""
+    (tmp_path / "env.py").write_text(TALK)
+    async with environments(tokenizer, tokens=300, function=f"{tmp_path}/env.py:Talk") as made:
+        policy = Policy(tokenizer, made, prompt())
+        answer = "\n<|im_start|>user\n<tool_response>\ncall00000\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        assert await policy.says(CALL) == answer
+        assert await policy.says("It is 5.") == "\n<|im_start|>user\nIt is 5.<|im_end|>\n<|im_start|>assistant\n"
+        assert policy.completion.branches == ()
+
+
 async def test_ids_without_a_token_fail_the_episode_by_name(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "env.py").write_text(
         TEAM.replace("turn.index == 2", "True")
