@@ -73,7 +73,7 @@ class Environments:
         """Begin an episode; every one of a group begins alike. Raises: EpisodeFailed."""
         own = list(prompt.messages or ())[: len(prompt.messages or ()) - len(prompt.opening or ())]
         row = row_of(prompt=prompt.text, messages=own, answer=prompt.answer, columns=prompt.columns)
-        seed = xxhash.xxh3_64_intdigest(f"{self.seed}/{group_id}".encode()) >> 1
+        seed = xxhash.xxh3_64_intdigest(f"{self.seed}/{group_id}".encode()) >> 33  # NumPy takes 32 bits
         return await self.pool.open(row, seed, key)
 
     async def _opened(self, group_id: str, prompt: Prompt) -> Prompt:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -48,7 +49,7 @@ def load(
         environment = find_code(modules[place][0], name, place, alike=inspect.isclass)
         _check_class(environment, f"{name} in {place}", args)
         _check_args(environment, f"{name} in {place}", args, modules[place][1])
-        make, schemas = partial(environment, **args), None
+        make, schemas = (lambda: environment(**deepcopy(args))), None
         is_async = any(inspect.iscoroutinefunction(getattr(environment, method, None)) for method in METHODS)
     return Work(
         call=_Episodes(make, timer).call,

@@ -213,6 +213,18 @@ THOUGHT = "<think>\nmaybe\n</think>\n\n1"
 START = "How much?<|im_end|>\n<|im_start|>user\nGuess a number up to 9; seed "
 
 
+async def test_seeds_differ_by_group_and_are_taken_by_numpy_and_c(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "env.py").write_text(GUESS.replace("; seed {seed % 7}", " {seed}"))
+    async with environments(tokenizer, function=f"{tmp_path}/env.py:Guess") as made:
+        seeds = set()
+        for number in range(20):
+            episode, opening = await made.begin(f"g{number}", prompt(), "e")
+            await episode.close()
+            seeds.add(int(opening[0]["content"].split()[-1]))
+    assert len(seeds) == 20
+    assert 2**20 < max(seeds) < 2**31
+
+
 async def test_thinking_that_the_template_leaves_out_begins_a_branch(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Behind a user's message the policy reads what the template writes; each turn stays where it was sampled."""
     (tmp_path / "env.py").write_text(GUESS)

@@ -204,6 +204,20 @@ class Env:
     assert (messages, reply.messages) == ([], [{"role": "tool", "content": said, "tool_call_id": "c1"}])
 
 
+async def test_what_an_episode_changes_in_its_arguments_no_other_sees(tmp_path: Path, hosted: Hosting) -> None:
+    code = """
+class Env:
+    def __init__(self, words): self.words = words
+    def reset(self, row, seed): return [{"role": "user", "content": self.words.pop()}]
+    def step(self, turn): return [], 1.0, True
+"""
+    async with hosted(tmp_path, code, args={"words": ["a", "b"]}) as pool:
+        for _ in range(3):
+            episode, messages = await pool.open(row(), 0, "e")
+            assert messages == [{"role": "user", "content": "b"}]
+            await episode.close()
+
+
 BEGIN = "class Env:\n    def reset(self, row, seed): return []\n"
 
 
