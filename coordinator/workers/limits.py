@@ -1,11 +1,15 @@
 """Runs in a worker. Limits the time and the memory of users' code that does not check them itself."""
 
+import gc
 import math
+import os
 import resource
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
@@ -13,6 +17,8 @@ from typing import Any, Protocol
 _AGAIN_S = 0.1
 # C code is not interrupted by Python's signal handlers: this much later the kernel ends the process (SIGXCPU).
 _KILLED_AFTER_S = 1
+# Share of the memory that a process may allocate. With more in use after a MemoryError, later calls would raise it too.
+_FULL = 0.5
 
 
 class Late(BaseException):
@@ -91,3 +97,13 @@ class WallTimer:
 def limit_memory(mebibytes: int) -> None:
     """Let further allocations beyond this raise MemoryError: data, not the libraries' code, which is mapped as well."""
     resource.setrlimit(resource.RLIMIT_DATA, (mebibytes << 20, mebibytes << 20))
+
+
+def relieve(error: BaseException) -> None:
+    """Free what the code held that raised it, if it is a MemoryError; end a process whose memory stays used up."""
+    if isinstance(error, MemoryError):
+        traceback.clear_frames(error.__traceback__)
+        gc.collect()
+        used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+        if used > _FULL * resource.getrlimit(resource.RLIMIT_DATA)[0]:
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any, TextIO
 
 from coordinator.workers import tasks
-from coordinator.workers.limits import CpuTimer, Late, Timer, WallTimer, limit_memory
+from coordinator.workers.limits import CpuTimer, Late, Timer, WallTimer, limit_memory, relieve
 from coordinator.workers.signature import Unfit
 from coordinator.workers.task import DOING_BYTES, Work
 from servicekit.lifecycle.children import die_with_parent
@@ -101,7 +101,13 @@ def _answer(work: Work, timer: Timer, job: Any) -> dict[str, Any]:
     except Late:
         return {"late": True}
     except BaseException as error:  # noqa: BLE001 - the boundary of one job: the coordinator counts it
-        return {"error": work.describe(error)}
+        return _failed(work, error)
+
+
+def _failed(work: Work, error: BaseException) -> dict[str, Any]:
+    text = work.describe(error)
+    relieve(error)
+    return {"error": text}
 
 
 @dataclass(frozen=True)
@@ -167,7 +173,7 @@ async def _answer_async(work: Work, timeout_s: float, call: _Marked) -> dict[str
             return {"value": await call}
     except BaseException as error:  # noqa: BLE001 - the boundary of one job; some libraries' are no Exception
         late = isinstance(error, Late) or (isinstance(error, TimeoutError) and limit.expired())
-        return {"late": True} if late else {"error": work.describe(error)}
+        return {"late": True} if late else _failed(work, error)
 
 
 if __name__ == "__main__":

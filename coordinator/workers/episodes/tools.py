@@ -13,7 +13,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ArgsKwargs, CoreSchema, to_jsonable_python
 
 from coordinator.workers.episodes.replies import AssistantTurn, Message
-from coordinator.workers.limits import Late, WallTimer
+from coordinator.workers.limits import Late, WallTimer, relieve
 from coordinator.workers.own_code import kind_of
 from coordinator.workers.signature import Unfit
 
@@ -179,6 +179,7 @@ class ToolEnvironment:
         except (asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:  # noqa: BLE001 - the boundary of a tool: the policy reads it
+            relieve(error)
             return f"error: {type(error).__name__}: {_first_line(error)}"
 
     async def _call(self, tool: UserTool, arguments: Mapping[str, Any], within_s: float) -> Any:

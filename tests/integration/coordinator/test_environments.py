@@ -442,6 +442,26 @@ async def test_a_process_that_leaves_the_group_keeps_no_call_waiting(
         assert await play(other, 1) == 13.0
 
 
+@pytest.mark.parametrize("more", ["", "async def other() -> None: pass"], ids=["plain", "async"])
+async def test_a_process_whose_memory_stays_used_up_is_replaced(tmp_path: Path, more: str) -> None:
+    """One that raises MemoryError and has its memory back is not."""
+    code = "kept = []\ndef keep(n: int) -> str:\n    kept.append(bytes(n << 20))\n    return 'kept'\n"
+    tools = [f"{tmp_path}/mine.py:{name}" for name in ("keep", "other")[: 1 + bool(more)]]
+    async with AsyncExitStack() as stack:
+        settings = {"function": None, "tools": tools, "memory_mib": 256}
+        pool = await stack.enter_async_context(pool_of(tmp_path, code + more, **settings))
+        other, *episodes = await opened(stack, pool, *[""] * 5)
+
+        async def kept(episode: OpenEpisode, mebibytes: int) -> str:
+            return str((await episode.step(turn(0, "", [call("keep", {"n": mebibytes})]))).messages[0]["content"])
+
+        found = [await kept(other, size) for size in (1 << 20, 60, 60)]
+        assert found == ["error: MemoryError: ", "kept", "kept"]
+        kind, text = await failure(kept(episodes[0], 120))
+        assert (kind, "SIGKILL (out of memory?)" in text) == ("killed", True)
+        assert await kept(episodes[1], 120) == "kept"
+
+
 async def test_what_it_prints_is_in_the_log(tmp_path: Path) -> None:
     with capture_logs() as logs:
         async with AsyncExitStack() as stack:

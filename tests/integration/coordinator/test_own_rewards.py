@@ -174,6 +174,13 @@ async def test_whatever_a_call_does_costs_its_own_score(tmp_path: Path) -> None:
     }
 
 
+async def test_a_process_whose_memory_stays_used_up_is_replaced(tmp_path: Path) -> None:
+    code = "kept = []\ndef score(completion):\n    kept.append(bytes(60 << 20))\n    return 1"
+    found = await scores(tmp_path, code, items(9), memory_mib=256)
+    assert set(found.errors.values()) == {"its worker process was ended by SIGKILL (out of memory?)"}
+    assert 0 < len(found.errors) <= 3
+
+
 async def test_of_several_calls_at_a_time_the_one_to_blame_is_found(tmp_path: Path) -> None:
     code = """
 import asyncio, os, time
