@@ -82,8 +82,8 @@ class FoundCalls:
             arguments = _DECODER.decode(arguments)
         if not isinstance(name, str) or not name or not isinstance(arguments, dict):
             raise ValueError("its name must be a text and its arguments a JSON object")
-        # Half a surrogate pair can be written in JSON, and cannot be sent to a tool.
-        json.dumps([name, arguments], ensure_ascii=False).encode()
+        # Half a surrogate pair and 1e999 can be written in JSON, and cannot be sent to a tool.
+        json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
         self.calls.append(ToolCall(name=name, arguments=arguments, raw=raw, id=f"call{len(self.calls):05}"))
 
     def malformed(self, text: str, error: Exception) -> None:

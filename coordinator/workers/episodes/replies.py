@@ -13,6 +13,8 @@ Message = dict[str, Any]
 
 ROLES = ("tool", "user", "system")
 _KEYS = ("role", "content", "name", "tool_call_id")
+# Characters of a part of a message. With more, tokenizing it blocks the coordinator for seconds.
+MOST_CHARS = 2**20
 _STEP = ("messages", "reward", "done")
 # What `step` may return in a dict in place of messages.
 FOLLOWS = ("conversation", "token_ids")
@@ -155,6 +157,8 @@ def _message(value: Any, where: str) -> Message:
             raise BadReply(f"{where} with {name!r:.40}; its keys are {', '.join(_KEYS)}")
         if not isinstance(part, str):
             raise BadReply(f"{where} whose {name} is {_kind(part)}, not a text")
+        if len(part) > MOST_CHARS:
+            raise BadReply(f"{where} whose {name} has {len(part)} characters; a message has at most {MOST_CHARS}")
     _check_json(message, where)
     return message
 

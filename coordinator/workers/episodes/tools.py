@@ -12,7 +12,7 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ArgsKwargs, CoreSchema, to_jsonable_python
 
-from coordinator.workers.episodes.replies import AssistantTurn, Message
+from coordinator.workers.episodes.replies import MOST_CHARS, AssistantTurn, Message
 from coordinator.workers.limits import Late, WallTimer, relieve
 from coordinator.workers.own_code import kind_of
 from coordinator.workers.signature import Unfit
@@ -196,7 +196,17 @@ class ToolEnvironment:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(to_jsonable_python(value, fallback=str), ensure_ascii=False)
+    """Write a result. Raises: ValueError: it is too long; what making JSON of it does."""
+    is_text = isinstance(value, str)
+    text: str = value if is_text else json.dumps(to_jsonable_python(value, fallback=_plain), ensure_ascii=False)
+    if len(text) > MOST_CHARS:
+        raise ValueError(f"the result has {len(text)} characters; at most {MOST_CHARS} can be read")
+    return text
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON has of a number or an array of NumPy or torch; of anything else its text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _first_line(error: BaseException) -> str:

@@ -486,6 +486,13 @@ async def look(up: str) -> dict:
 def fails() -> None:
     raise OSError("disk")
 
+def counts() -> dict:
+    import numpy
+    return {"a": numpy.int64(2), "b": numpy.arange(2)}
+
+def long() -> str:
+    return "x" * (1 << 25)
+
 def sleeps() -> None:
     time.sleep(3600)
 
@@ -498,10 +505,10 @@ def call(name: str, arguments: Any, number: str = "") -> dict[str, Any]:
     return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-NAMES = ("add", "look", "fails", "sleeps", "waits")
+NAMES = ("add", "look", "fails", "counts", "long", "sleeps", "waits")
 
 
-@pytest.mark.parametrize("names", [NAMES, ("add", "fails", "sleeps")], ids=["async", "plain"])
+@pytest.mark.parametrize("names", [NAMES, ("add", "fails", "counts", "long", "sleeps")], ids=["async", "plain"])
 async def test_calls_of_tools_are_answered_in_order_whatever_they_do(
     tmp_path: Path, hosted: Hosting, names: Sequence[str]
 ) -> None:
@@ -512,6 +519,8 @@ async def test_calls_of_tools_are_answered_in_order_whatever_they_do(
         (call("add", {"b": "x", "c": 1}), "error: a: Missing required argument; b: Input should be a valid integer"),
         (call("add", "a=2"), "error: the arguments are a str, not an object"),
         (call("fails", {}), "error: OSError: disk"),
+        (call("counts", {}), '{"a": 2, "b": [0, 1]}'),
+        (call("long", {}), "error: ValueError: the result has 33554432 characters; at most 1048576 can be read"),
         (call("sub", {}), f"error: there is no tool 'sub'; there are {', '.join(names)}"),
         (call("sleeps", {}), "error: the calls of this turn took longer than 0.9 s"),
         (call("add", {"a": 1}), "error: the calls of this turn took longer than 0.9 s"),

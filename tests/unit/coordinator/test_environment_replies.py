@@ -90,6 +90,10 @@ def test_a_step_returns_a_tuple_or_a_dict(value: Any, found: Any) -> None:
         (([{"role": "user", "content": None}], None, False), "whose content is None, not a text"),
         (([{"role": "tool", "content": "x", "tool_call_id": 3}], None, False), "whose tool_call_id is an int"),
         (([HELLO | {"cache": "x"}], None, False), "with 'cache'; its keys are role, content, name, tool_call_id"),
+        (
+            ([HELLO | {"content": "x" * 2**21}], None, False),
+            "whose content has 2097152 characters; a message has at",
+        ),
         (([HELLO | {"images": ["x"]}], None, False), "with an image; only texts"),
         (([{"role": "user", "content": [{"type": "image_url"}]}], None, False), "with an image; only texts"),
         (([{"role": "user", "content": [{"type": "text"}]}], None, False), "whose content is a list, not a text"),

@@ -147,6 +147,8 @@ MALFORMED = [
     ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "its arguments a JSON object"),
     ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>', "its name must be a text"),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is no JSON"),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', "not JSON compliant"),
+    ("glm", "<tool_call>add<arg_key>a</arg_key><arg_value>1e999</arg_value></tool_call>", "not JSON compliant"),
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>', "surrogates not allowed"),
     ("hermes", '<tool_call>{"name": "add", "arguments": {}}', "'</tool_call>' is missing"),
     ("hermes", '<tool_call>{"name": "add", "arguments": {}} {}</tool_call>', "'</tool_call>' is missing"),
