@@ -138,8 +138,8 @@ class WorkerProcess:
             return json.loads(line)
         # Not killed: that would take its exit status away from asyncio, which is about to collect it.
         await self._wait_ended()
-        if self.returncode == -signal.SIGXCPU:
-            raise WorkerLost(Answer(late=True), "did not react to its CPU limit and was ended by the kernel")
+        if self.returncode == -signal.SIGXCPU:  # from the kernel, or from itself (_serve_async)
+            raise WorkerLost(Answer(late=True), "did not react to its limit and was ended")
         raise WorkerLost(Answer(error=f"its worker process {_ended(self.returncode)}"), "died")
 
     async def _wait_ended(self) -> None:

@@ -32,6 +32,8 @@ from servicekit.lifecycle.children import die_with_parent
 
 # Longest line of a job: all texts of a batch.
 _MAX_LINE_BYTES = 1 << 30
+# What a coroutine that is cancelled has for its own clean-up.
+_ENDING_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -143,12 +145,23 @@ async def _serve_async(channel: _Channel, work: Work, doing: mmap.mmap, timeout_
     free = asyncio.Semaphore(concurrency)
     running: dict[int, asyncio.Task[None]] = {}
 
+    def expect_end(place: int) -> None:
+        """End the process if a job that is cancelled does not end: its code may catch that, and continue for ever."""
+        loop.call_later(_ENDING_S, end_unless_done, place, running[place])
+
+    def end_unless_done(place: int, task: "asyncio.Task[None]") -> None:
+        if not task.done():
+            doing[:] = (1 + place).to_bytes(DOING_BYTES, sys.byteorder)
+            signal.raise_signal(signal.SIGXCPU)
+
     async def do(place: int, job: Any) -> None:
+        due = loop.call_later(timeout_s, expect_end, place)
         try:
             started_s = time.monotonic()
             call = _Marked(work.call(job), place, doing)
             channel.write([place, await _answer_async(work, timeout_s, call) | _since(started_s)])
         finally:
+            due.cancel()
             del running[place]
             free.release()
 
@@ -165,6 +178,7 @@ async def _serve_async(channel: _Channel, work: Work, doing: mmap.mmap, timeout_
         await asyncio.sleep(0)  # one that has not begun would end without an answer
         if place in running:
             running[place].cancel()
+            expect_end(place)
 
 
 async def _answer_async(work: Work, timeout_s: float, call: _Marked) -> dict[str, Any]:

@@ -293,7 +293,7 @@ async def test_what_an_environment_does_wrong_fails_its_episode(
 @pytest.mark.parametrize(
     ("does", "why"),
     [
-        ("return [{'role': 'user', 'content': 'x' * (1 << 24)}], None, False", "e: answered more than 16 MiB"),
+        ("return [{'role': 'user', 'content': 'x' * (1 << 20)}] * 16, None, False", "e: answered more than 16 MiB"),
         ("import os; return [], float(os.fork()) * 0 + 1, True", "e: answered a call that it had answered before: has"),
     ],
 )
@@ -302,6 +302,7 @@ async def test_a_worker_that_answers_wrongly_is_replaced(tmp_path: Path, does: s
         episode, _ = await pool.open(row(), 0, "e")
         if "fork" in does:
             await episode.step(turn())
+            await asyncio.sleep(1.0)  # for the child's answer, which may come after that of a second call
         kind, text = await failure(asyncio.wait_for(episode.step(turn()), 20))
         assert (kind, text.startswith(why)) == ("killed", True), text
         await episode.close()
@@ -415,6 +416,34 @@ async def test_a_call_that_is_cancelled_ends_in_its_worker_too(tmp_path: Path, h
             await asyncio.wait_for(episode.step(turn(1)), 0.3)
         await episode.close()
     assert file.read_text() == "cancelled closed "
+
+
+async def test_a_coroutine_that_does_not_end_when_it_is_cancelled_costs_its_worker_and_no_other_episode(
+    tmp_path: Path,
+) -> None:
+    """The worker answers other calls meanwhile, so that it is not silent."""
+    code = """
+import asyncio
+class Env:
+    async def reset(self, row, seed):
+        while row["columns"].get("stays"):
+            try:
+                await asyncio.sleep(3600)
+            except BaseException:
+                pass
+        return []
+    async def step(self, turn):
+        await asyncio.sleep(0.3)
+        return [{"role": "user", "content": "x"}], None, False
+"""
+    async with pool_of(tmp_path, code, turn_timeout_s=0.5) as pool:
+        staying = asyncio.create_task(failure(pool.open(row(stays=True), 0, "e")))
+        async with asyncio.timeout(20.0):
+            while not staying.done():
+                other, _ = await pool.open(row(), 0, "f")
+                await other.step(turn())
+                await other.close()
+        assert await staying == ("late", "e: did not react to its limit and was ended")
 
 
 async def test_what_an_environment_has_started_ends_with_its_process(tmp_path: Path) -> None:
