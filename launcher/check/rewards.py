@@ -46,7 +46,8 @@ def check_rewards(config: RunConfig, usable: Callable[..., bool], data: CheckedD
     yield from _without_data(config, usable, tried)
     yield from check_patterns(config, usable, data.ends)
     scans = [scan for of_key in data.scans.values() for scan in of_key]
-    if not any(found.error for found in tried.values()):
+    reset_gets_all = data.episodes is not None and data.episodes.schemas is None
+    if not reset_gets_all and not any(found.error for found in tried.values()):
         taken = [takes_of(section, tried.get(place)) for place, section in enumerate(config.reward)]
         data.notes += unused_line(unused_columns(scans, None if data.first is None else data.first[0], taken))
     if data.codec is not None and decoding:

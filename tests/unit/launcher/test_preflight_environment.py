@@ -132,8 +132,11 @@ def test_what_an_environment_says_must_fit(tmp_path: Path, args: dict[str, Any],
 
 @pytest.mark.runs("tandem check")
 def test_what_works_is_not(tmp_path: Path) -> None:
-    for settings in ({"function": "mine.py:Good", "args": {"trace": f"{tmp_path}/trace"}}, {"tools": ["mine.py:add"]}):
-        found = preflight(draft_config(write(tmp_path, **settings)), redis_url=None)
+    good = {"function": "mine.py:Good", "args": {"trace": f"{tmp_path}/trace"}}
+    for settings, unused in ((good, False), ({"tools": ["mine.py:add"]}, True)):  # reset gets every column
+        notes: list[str] = []
+        found = preflight(draft_config(write(tmp_path, **settings)), redis_url=None, notes=notes)
+        assert any(note.startswith("not used: level") for note in notes) is unused
         assert [problem.message for problem in found if problem.key.startswith(("environment", "data."))] == []
     assert (tmp_path / "trace").read_text() == "closed"
 
