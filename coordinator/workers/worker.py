@@ -69,7 +69,8 @@ def main() -> None:
         return
     channel.write({"ready": True, "form": dict(work.form)})
     if work.is_async:
-        asyncio.run(_serve_async(channel, work, doing, spec["timeout_s"], spec["concurrency"]))
+        # Not asyncio.run(): where code ends the loop (sys.exit() in a task), it would fail all jobs as cancelled.
+        asyncio.Runner().run(_serve_async(channel, work, doing, spec["timeout_s"], spec["concurrency"]))
     else:
         _serve(channel, work, (WallTimer if spec["wall_clock"] else CpuTimer)(spec["timeout_s"]))
 

@@ -70,6 +70,10 @@ class Env:
     def kills_in_a_thread(self):
         threading.Thread(target=lambda: (time.sleep(0.2), os._exit(4))).start()
         return asyncio.sleep(3600)
+    def exits_in_a_task(self):
+        async def task(): raise SystemExit(6)
+        self.task = asyncio.create_task(task())
+        return asyncio.sleep(3600)
     def waits(self): return asyncio.sleep(0.6)
     async def hangs(self):
         try:
@@ -338,6 +342,7 @@ async def opened(stack: AsyncExitStack, pool: EpisodeHost, *does: str, **columns
         ("blocks", "late", "e2: no answer within 2.5 s"),
         ("hangs", "late", "e2: it took longer than turn_timeout_s = 1.5 s"),
         ("kills_in_a_thread", "killed", "e2: its worker process exited with status 4"),
+        ("exits_in_a_task", "killed", "e2: its worker process exited with status 6"),
         ("raises", "error", "e2: RuntimeError: boom (mine.py:30)"),
     ],
 )
