@@ -12,15 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
-from launcher.report import print_problems
-from launcher.view.run_view import make_console
+from launcher.report import make_console, reporting, table_of
 from servicekit.errors import ConfigError
 from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
 from tandem_config.loading import load_config
-from tandem_config.problems import ConfigErrors
 from tandem_files.checkpoints import (
     COMPLETE,
     FOLDER,
@@ -84,9 +81,7 @@ def checkpoints_command(run_dir: Path, *, deep: bool) -> int:
         return EXIT_BAD_CONFIG
     described = [_row(iteration, folder, deep=deep) for iteration, folder in found]
     rows = [row for row in described if row is not None]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("iteration", "version", "size", "layout", "holds", "state"):
-        table.add_column(name, justify="right" if name in ("iteration", "version", "size") else "left")
+    table = table_of("iteration", "version", "size", "layout", "holds", "state", texts=["layout", "holds", "state"])
     marks = dict(_marks(run_dir, rows))
     for row in rows:
         state = ", ".join([row.state, *marks.get(row.iteration, [])])
@@ -164,6 +159,7 @@ def _marks(run_dir: Path, rows: list[_Row]) -> Iterator[tuple[int, list[str]]]:
         yield row.iteration, notes
 
 
+@reporting("not exported: ")
 def export_command(source: ExportSource, out: Path | None, test: Path | None, *, form: Form, tolerance: float) -> int:
     """Run `tandem export`; see trainer_service.export. Returns: the exit code."""
     console, complaints = make_console(), make_console(stderr=True)
@@ -172,8 +168,7 @@ def export_command(source: ExportSource, out: Path | None, test: Path | None, *,
         complaints.print(Text(text, style="bold yellow"))
 
     if (out is None) == (test is None):
-        complaints.print(Text("not exported: give --out DIR to write, or --test DIR to compare", style="bold red"))
-        return EXIT_BAD_CONFIG
+        raise ConfigError("give --out DIR to write, or --test DIR to compare")
     try:
         if test is not None:
             alike, text = compare_export(source, test, warn, tolerance=tolerance)
@@ -181,15 +176,8 @@ def export_command(source: ExportSource, out: Path | None, test: Path | None, *,
             return EXIT_OK if alike else EXIT_FAILED
         if out is not None:
             console.print(Text(export(source, out, warn, form=form), style="bold green"))
-    except ConfigErrors as errors:
-        print_problems(complaints, errors.problems)
-        return EXIT_BAD_CONFIG
-    except ConfigError as error:
-        complaints.print(Text(f"not exported: {error}", style="bold red"))
-        return EXIT_BAD_CONFIG
     except ModuleNotFoundError as error:  # in the coordinator's image
-        complaints.print(Text(f"not exported: {error}: {_ELSEWHERE}", style="bold red"))
-        return EXIT_BAD_CONFIG
+        raise ConfigError(f"{error}: {_ELSEWHERE}") from error
     except OSError as error:
         what = f"write {out}" if out is not None else f"compare with {test}"
         complaints.print(Text(f"failed: cannot {what}: {error}", style="bold red"))
@@ -197,6 +185,7 @@ def export_command(source: ExportSource, out: Path | None, test: Path | None, *,
     return EXIT_OK
 
 
+@reporting("not imported: ")
 def import_command(config: Path, overrides: Sequence[str], out: Path) -> int:
     """Run `tandem import`. Returns: the exit code."""
     console, complaints = make_console(), make_console(stderr=True)
@@ -212,12 +201,6 @@ def import_command(config: Path, overrides: Sequence[str], out: Path) -> int:
 
         dtype: torch.dtype = getattr(torch, settings.model.dtype)
         written = import_policy(settings.model.path, spec, parallel, dtype, out.absolute())
-    except ConfigErrors as errors:
-        print_problems(complaints, errors.problems)
-        return EXIT_BAD_CONFIG
-    except ConfigError as error:
-        complaints.print(Text(f"not imported: {error}", style="bold red"))
-        return EXIT_BAD_CONFIG
     except OSError as error:
         complaints.print(Text(f"failed: cannot write {out}: {error}", style="bold red"))
         return EXIT_FAILED

@@ -14,10 +14,10 @@ from coordinator.data.scan_cache import RowIndex, write_indices
 from launcher.check.memory import memory_report
 from launcher.check.preflight import preflight
 from launcher.check.resume import note_model
-from launcher.report import headline, print_problems
-from launcher.view.run_view import RunView, make_console
-from servicekit.errors import ConfigError, TandemError
-from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
+from launcher.report import headline, make_console, print_pairs, print_problems, reporting
+from launcher.view.run_view import RunView
+from servicekit.errors import ConfigError
+from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
 from tandem_config.loading import Draft, draft_config, dump_resolved
 from tandem_config.problems import ConfigProblem, errors_only, problem
 from tandem_config.schema import RunConfig
@@ -119,36 +119,22 @@ def demo_command(overrides: Sequence[str]) -> int:
     return run_command(path, overrides, resume=None)
 
 
+@reporting()
 def status_command(run_dir: Path | None) -> int:
     """Run `tandem status`. run_dir: None: the current run."""
     from launcher.view.status import current_run, describe
 
-    console = make_console()
-    try:
-        lines = describe(current_run() if run_dir is None else run_dir)
-    except ConfigError as error:
-        make_console(stderr=True).print(Text(str(error), style="bold red"))
-        return EXIT_BAD_CONFIG
-    width = max(len(name) for name, _ in lines)
-    for name, text in lines:
-        console.print(Text(f"{name.rjust(width)}  {text}"))
+    print_pairs(make_console(), describe(current_run() if run_dir is None else run_dir))
     return EXIT_OK
 
 
+@reporting()
 def top_command(run_dir: Path | None, *, once: bool) -> int:
     """Run `tandem top`. run_dir: None: the current run."""
     from launcher.view.status import current_run
     from launcher.view.top import show
 
-    complaints = make_console(stderr=True)
-    try:
-        show(current_run() if run_dir is None else run_dir, make_console(), once=once)
-    except ConfigError as error:
-        complaints.print(Text(str(error), style="bold red"))
-        return EXIT_BAD_CONFIG
-    except TandemError as error:
-        complaints.print(Text(str(error), style="bold red"))
-        return EXIT_FAILED
+    show(current_run() if run_dir is None else run_dir, make_console(), once=once)
     return EXIT_OK
 
 

@@ -14,7 +14,8 @@ from launcher.check.preflight import preflight
 from launcher.commands import redis_url, redis_url_with_files, start, write_config
 from launcher.init.columns import answer_column, prompt_column, templated_column
 from launcher.init.sample import first_row
-from launcher.view.run_view import RunView, make_console
+from launcher.report import make_console
+from launcher.view.run_view import RunView
 from servicekit.lifecycle.exit_codes import EXIT_FAILED, EXIT_OK
 from tandem_config.loading import Draft, draft_config
 from tandem_config.overrides import parse_overrides

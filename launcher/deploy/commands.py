@@ -1,12 +1,10 @@
 """Implements the commands of `tandem deploy`; every function returns the exit code."""
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
-from rich.console import Console
 from rich.text import Text
 
 from launcher.deploy.answers import Answers
@@ -20,10 +18,9 @@ from launcher.deploy.overlay.layout import layout_of, misfits
 from launcher.deploy.overlay.manifests import find_manifests, names_of
 from launcher.deploy.overlay.overlay import ONCE, beside, write_overlay
 from launcher.deploy.running.api import OperatorApi
-from launcher.report import headline, print_problems
-from launcher.view.run_view import make_console
+from launcher.report import headline, make_console, print_problems, reporting
 from servicekit.errors import ConfigError, TandemError
-from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
+from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
 from tandem_config.problems import ConfigErrors, ConfigProblem, errors_only
 from tandem_config.schema import RunConfig
 
@@ -54,49 +51,20 @@ class NewRequest:
     manifests: Path | None
 
 
-def guarded(command: Callable[[Console], int]) -> int:
-    """Run a command with a console. Returns: its exit code; 2 or 1 after an error, which is printed."""
-    complaints = make_console(stderr=True)
-    try:
-        return command(make_console(ends_with_reader=True))
-    except ConfigErrors as error:
-        print_problems(complaints, error.problems)
-        complaints.print(Text(headline(error.problems), style="bold red"))
-        return EXIT_BAD_CONFIG
-    except ConfigError as error:
-        complaints.print(Text(str(error), style="bold red"))
-        return EXIT_BAD_CONFIG
-    except (TandemError, OSError) as error:
-        complaints.print(Text(str(error), style="bold red"))
-        return EXIT_FAILED
-
-
-def new_command(request: NewRequest, where: Where) -> int:
-    """Run `tandem deploy new`: nothing is written if there is an error."""
-    return guarded(lambda console: _new(console, request, where))
-
-
-def check_command(folder: Path, where: Where) -> int:
-    """Run `tandem deploy check`."""
-    return guarded(lambda console: _check(console, folder, where))
-
-
+@reporting()
 def fetch_command(request: FetchRequest, out: Path) -> int:
     """Run `tandem deploy fetch`: write the manifest of a Job."""
-
-    def write(console: Console) -> int:
-        if without_registry(request.image):
-            raise ConfigError(f"--image {request.image}: begins with no registry; give it as nodes pull it")
-        what = f"{request.source} to /models/{request.folder} of claim {request.claim}"
-        write_job(console, out, fetch_job(request), what)
-        return EXIT_OK
-
-    return guarded(write)
+    if without_registry(request.image):
+        raise ConfigError(f"--image {request.image}: begins with no registry; give it as nodes pull it")
+    what = f"{request.source} to /models/{request.folder} of claim {request.claim}"
+    write_job(out, fetch_job(request), what)
+    return EXIT_OK
 
 
-def write_job(console: Console, out: Path, job: Manifest, what: str) -> None:
+def write_job(out: Path, job: Manifest, what: str) -> None:
     """Write the manifest of a Job that moves files, and say what it does and how it is run. Raises: OSError."""
     name, namespace = job["metadata"]["name"], job["metadata"]["namespace"]
+    console = make_console(ends_with_reader=True)
     out.write_text(yaml.safe_dump(job, sort_keys=False), encoding="utf-8")
     console.print(Text(f"{out}: {what}"))
     console.print(Text(f"  kubectl apply -f {out}"))
@@ -119,7 +87,9 @@ def _configuration(folder: Path) -> PodConfiguration:
     return read_configuration(lower if lower.is_file() else folder / RUN_FILE)
 
 
-def _new(console: Console, request: NewRequest, where: Where) -> int:
+@reporting()
+def new_command(request: NewRequest, where: Where) -> int:
+    """Run `tandem deploy new`: nothing is written if there is an error."""
     answers, manifests = request.answers, find_manifests(request.manifests)
     configuration = read_configuration(request.config)
     problems = [*answers.problems(), *_unknown_components(answers, manifests), *configuration.problems]
@@ -141,20 +111,25 @@ def _new(console: Console, request: NewRequest, where: Where) -> int:
         problems += _compared(answers, built, request.out, where, is_new=not request.force)
         if errors_only(problems):
             raise ConfigErrors(problems)
+    console = make_console(ends_with_reader=True)
     print_problems(console, problems)
     pods = f"{layout.trainer_pods} trainer, {layout.engines * layout.hosts_per_engine} rollout"
     gpus = f", {layout.gpus} GPUs" if answers.uses_gpus else ""
     console.print(Text(f"{request.out}: run {answers.run} in namespace {answers.namespace}: pods: {pods}{gpus}"))
-    for line in _next_steps(request.out):
-        console.print(Text(f"  {line}"))
+    if (once := request.out / ONCE).is_dir():
+        console.print(Text(f"  kubectl apply -k {once}    # once per namespace"))
+    console.print(Text(f"  tandem deploy check {request.out}\n  kubectl apply -k {request.out}"))
     return EXIT_OK
 
 
-def _check(console: Console, folder: Path, where: Where) -> int:
+@reporting()
+def check_command(folder: Path, where: Where) -> int:
+    """Run `tandem deploy check`."""
     answers, config, built = overlay_of(folder)
     problems = [*_configuration(folder).problems, *overlay_problems(answers, config, built)]
     if not where.offline:
         problems += cluster_problems(where.api(answers.namespace), answers, built, folder, is_new=False)
+    console = make_console(ends_with_reader=True)
     print_problems(console, problems)
     console.print(Text(f"{folder}: {headline(problems)}", style="bold"))
     return EXIT_BAD_CONFIG if errors_only(problems) else EXIT_OK
@@ -189,8 +164,3 @@ def _unknown_components(answers: Answers, manifests: Path) -> list[ConfigProblem
         for option, name in given
         if name not in known[option]
     ]
-
-
-def _next_steps(out: Path) -> list[str]:
-    once = [f"kubectl apply -k {out / ONCE}    # once per namespace"] if (out / ONCE).is_dir() else []
-    return [*once, f"tandem deploy check {out}", f"kubectl apply -k {out}"]

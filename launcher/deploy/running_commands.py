@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 
-from launcher.deploy.commands import Where, guarded, overlay_of
+from launcher.deploy.commands import Where, overlay_of
 from launcher.deploy.results.commands import RunFiles, find_files
 from launcher.deploy.results.removal import check_removable, remove_files
 from launcher.deploy.running.api import OperatorApi, names, of_run
@@ -18,6 +17,7 @@ from launcher.deploy.running.kinds import CLAIM, KINDS, MAKES_PODS, Kind
 from launcher.deploy.running.logs import show_logs
 from launcher.deploy.running.run import POD, LiveRun, find_run
 from launcher.deploy.running.status import describe_run, is_over
+from launcher.report import make_console, print_pairs, reporting
 from launcher.view.logs.show import WantedLines, time_of
 from servicekit.errors import ConfigError, DeadlineExceeded, PermissionDenied, TandemError
 from servicekit.lifecycle.exit_codes import EXIT_FAILED, EXIT_OK
@@ -26,16 +26,14 @@ _LOOK_AGAIN_S = 1.0
 _STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
 
-def diff_command(folder: Path, where: Where) -> int:
-    """Run `tandem deploy diff`. Returns: 0 also if something would change."""
-    return guarded(lambda console: _diff(console, folder, where))
-
-
+@reporting()
 def status_command(run: str, where: Where) -> int:
     """Run `tandem deploy status`."""
-    return guarded(lambda console: _status(console, run, where))
+    print_pairs(make_console(ends_with_reader=True), describe_run(*_found(run, where)))
+    return EXIT_OK
 
 
+@reporting()
 def logs_command(
     run: str,
     services: Sequence[str],
@@ -48,19 +46,16 @@ def logs_command(
     previous: bool,
 ) -> int:
     """Run `tandem deploy logs`."""
-
-    def show(console: Console) -> int:
-        since_s = time_of(since, time.time()) if since else 0.0
-        api, _ = _found(run, where)
-        wanted = WantedLines(services=services, level=level, since_s=since_s, newest=newest)
-        ends = (lambda: is_over(api, run)) if follow else None
-        with suppress(KeyboardInterrupt):
-            show_logs(api, run, console, wanted, previous=previous, is_over=ends)
-        return EXIT_OK
-
-    return guarded(show)
+    since_s = time_of(since, time.time()) if since else 0.0
+    api, _ = _found(run, where)
+    wanted = WantedLines(services=services, level=level, since_s=since_s, newest=newest)
+    ends = (lambda: is_over(api, run)) if follow else None
+    with suppress(KeyboardInterrupt):
+        show_logs(api, run, make_console(ends_with_reader=True), wanted, previous=previous, is_over=ends)
+    return EXIT_OK
 
 
+@reporting()
 def delete_command(
     run: str, where: Where, *, claims: bool, files: RunFiles | None, timeout_s: float, confirm: Callable[[str], bool]
 ) -> int:
@@ -70,29 +65,24 @@ def delete_command(
         files: delete the run's folder too, once its pods are gone; None: it stays.
         confirm: asks before anything is deleted.
     """
-
-    def delete(console: Console) -> int:
-        if files is None:
-            api, live = _found(run, where)
-            source = None
-        else:
-            api, live, source = find_files(run, files, where)
-            check_removable(api, run, source)
-        count = sum(len(objects) for objects in live.objects.values())
-        lost = " and its claims with what is on them" if claims else ""
-        lost += "" if source is None else f" and its folder {source.run_dir} on claim {source.claim}"
-        if not confirm(
-            f"delete {count} objects of run {run} in namespace {live.namespace} (context {api.context}){lost}?"
-        ):
-            return EXIT_FAILED
-        errors = delete_run(api, live, lambda line: console.print(Text(line)), claims=claims, timeout_s=timeout_s)
-        for error in errors:
-            console.print(Text(str(error), style="bold red"))
-        if source is not None and not errors:
-            remove_files(api, run, source, lambda line: console.print(Text(line)), timeout_s=timeout_s)
-        return EXIT_FAILED if errors else EXIT_OK
-
-    return guarded(delete)
+    if files is None:
+        api, live = _found(run, where)
+        source = None
+    else:
+        api, live, source = find_files(run, files, where)
+        check_removable(api, run, source)
+    count = sum(len(objects) for objects in live.objects.values())
+    lost = " and its claims with what is on them" if claims else ""
+    lost += "" if source is None else f" and its folder {source.run_dir} on claim {source.claim}"
+    if not confirm(f"delete {count} objects of run {run} in namespace {live.namespace} (context {api.context}){lost}?"):
+        return EXIT_FAILED
+    console = make_console(ends_with_reader=True)
+    errors = delete_run(api, live, lambda line: console.print(Text(line)), claims=claims, timeout_s=timeout_s)
+    for error in errors:
+        console.print(Text(str(error), style="bold red"))
+    if source is not None and not errors:
+        remove_files(api, run, source, lambda line: console.print(Text(line)), timeout_s=timeout_s)
+    return EXIT_FAILED if errors else EXIT_OK
 
 
 def delete_run(
@@ -152,15 +142,10 @@ def _found(run: str, where: Where) -> tuple[OperatorApi, LiveRun]:
     return api, find_run(api, run, searched=not where.namespace)
 
 
-def _status(console: Console, run: str, where: Where) -> int:
-    lines = describe_run(*_found(run, where))
-    width = max(len(name) for name, _ in lines)
-    for name, text in lines:
-        console.print(Text(f"{name.rjust(width)}  {text}"))
-    return EXIT_OK
-
-
-def _diff(console: Console, folder: Path, where: Where) -> int:
+@reporting()
+def diff_command(folder: Path, where: Where) -> int:
+    """Run `tandem deploy diff`. Returns: 0 also if something would change."""
+    console = make_console(ends_with_reader=True)
     answers, _, built = overlay_of(folder)
     api = where.api(answers.namespace)
     counts = {"new": 0, "changed": 0, "same": 0}

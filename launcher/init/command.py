@@ -17,8 +17,7 @@ from launcher.init.choices import Choices, flow
 from launcher.init.layout import HostMachine
 from launcher.init.sample import first_row
 from launcher.init.suggest import suggest_all
-from launcher.report import headline, print_problems
-from launcher.view.run_view import make_console
+from launcher.report import headline, make_console, print_problems
 from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
 from tandem_config.cross_checks import cross_check
 from tandem_config.loading import Draft, draft_config

@@ -13,14 +13,13 @@ from launcher.plan.limits import check_effort, check_numbers, check_simulation
 from launcher.plan.model import model_spec
 from launcher.plan.simulated import simulated, simulation_table
 from launcher.plan.sizes import rollout_sizes, trainer_sizes
-from launcher.report import print_problems
-from launcher.view.run_view import make_console
-from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
-from tandem_config.problems import ConfigErrors
+from launcher.report import make_console, reporting
+from servicekit.lifecycle.exit_codes import EXIT_OK
 from weightsync.plans.cost import Speeds
 from weightsync.plans.limits import bucket_bytes, largest_message
 
 
+@reporting()
 def plan_command(
     *,
     model: str,
@@ -40,49 +39,39 @@ def plan_command(
         trainer: parallel sizes as text, e.g. "tp=8,pp=2"; so is rollout.
     Returns: the exit code.
     """
-    try:
-        check_numbers(bucket_mib, speeds)
-        spec = model_spec(model)
-        trainer_parallel, notes = trainer_sizes(trainer, spec)
-        request = PlanRequest(
-            model=model,
-            spec=spec,
-            trainer=trainer_parallel,
-            rollout=rollout_sizes(rollout),
-            replicas=replicas,
-            dtype=dtype,
-            bucket_bytes=largest_message(bucket_bytes(bucket_mib), "cuda", replicas),
-            speeds=speeds,
-            notes=notes,
-        )
-        bucket_text = f"{request.bucket_bytes / 2**20:g}" if bucket_mib is None else f"{bucket_mib:g}"
-        values = {"--model": model, "--trainer": trainer, "--rollout": rollout, "--bucket-mib": bucket_text}
-        _check_effort(request, values)
-        planned = PlannedSync.of(request)
-        figures = planned.as_json()
-        if simulate or faults:
-            check_simulation(len(planned.messages), replicas)
-            figures["simulated"] = simulated(planned, faults)
-    except ConfigErrors as errors:
-        print_problems(make_console(stderr=True), errors.problems)
-        return EXIT_BAD_CONFIG
+    check_numbers(bucket_mib, speeds)
+    spec = model_spec(model)
+    trainer_parallel, notes = trainer_sizes(trainer, spec)
+    request = PlanRequest(
+        model=model,
+        spec=spec,
+        trainer=trainer_parallel,
+        rollout=rollout_sizes(rollout),
+        replicas=replicas,
+        dtype=dtype,
+        bucket_bytes=largest_message(bucket_bytes(bucket_mib), "cuda", replicas),
+        speeds=speeds,
+        notes=notes,
+    )
+    bucket_text = f"{request.bucket_bytes / 2**20:g}" if bucket_mib is None else f"{bucket_mib:g}"
+    check_effort(
+        spec,
+        trainer_parallel,
+        request.rollout,
+        message_bytes=request.bucket_bytes,
+        dtype_bytes=DTYPE_BYTES[dtype],
+        values={"--model": model, "--trainer": trainer, "--rollout": rollout, "--bucket-mib": bucket_text},
+    )
+    planned = PlannedSync.of(request)
+    figures = planned.as_json()
+    if simulate or faults:
+        check_simulation(len(planned.messages), replicas)
+        figures["simulated"] = simulated(planned, faults)
     if as_json:
         print(json.dumps(figures, indent=2))
     else:
         _print_table(make_console(), planned, figures)
     return EXIT_OK
-
-
-def _check_effort(request: PlanRequest, values: dict[str, str]) -> None:
-    """Raises: ConfigErrors: the plan is too large to be made here; it names the option and its value from `values`."""
-    check_effort(
-        request.spec,
-        request.trainer,
-        request.rollout,
-        message_bytes=request.bucket_bytes,
-        dtype_bytes=DTYPE_BYTES[request.dtype],
-        values=values,
-    )
 
 
 def _print_table(console: Console, planned: PlannedSync, figures: dict[str, Any]) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from launcher.report import make_console, reporting
 from launcher.run.scaling import why_not_configured
 from launcher.run.supervisor import last_error
 from launcher.view.evaluation import is_evaluation
-from launcher.view.run_view import make_console
 from launcher.view.status import ask_status
 from servicekit.errors import ConfigError, TandemError
 from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
@@ -37,27 +37,18 @@ _POLL_S = 0.5
 _ANSWER_S = 15.0
 
 
+@reporting("not scaled: ", usage=(OSError,))
 def scale_command(run_dir: Path, size: str, *, wait: bool) -> int:
     """Run `tandem scale`. wait: until exactly so many replicas serve, or run.startup_timeout_s have passed."""
-    console, complaints = make_console(), make_console(stderr=True)
-    try:
-        config, wish = _checked(run_dir, size)
-        if not is_locked(run_dir):
-            write_scale(run_dir, wish)
-            console.print(
-                Text(f"it does not run: `tandem run --resume {run_dir}` begins with {wish.replicas} replicas")
-            )
-            return EXIT_OK
-        write_scale(run_dir, wish)
-    except (ConfigError, OSError) as error:
-        complaints.print(Text(f"not scaled: {error}", style="bold red"))
-        return EXIT_BAD_CONFIG
+    console = make_console()
+    config, wish = _checked(run_dir, size)
+    write_scale(run_dir, wish)
     if not is_locked(run_dir):
         console.print(Text(f"it does not run: `tandem run --resume {run_dir}` begins with {wish.replicas} replicas"))
         return EXIT_OK
     watched = _Watched(run_dir, wish, console, wait=wait)
     code, text = asyncio.run(watched.until_reached(config.run.startup_timeout_s))
-    (complaints if code else console).print(Text(text, style="bold red" if code else "bold green"))
+    (make_console(stderr=True) if code else console).print(Text(text, style="bold red" if code else "bold green"))
     return code
 
 

@@ -45,8 +45,12 @@ def score(
     """
     if (file is None) == (completion is None):
         raise typer.BadParameter("give either a FILE with completions, or --completion TEXT")
+    from launcher.report import reporting
+    from tandem_files.rows.problems import DataError
+
     one = {"completion": completion, **({"prompt": prompt} if prompt else {}), "answer": answer}
-    raise typer.Exit(_score(config, [one] if file is None else file, overrides or [], column, as_json=as_json))
+    command = reporting(usage=(DataError, OSError))(_score)
+    raise typer.Exit(command(config, [one] if file is None else file, overrides or [], column, as_json=as_json))
 
 
 def _score(
@@ -58,28 +62,14 @@ def _score(
     as_json: bool,
 ) -> int:
     """Run `tandem score`. Returns: the exit code; EXIT_FAILED if a run would end."""
-    from rich.text import Text
-
-    from launcher.report import print_problems
+    from launcher.report import make_console
     from launcher.score.scoring import score as score_rows
-    from launcher.view.run_view import make_console
-    from servicekit.errors import ConfigError
-    from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
+    from servicekit.lifecycle.exit_codes import EXIT_FAILED, EXIT_OK
     from servicekit.logs import configure_logging
-    from tandem_config.problems import ConfigErrors
-    from tandem_files.rows.problems import DataError
 
     # What own functions print goes to stderr, as a run's goes to the coordinator's log.
     configure_logging("score", level="WARNING" if as_json else "INFO")
-    complaints = make_console(stderr=True)
-    try:
-        report = score_rows(config, completions, overrides=overrides, column=column)
-    except ConfigErrors as error:
-        print_problems(complaints, error.problems)
-        return EXIT_BAD_CONFIG
-    except (ConfigError, DataError, OSError) as error:
-        complaints.print(Text(str(error), style="bold red"))
-        return EXIT_BAD_CONFIG
+    report = score_rows(config, completions, overrides=overrides, column=column)
     console = make_console()
     if as_json:
         console.file.write(json.dumps(report.plain()) + "\n")

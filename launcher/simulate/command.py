@@ -14,14 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher.report import print_problems
+from launcher.report import make_console, reporting
 from launcher.simulate.plot import plot
 from launcher.simulate.world import Figures, ServiceSpeeds, simulate
-from launcher.view.run_view import make_console
 from servicekit.errors import ConfigError
-from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
+from servicekit.lifecycle.exit_codes import EXIT_OK
 from tandem_config.loading import load_config
-from tandem_config.problems import ConfigErrors
 from tandem_config.schema import ASYNC_DEFAULTS, RunConfig
 from tandem_files.metrics_file import METRICS_FILE, MetricsFile
 from tandem_files.run_config import RESOLVED_CONFIG
@@ -59,25 +57,19 @@ class Given:
     compare: bool
 
 
+@reporting(usage=(OSError,))
 def simulate_command(config: Path, overrides: Sequence[str], given: Given, *, as_json: bool) -> int:
     """Run `tandem simulate`. Returns: the exit code."""
-    complaints = make_console(stderr=True)
-    try:
-        own = load_config(config, overrides)
-        speeds, remarks = speeds_of(own, given)
-        schedules = _COMPARED if given.compare else {}
-        named = {_name(own): own} | {name: _with(config, overrides, schedule) for name, schedule in schedules.items()}
-        rows = [] if given.against is None else _steps_of(given.against, at_least=2)[1:]
-        figures = [
-            simulate(one, speeds, len(rows) or given.iterations, name, begins=bool(rows)) for name, one in named.items()
-        ]
-        measured = [_measured(f"measured in {given.against}", rows)] if rows else []
-    except ConfigErrors as error:
-        print_problems(complaints, error.problems)
-        return EXIT_BAD_CONFIG
-    except (ConfigError, OSError) as error:
-        complaints.print(str(error), style="bold red", markup=False)
-        return EXIT_BAD_CONFIG
+    own = load_config(config, overrides)
+    speeds, remarks = speeds_of(own, given)
+    named = {f"schedule.kind: {own.schedule.kind}": own}
+    if given.compare:
+        named |= {name: _with(config, overrides, schedule) for name, schedule in _COMPARED.items()}
+    rows = [] if given.against is None else _steps_of(given.against, at_least=2)[1:]
+    figures = [
+        simulate(one, speeds, len(rows) or given.iterations, name, begins=bool(rows)) for name, one in named.items()
+    ]
+    measured = [_measured(f"measured in {given.against}", rows)] if rows else []
     console = make_console()
     plain = {name: value for name, value in asdict(speeds).items() if name != "lengths"}
     plain |= {"length_mean": float(speeds.lengths.mean()), "length_p99": float(np.quantile(speeds.lengths, 0.99))}
@@ -95,10 +87,6 @@ def simulate_command(config: Path, overrides: Sequence[str], given: Given, *, as
     for line in (*_table(figures + measured), *plot(figures, console.width, ascii_only=console.options.ascii_only)):
         console.print(line, markup=False, highlight=False)
     return EXIT_OK
-
-
-def _name(config: RunConfig) -> str:
-    return f"schedule.kind: {config.schedule.kind}"
 
 
 def _with(config: Path, overrides: Sequence[str], schedule: Mapping[str, Any]) -> RunConfig:

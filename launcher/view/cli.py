@@ -169,18 +169,16 @@ def page(
         tandem page
         tandem page runs/arithmetic --port 8080
     """
-    from launcher.view.run_view import make_console
-    from launcher.view.status import current_run
-    from servicekit.errors import ConfigError
-    from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG
+    from launcher.report import reporting
 
-    key = secrets.token_hex(16)
-    try:
-        run_dir = current_run() if run_dir is None else run_dir
-        server = open_page(run_dir.absolute(), port, key)
-    except ConfigError as error:
-        make_console(stderr=True).print(str(error), style="bold red", markup=False)
-        raise typer.Exit(EXIT_BAD_CONFIG) from None
+    raise typer.Exit(reporting()(_serve)(run_dir, port))
+
+
+def _serve(run_dir: Path | None, port: int) -> int:
+    from launcher.view.status import current_run
+
+    key, run_dir = secrets.token_hex(16), current_run() if run_dir is None else run_dir
+    server = open_page(run_dir.absolute(), port, key)
     typer.echo(f"the page of {run_dir}: http://{_HOST}:{server.port}/#key={key}")
     typer.echo("Ctrl-C ends it")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts it in the background has it ignored
@@ -188,6 +186,7 @@ def page(
         threading.Event().wait()  # until a signal
     except KeyboardInterrupt:
         server.close()
+    return 0
 
 
 def ledger(

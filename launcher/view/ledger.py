@@ -7,10 +7,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from launcher.view.run_view import make_console
+from launcher.report import make_console, reporting, table_of
 from launcher.view.status import current_run
 from servicekit.errors import ConfigError
-from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_FAILED, EXIT_OK
+from servicekit.lifecycle.exit_codes import EXIT_FAILED, EXIT_OK
 from tandem_files.checkpoints import COORDINATOR_FILE, list_complete
 from tandem_files.ledger.account import FATES
 from tandem_files.ledger.reading import LedgerContent, read_ledger
@@ -19,6 +19,7 @@ from tandem_files.run_folder import run_id_of
 _PROVEN = "each sample begun is trained once, filtered, dropped by name or under way; no prompt is skipped"
 
 
+@reporting(usage=(OSError,))
 def ledger_command(run_dir: Path | None, *, verify: bool, as_json: bool) -> int:
     """Run `tandem ledger`.
 
@@ -27,16 +28,11 @@ def ledger_command(run_dir: Path | None, *, verify: bool, as_json: bool) -> int:
         verify: fail if anything is damaged or cannot be true.
     Returns: the exit code.
     """
-    console, complaints = make_console(), make_console(stderr=True)
-    try:
-        run_dir = current_run() if run_dir is None else run_dir
-        ledger = read_ledger(run_dir, run_id_of(run_dir))
-    except (ConfigError, OSError) as error:
-        complaints.print(Text(str(error), style="bold red"))
-        return EXIT_BAD_CONFIG
+    console = make_console()
+    run_dir = current_run() if run_dir is None else run_dir
+    ledger = read_ledger(run_dir, run_id_of(run_dir))
     if not ledger.heads:
-        complaints.print(Text(f"{run_dir} has no ledger: it is of a release before it, or no run's", style="bold red"))
-        return EXIT_BAD_CONFIG
+        raise ConfigError(f"{run_dir} has no ledger: it is of a release before it, or no run's")
     problems = [*ledger.problems, *_foreign_checkpoints(run_dir, ledger)]
     if as_json:
         print(json.dumps(_summary(ledger, problems), indent=1))
@@ -85,9 +81,7 @@ def _summary(ledger: LedgerContent, problems: list[str]) -> dict[str, Any]:
 
 
 def _table(ledger: LedgerContent) -> Table:
-    table, counts = Table(box=None, pad_edge=False), ledger.account.counts
-    for name in ("samples", "number", "why"):
-        table.add_column(name, justify="right" if name == "number" else "left")
+    table, counts = table_of("samples", "number", "why", texts=["why"]), ledger.account.counts
     table.add_row("begun", f"{counts['begun']:,}", "")
     for fate in FATES:
         whys = {name: num for name, num in sorted(counts.items()) if name.partition(":")[0] == fate and num}

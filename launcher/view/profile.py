@@ -7,26 +7,22 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from launcher.view.run_view import make_console
+from launcher.report import make_console, reporting, table_of
 from launcher.view.status import current_run
 from servicekit.errors import ConfigError
-from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
+from servicekit.lifecycle.exit_codes import EXIT_OK
 from tandem_files.profiles.folder import RankProfile, read_profiles, trace_path
 
 _OPERATOR_CHARACTERS = 48
 _TIMELINES = {"cuda": "GPU's kernels", "cpu": "host's operators"}
 
 
+@reporting(usage=(PermissionError,))
 def profile_command(run_dir: Path | None, *, step: int | None, rank: int | None, top: int) -> int:
     """Run `tandem profile`. Returns: the exit code."""
-    try:
-        run_dir = current_run() if run_dir is None else run_dir
-        ranks = _of_step(read_profiles(run_dir), run_dir, step)
-        listed = _of_rank(ranks, rank)
-    except (ConfigError, PermissionError) as error:
-        make_console(stderr=True).print(Text(str(error), style="bold red"))
-        return EXIT_BAD_CONFIG
-    _draw(make_console(), run_dir, ranks, listed, top)
+    run_dir = current_run() if run_dir is None else run_dir
+    ranks = _of_step(read_profiles(run_dir), run_dir, step)
+    _draw(make_console(), run_dir, ranks, _of_rank(ranks, rank), top)
     return EXIT_OK
 
 
@@ -73,7 +69,7 @@ def _draw(console: Console, run_dir: Path, ranks: Sequence[RankProfile], listed:
 
 
 def _shares(ranks: Sequence[RankProfile]) -> Table:
-    table = _table("rank", "seconds", "recorded", "computing", "communication", "of it alone", "neither")
+    table = table_of("rank", "seconds", "recorded", "computing", "communication", "of it alone", "neither")
     for rank in ranks:
         parts = (rank.compute_s, rank.communication_s, rank.exposed_s, rank.idle_s)
         seconds = (f"{rank.seconds:.3f}", f"{rank.recorded_s:.3f}")
@@ -82,14 +78,14 @@ def _shares(ranks: Sequence[RankProfile]) -> Table:
 
 
 def _parts(rank: RankProfile) -> Table:
-    table = _table(f"part of rank {rank.rank}'s step", "seconds", "share")
+    table = table_of(f"part of rank {rank.rank}'s step", "seconds", "share")
     for name, seconds in rank.parts.items():
         table.add_row(name, f"{seconds:.3f}", _share(seconds, rank.seconds))
     return table
 
 
 def _operators(rank: RankProfile, top: int) -> Table:
-    table = _table(f"rank {rank.rank} spent most on", "calls", "seconds", "share")
+    table = table_of(f"rank {rank.rank} spent most on", "calls", "seconds", "share")
     for operator in rank.operators[:top]:
         name = operator.name
         short = (
@@ -101,10 +97,3 @@ def _operators(rank: RankProfile, top: int) -> Table:
 
 def _share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole > 0 else "-"
-
-
-def _table(*titles: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for place, title in enumerate(titles):
-        table.add_column(title, justify="left" if place == 0 else "right", no_wrap=True)
-    return table

@@ -1,16 +1,14 @@
 """Prints a run: start-up, one line per iteration, warnings, and the outcome."""
 
-import contextlib
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from launcher.report import PipeSafeConsole
 from launcher.view.metric_columns import columns_for, heading, line, rewards_line
 from tandem_files.metrics_file import reward_means
 from tandem_files.pace import clock
@@ -21,38 +19,6 @@ LeftS = Callable[[Sequence[Mapping[str, float | None]]], float | None]
 
 def _unknown(_: Sequence[Mapping[str, float | None]]) -> float | None:
     return None
-
-
-class _PipeSafeConsole(Console):
-    """A console that survives the end of its reader: `tandem run | head` must not end the training."""
-
-    def __init__(self, *, ends_with_reader: bool, **options: Any) -> None:
-        super().__init__(**options)
-        self._ends_with_reader = ends_with_reader
-        # What continues without a reader.
-        self.continues = "the command continues"
-
-    def on_broken_pipe(self) -> None:
-        """Discard further output; end the process without a message where there is nothing but the output."""
-        if self._ends_with_reader:
-            super().on_broken_pipe()
-        self.quiet = True
-        stream = sys.stderr if self.stderr else sys.stdout
-        with contextlib.suppress(OSError, ValueError):
-            # Python's flush at exit would fail again.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        if not self.stderr:
-            with contextlib.suppress(OSError, ValueError):
-                print(f"output closed by its reader; {self.continues}", file=sys.stderr)
-
-
-def make_console(*, stderr: bool = False, ends_with_reader: bool = False) -> Console:
-    """Make a console; when it is not a terminal, it writes plain lines without control codes or wrapping.
-
-    Args:
-        ends_with_reader: end the process when whoever reads the output has ended, as `head` does; else continue.
-    """
-    return _PipeSafeConsole(ends_with_reader=ends_with_reader, stderr=stderr, highlight=False, soft_wrap=True)
 
 
 class RunView:
@@ -71,7 +37,7 @@ class RunView:
         weights: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self._console, self._total, self._left_s = console, total_iterations, left_s
-        if isinstance(console, _PipeSafeConsole):
+        if isinstance(console, PipeSafeConsole):
             console.continues = "the run continues (see: tandem status)"
         self._weights = weights
         # What a terminal cuts off can be looked up; of a file it would be lost.

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
+from launcher.report import print_pairs
 from tandem_files.metrics_file import Baseline, Heldout, is_weighted, reward_means, score_text
 from tandem_files.metrics_table import ACCURACY, REWARD
 from tandem_files.run_folder import metrics_rows, read_state, read_summary
@@ -17,11 +17,8 @@ def print_summary(console: Console, run_dir: Path) -> None:
     summary = read_summary(run_dir)
     if summary is None:
         return
-    lines = summary_lines(summary, metrics_rows(run_dir), run_dir)
-    width = max(len(name) for name, _ in lines)
     console.print()
-    for name, text in lines:
-        console.print(Text(f"{name.rjust(width)}  ", style="bold").append(Text(text, style="not bold")))
+    print_pairs(console, summary_lines(summary, metrics_rows(run_dir), run_dir), "bold")
 
 
 def summary_lines(

@@ -10,6 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from launcher.report import table_of
 from tandem_files.pace import clock as duration
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -133,7 +134,7 @@ def _measured(overview: Overview) -> list[Mapping[str, Any]]:
 
 
 def _curves(overview: Overview, rows: int, width: int) -> RenderableType:
-    table = _table("", "now", "", "newest iterations")
+    table = table_of("", "now", "", "newest iterations", texts=["newest iterations"], header_style="dim")
     for curve in _measured(overview)[:rows]:
         line = sparkline(curve["points"], min(_SPARK_WIDTH, width - _BESIDE_SPARKS))
         table.add_row(curve["title"], f"{curve['points'][-1][1]:.4g}", curve["unit"], line)
@@ -142,7 +143,7 @@ def _curves(overview: Overview, rows: int, width: int) -> RenderableType:
 
 def _fleet(overview: Overview, rows: int) -> RenderableType:
     """Draw the replicas; where there is no room for all, those that do not serve come first."""
-    table = _table("replica", "", "version", "sync s", "last round", "starts")
+    table = table_of("replica", "", "version", "sync s", "last round", "starts", header_style="dim")
     replicas = list(overview["replicas"])
     if rows < len(replicas):
         replicas.sort(key=lambda row: bool(row["there"] and row["serving"]))
@@ -174,7 +175,7 @@ def _syncs(overview: Overview, rows: int, width: int) -> RenderableType:
         longest = sorted(stages, key=lambda stage: max(sync["stages"].get(stage, 0.0) for sync in rounds))[-3:]
         shown = [stage for stage in stages if stage in longest]
     others = ["others"] if shown != stages else []
-    table = _table("weight sync, ms", "total", *shown, *others, "MiB", "tries")
+    table = table_of("weight sync, ms", "total", *shown, *others, "MiB", "tries", header_style="dim")
     for sync in reversed(rounds):
         version = f"version {sync['policy_version']:.0f}" + (", joiner" if sync.get("source") else "")
         if sync["error"]:
@@ -200,14 +201,6 @@ def _messages(overview: Overview, rows: int, width: int | None) -> RenderableTyp
         text.append_text(line).append("\n")
     text.rstrip()
     return text
-
-
-def _table(*titles: str) -> Table:
-    """Make a table: the first column is text, the others are figures; cells are not wrapped."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for place, title in enumerate(titles):
-        table.add_column(title, justify="left" if place == 0 or title == "newest iterations" else "right", no_wrap=True)
-    return table
 
 
 def _number(value: float | None, form: str, scale: float = 1.0) -> str:

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from coordinator.fleet.kubernetes.api.pods import RUN_LABEL
-from launcher.deploy.commands import Where, guarded, write_job
+from launcher.deploy.commands import Where, write_job
 from launcher.deploy.results.fetch import chosen, fetch, list_files
 from launcher.deploy.results.helper_pod import helper_pod
 from launcher.deploy.results.selection import skipped_folders
@@ -17,6 +16,7 @@ from launcher.deploy.running.api import OperatorApi
 from launcher.deploy.running.kinds import BY_NAME
 from launcher.deploy.running.run import JOB, RUN_ROOT, LiveRun, find_run
 from launcher.deploy.transfer import SECRET_KEYS, FileJob, job_name, s3_place, s3_variables
+from launcher.report import make_console, reporting
 from servicekit.errors import ConfigError, NotReady, PermissionDenied
 from servicekit.lifecycle.exit_codes import EXIT_OK
 
@@ -68,11 +68,6 @@ class ResultsRequest:
     timeout_s: float
 
 
-def results_command(request: ResultsRequest, where: Where) -> int:
-    """Run `tandem deploy results`."""
-    return guarded(lambda console: _results(console, request, where))
-
-
 def find_files(run: str, source: RunFiles, where: Where) -> tuple[OperatorApi, LiveRun, RunFiles]:
     """Find where a run's files are. Raises: ConfigError: there is no such run, and the command line does not say it."""
     api = where.api()
@@ -94,13 +89,16 @@ def find_files(run: str, source: RunFiles, where: Where) -> tuple[OperatorApi, L
     )
 
 
-def _results(console: Console, request: ResultsRequest, where: Where) -> int:
+@reporting()
+def results_command(request: ResultsRequest, where: Where) -> int:
+    """Run `tandem deploy results`."""
+    console = make_console(ends_with_reader=True)
     api, _, source = find_files(request.run, request.source, where)
     if request.to is not None:
         job = upload_job(request, request.to, api.namespace, source)
         for line in _before_applying(api, job, request.to.secret):
             console.print(Text(line, style="bold yellow"))
-        write_job(console, request.out, job, f"{source.run_dir} of claim {source.claim} to {request.to.place}")
+        write_job(request.out, job, f"{source.run_dir} of claim {source.claim} to {request.to.place}")
         return EXIT_OK
     skipped = skipped_folders(checkpoints=request.checkpoints)
     with helper_pod(api, request.run, source.image, source.claim, read_only=True, timeout_s=request.timeout_s) as pod:

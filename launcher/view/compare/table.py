@@ -7,13 +7,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from launcher.report import make_console, reporting, table_of
 from launcher.view.compare.differences import REWARDS, differing
 from launcher.view.compare.picture import draw
 from launcher.view.compare.runs import RunCurves, begun, check_metrics, curve_of, read_runs
 from launcher.view.metric_columns import COLUMNS
-from launcher.view.run_view import make_console
-from servicekit.errors import ConfigError
-from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
+from servicekit.lifecycle.exit_codes import EXIT_OK
 from tandem_files.metrics_table import ACCURACY, REWARD
 
 # Iterations whose mean is shown.
@@ -23,6 +22,7 @@ _TITLES = {column.metric: column.title for column in COLUMNS}
 _SETTING_CHARACTERS = 24
 
 
+@reporting()
 def compare_command(
     folders: Sequence[Path], metrics: Sequence[str], *, smooth: float, out: Path | None, last: int
 ) -> int:
@@ -34,22 +34,18 @@ def compare_command(
     Returns: the exit code.
     """
     console = make_console(ends_with_reader=True)
-    try:
-        runs, without_rows = begun(read_runs(folders))
-        measured = [ACCURACY] if any(run.points(ACCURACY) for run in runs) else []
-        chosen = list(dict.fromkeys(metrics)) or [REWARD, *measured]
-        check_metrics(runs, metrics)
-        if out is not None:
-            draw(runs, chosen, smooth, out)
-        print_comparison(console, runs, chosen, last)
-        for run in without_rows:
-            text = f"! {run.label}: left out, it has no finished iteration yet (state: {run.status})"
-            console.print(Text(text, style="bold yellow"))
-        if out is not None:
-            console.print(Text(f"curves: {out}"))
-    except ConfigError as error:
-        make_console(stderr=True).print(Text(str(error), style="bold red"))
-        return EXIT_BAD_CONFIG
+    runs, without_rows = begun(read_runs(folders))
+    measured = [ACCURACY] if any(run.points(ACCURACY) for run in runs) else []
+    chosen = list(dict.fromkeys(metrics)) or [REWARD, *measured]
+    check_metrics(runs, metrics)
+    if out is not None:
+        draw(runs, chosen, smooth, out)
+    print_comparison(console, runs, chosen, last)
+    for run in without_rows:
+        text = f"! {run.label}: left out, it has no finished iteration yet (state: {run.status})"
+        console.print(Text(text, style="bold yellow"))
+    if out is not None:
+        console.print(Text(f"curves: {out}"))
     return EXIT_OK
 
 
@@ -60,7 +56,7 @@ def print_comparison(console: Console, runs: Sequence[RunCurves], metrics: Seque
         last: number of newest values in the means.
     """
     for metric in metrics:
-        table = _table(metric, "first", "final", "best", "at", f"mean of last {last}")
+        table = table_of(metric, "first", "final", "best", "at", f"mean of last {last}", wraps=True)
         for run in runs:
             curve = curve_of(run, metric, last)
             if curve is None:
@@ -74,7 +70,7 @@ def print_comparison(console: Console, runs: Sequence[RunCurves], metrics: Seque
     different = differing(runs)
     console.print()
     if different:
-        table = _table("settings that differ", *(run.label for run in runs))
+        table = table_of("settings that differ", *(run.label for run in runs), wraps=True)
         for key, texts in different.items():
             table.add_row(key, *(texts if key == REWARDS else _shortened(texts)))
         console.print(table)
@@ -86,18 +82,12 @@ def print_comparison(console: Console, runs: Sequence[RunCurves], metrics: Seque
 
 
 def _times(runs: Sequence[RunCurves]) -> Table:
-    table = _table("median times", "done", "state", *(_TITLES[metric] for metric in _TIMES), "tokens/s")
+    titles = (_TITLES[metric] for metric in _TIMES)
+    table = table_of("median times", "done", "state", *titles, "tokens/s", wraps=True)
     for run in runs:
         done = f"{run.rows[-1]['iteration']}/{run.total}"
         seconds = [_number(run.median_of(metric), ".3g") for metric in _TIMES]
         table.add_row(run.label, done, run.status, *seconds, _number(run.median_of("tokens_per_s"), ".0f"))
-    return table
-
-
-def _table(*titles: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for place, title in enumerate(titles):
-        table.add_column(title, justify="left" if place == 0 else "right", no_wrap=place == 0, overflow="fold")
     return table
 
 

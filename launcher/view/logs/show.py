@@ -13,11 +13,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from launcher.report import make_console, reporting
 from launcher.view.logs.lines import LEVELS, Entry, parse
-from launcher.view.run_view import make_console
 from launcher.view.status import current_run
 from servicekit.errors import ConfigError
-from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
+from servicekit.lifecycle.exit_codes import EXIT_OK
 from tandem_files.run_folder import is_locked
 
 # Pause between two looks at logs that may have grown.
@@ -26,18 +26,15 @@ _STYLES = {"warning": "yellow", "error": "bold red", "critical": "bold red", "de
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
+@reporting()
 def logs_command(
     run_dir: Path | None, services: Sequence[str], *, level: str, since: str, newest: int | None, follow: bool
 ) -> int:
     """Run `tandem logs`. run_dir: None: the current run. Returns: the exit code."""
-    try:
-        folder = current_run() if run_dir is None else run_dir
-        since_s = time_of(since, time.time()) if since else 0.0
-        wanted = WantedLines(services=services, level=level, since_s=since_s, newest=newest)
-        show(folder, make_console(ends_with_reader=True), wanted, partial(is_locked, folder) if follow else None)
-    except ConfigError as error:
-        make_console(stderr=True).print(Text(str(error), style="bold red"))
-        return EXIT_BAD_CONFIG
+    folder = current_run() if run_dir is None else run_dir
+    since_s = time_of(since, time.time()) if since else 0.0
+    wanted = WantedLines(services=services, level=level, since_s=since_s, newest=newest)
+    show(folder, make_console(ends_with_reader=True), wanted, partial(is_locked, folder) if follow else None)
     return EXIT_OK
 
 

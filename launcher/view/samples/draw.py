@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from launcher.view.run_view import make_console
+from launcher.report import make_console, reporting
 from launcher.view.samples.choose import SampleQuery, SampleSelection, choose
 from launcher.view.status import current_run
 from servicekit.errors import ConfigError
-from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
+from servicekit.lifecycle.exit_codes import EXIT_OK
 from tandem_files.metrics_file import is_weighted, score_text
 from tandem_files.samples.folder import SampleFolder
 from tandem_files.samples.schema import StoredSample, plain, taken_columns
@@ -26,16 +26,13 @@ _MARKS = "⟦⟧"
 _USE_STYLES = {"trained": "green", "dropped": "yellow", "masked": "yellow", "unscored": "red"}
 
 
+@reporting(usage=(PermissionError,))
 def samples_command(run_dir: Path | None, wanted: SampleQuery, *, full: bool, as_json: bool) -> int:
     """Run `tandem samples`. run_dir: None: the current run. Returns: the exit code."""
-    try:
-        run_dir = current_run() if run_dir is None else run_dir
-        if not run_dir.is_dir():
-            raise ConfigError(f"{run_dir} does not exist; give a run's folder, e.g. `tandem samples runs/arithmetic`")
-        chosen = choose(SampleFolder(run_dir), wanted)
-    except (ConfigError, PermissionError) as error:
-        make_console(stderr=True).print(Text(str(error), style="bold red"))
-        return EXIT_BAD_CONFIG
+    run_dir = current_run() if run_dir is None else run_dir
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir} does not exist; give a run's folder, e.g. `tandem samples runs/arithmetic`")
+    chosen = choose(SampleFolder(run_dir), wanted)
     if as_json:
         draw_json(make_console(), chosen)
     else:

@@ -91,7 +91,8 @@ import json, sys
 from pathlib import Path
 from launcher.run.outcome import LaunchOutcome
 from launcher.run.run import RunRequest, launch
-from launcher.view.run_view import RunView, make_console
+from launcher.report import make_console
+from launcher.view.run_view import RunView
 from tandem_config.loading import load_config
 from tests.integration.launcher.processes import spec
 

@@ -27,7 +27,8 @@ _PROGRAM = """
 import json, sys
 from pathlib import Path
 from launcher.run.run import RunRequest, launch
-from launcher.view.run_view import RunView, make_console
+from launcher.report import make_console
+from launcher.view.run_view import RunView
 from tandem_config.loading import load_config
 from tests.integration.launcher.processes import FOREVER, spec
 from tests.integration.launcher.test_launch import _COUNTED

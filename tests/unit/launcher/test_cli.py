@@ -140,7 +140,8 @@ def test_text_beyond_the_locale_is_no_traceback(tmp_path: Path) -> None:
 def test_a_run_goes_on_without_the_reader_of_its_output() -> None:
     program = """
 import sys
-from launcher.view.run_view import RunView, make_console
+from launcher.report import make_console
+from launcher.view.run_view import RunView
 view = RunView(make_console(), 10)
 view.print_line("first")
 sys.stdin.readline()  # the reader has gone
@@ -163,7 +164,7 @@ print("the end", file=sys.stderr)
 def test_a_command_that_goes_on_without_its_reader_does_not_speak_of_a_run() -> None:
     program = """
 import sys
-from launcher.view.run_view import make_console
+from launcher.report import make_console
 console = make_console()
 console.print("first")
 sys.stdin.readline()  # the reader has gone

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from launcher.report import make_console
 from launcher.run import outcome
 from launcher.run.supervisor import last_error
 from launcher.view.follow import Follower, show_event
 from launcher.view.metric_columns import columns_for, heading, line, rewards_line
-from launcher.view.run_view import RunView, make_console
+from launcher.view.run_view import RunView
 from launcher.view.status import describe
 from launcher.view.summary import plot_rewards, print_summary, summary_lines
 from servicekit.lifecycle.tasks import cancel
