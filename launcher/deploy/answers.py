@@ -8,10 +8,9 @@ from typing import Any
 import yaml
 
 from servicekit.errors import ConfigError
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 
 ANSWERS_FILE = "deploy.yaml"
-OVERLAYS = ("cluster", "single-node-gpu", "dev-cpu")
 # The longest name that is made of it is a pod's of a JobSet, which takes 63 characters: RUN-trainer-hosts-0-999-abcde.
 LONGEST_RUN_ID = 37
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
@@ -65,18 +64,21 @@ class Answers:
 
     def problems(self) -> list[ConfigProblem]:
         """List what is wrong with the answers, by option."""
-        found = [*_run_id(self.run), *_namespace(self.namespace), *self._registry(), *self._claims()]
+        found = _run_id(self.run)
+        if not _LABEL.fullmatch(self.namespace) or len(self.namespace) > 63:
+            found.append(problem("--namespace", self.namespace, "is not the name of a namespace", "e.g. tandem"))
+        found += [*self._registry(), *self._claims()]
         if self.uses_gpus and self.gpus_per_node < 1:
-            found.append(_bad("--gpus-per-node", str(self.gpus_per_node), "is not a number of GPUs", "e.g. 8"))
+            found.append(problem("--gpus-per-node", self.gpus_per_node, "is not a number of GPUs", "e.g. 8"))
         for key, value in self.node_selector.items():
             if not _LABEL_KEY.fullmatch(key) or not _LABEL_VALUE.fullmatch(value) or len(value) > 63:
                 text = "is not a label of a node"
-                found.append(_bad("--node-selector", f"{key}={value}", text, "e.g. pool=gpu"))
+                found.append(problem("--node-selector", f"{key}={value}", text, "e.g. pool=gpu"))
         for text in self.tolerations:
             try:
                 toleration(text)
             except ConfigError as error:
-                found.append(_bad("--toleration", text, str(error), "e.g. nvidia.com/gpu:NoSchedule"))
+                found.append(problem("--toleration", text, str(error), "e.g. nvidia.com/gpu:NoSchedule"))
         return found
 
     def _registry(self) -> list[ConfigProblem]:
@@ -93,19 +95,20 @@ class Answers:
             text = "is a placeholder that no node can pull from"
         else:
             return []
-        return [_bad("--registry", self.registry, text, "e.g. registry.example.com/team")]
+        return [problem("--registry", self.registry, text, "e.g. registry.example.com/team")]
 
     def _claims(self) -> list[ConfigProblem]:
         found = []
         for option, name in (("--run-claim", self.run_claim), ("--models-claim", self.models_claim)):
             if not all(_LABEL.fullmatch(part) for part in name.split(".")) or len(name) > 253:
-                found.append(_bad(option, name, "is not the name of a claim", "lower case letters, digits and dashes"))
+                text = "is not the name of a claim"
+                found.append(problem(option, name, text, "lower case letters, digits and dashes"))
         if self.overlay == "dev-cpu" and self.models_claim != "models":
             text = "is mounted by no pod of dev-cpu: the model is in its images, below /opt/tandem"
-            found.append(_bad("--models-claim", self.models_claim, text, "another --overlay, or leave it out"))
+            found.append(problem("--models-claim", self.models_claim, text, "another --overlay, or leave it out"))
         if self.storage_class and not self.makes_claims:
             text = "is of claims that are made, but --run-claim or --models-claim names one that exists"
-            found.append(_bad("--storage-class", self.storage_class, text, "leave it out, or the claims"))
+            found.append(problem("--storage-class", self.storage_class, text, "leave it out, or the claims"))
         return found
 
     def write(self, folder: Path) -> None:
@@ -154,14 +157,4 @@ def _run_id(name: str) -> list[ConfigProblem]:
         text = f"has {len(name)} characters; {LONGEST_RUN_ID} are the most, because names of pods are made of it"
     else:
         return []
-    return [_bad("RUN", name, text, "e.g. math-7b")]
-
-
-def _namespace(name: str) -> list[ConfigProblem]:
-    if _LABEL.fullmatch(name) and len(name) <= 63:
-        return []
-    return [_bad("--namespace", name, "is not the name of a namespace", "e.g. tandem")]
-
-
-def _bad(key: str, value: str, message: str, suggestion: str) -> ConfigProblem:
-    return ConfigProblem(key=key, value=value, message=message, suggestion=suggestion)
+    return [problem("RUN", name, text, "e.g. math-7b")]

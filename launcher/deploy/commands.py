@@ -21,7 +21,7 @@ from launcher.deploy.running.api import OperatorApi
 from launcher.report import headline, make_console, print_problems, reporting
 from servicekit.errors import ConfigError, TandemError
 from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG, EXIT_OK
-from tandem_config.problems import ConfigErrors, ConfigProblem, errors_only
+from tandem_config.problems import ConfigErrors, ConfigProblem, errors_only, problem
 from tandem_config.schema import RunConfig
 
 
@@ -153,14 +153,14 @@ def _compared(answers: Answers, built: list[Manifest], out: Path, where: Where, 
     except TandemError as error:
         text = f"not compared with a cluster: {error}"
         advice = f"tandem deploy check {out}, where it can be reached; --offline to leave this out"
-        return [ConfigProblem(key="cluster", value="", message=text, suggestion=advice, severity="warning")]
+        return [problem("cluster", "", text, advice, severity="warning")]
 
 
 def _unknown_components(answers: Answers, manifests: Path) -> list[ConfigProblem]:
     known = {"--overlay": names_of(manifests, "overlays"), "--component": names_of(manifests, "components")}
     given = [("--overlay", answers.overlay), *(("--component", name) for name in answers.components)]
     return [
-        ConfigProblem(key=option, value=name, message="does not exist", suggestion=", ".join(known[option]))
+        problem(option, name, "does not exist", ", ".join(known[option]))
         for option, name in given
         if name not in known[option]
     ]

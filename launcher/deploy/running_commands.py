@@ -49,9 +49,9 @@ def logs_command(
     since_s = time_of(since, time.time()) if since else 0.0
     api, _ = _found(run, where)
     wanted = WantedLines(services=services, level=level, since_s=since_s, newest=newest)
-    ends = (lambda: is_over(api, run)) if follow else None
+    running = (lambda: not is_over(api, run)) if follow else None
     with suppress(KeyboardInterrupt):
-        show_logs(api, run, make_console(ends_with_reader=True), wanted, previous=previous, is_over=ends)
+        show_logs(api, run, make_console(ends_with_reader=True), wanted, previous=previous, is_running=running)
     return EXIT_OK
 
 

@@ -4,6 +4,7 @@ Nothing is changed there. What this account may not read is reported, and not ch
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ from launcher.deploy.overlay.overlay import ONCE
 from launcher.deploy.running.api import Object, OperatorApi, names, of_run
 from launcher.deploy.running.kinds import BY_NAME, CLAIM, MAKES_PODS, component_of, has_ended, templates
 from servicekit.errors import InvalidRequest, PermissionDenied
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 
 _POD, _SECRET = BY_NAME["", "Pod"], BY_NAME["", "Secret"]
 _MANY = ("ReadWriteMany",)
 _ONE_NODE = ("ReadWriteMany", "ReadWriteOnce")
+_to_do = partial(problem, severity="warning")
 
 
 def cluster_problems(
@@ -96,12 +98,9 @@ def _rooms(api: OperatorApi, answers: Answers, built: Sequence[Manifest]) -> Ite
         text = f"this account may not, so that nodes are taken to be empty: {error}"
         yield _to_do("list pods of all namespaces", "", text, "")
         pods = []
-    yield from node_problems(built, nodes, [pod for pod in pods if not _is_own(pod, answers, api)])
-
-
-def _is_own(pod: Object, answers: Answers, api: OperatorApi) -> bool:
-    labels, place = pod["metadata"].get("labels") or {}, pod["metadata"].get("namespace")
-    return labels.get(RUN_LABEL) == answers.run and place == api.namespace
+    own, about = (answers.run, api.namespace), [(pod, pod["metadata"]) for pod in pods]
+    others = [pod for pod, data in about if ((data.get("labels") or {}).get(RUN_LABEL), data.get("namespace")) != own]
+    yield from node_problems(built, nodes, others)
 
 
 def _taken(api: OperatorApi, run: str) -> Iterator[ConfigProblem]:
@@ -116,12 +115,8 @@ def _taken(api: OperatorApi, run: str) -> Iterator[ConfigProblem]:
     if taken:
         what = "; ".join(f"{kind.name} {', '.join(names(objects))}" for kind, objects in taken)
         since = min(str(entry["metadata"].get("creationTimestamp", "?")) for _, objects in taken for entry in objects)
-        yield ConfigProblem(
-            key="RUN",
-            value=run,
-            message=f"is taken in namespace {api.namespace}: {what} since {since}",
-            suggestion=f"another id; or tandem deploy delete {run}",
-        )
+        text = f"is taken in namespace {api.namespace}: {what} since {since}"
+        yield problem("RUN", run, text, f"another id; or tandem deploy delete {run}")
     elif refused is not None:
         raise refused
 
@@ -136,11 +131,11 @@ def _claims(api: OperatorApi, answers: Answers, built: Sequence[Manifest], folde
             yield _to_do("claim", name, "does not exist yet", f"kubectl apply -k {folder / ONCE}")
         else:
             text = f"does not exist in namespace {api.namespace}"
-            yield _error("claim", name, text, "--run-claim and --models-claim name claims that exist")
+            yield problem("claim", name, text, "--run-claim and --models-claim name claims that exist")
     if answers.storage_class:
         path = f"/apis/storage.k8s.io/v1/storageclasses/{answers.storage_class}"
         if api.read(path, f"get storageclass {answers.storage_class}") is None:
-            yield _error("--storage-class", answers.storage_class, "does not exist", "kubectl get storageclasses")
+            yield problem("--storage-class", answers.storage_class, "does not exist", "kubectl get storageclasses")
 
 
 def _claim(name: str, claim: Object, use: ClaimUse, modes: Sequence[str]) -> Iterator[ConfigProblem]:
@@ -150,9 +145,9 @@ def _claim(name: str, claim: Object, use: ClaimUse, modes: Sequence[str]) -> Ite
     if use.pods > 1 and not set(given) & set(wanted):
         text = f"has the mode {', '.join(given)}, but {use.pods} pods mount it and {use.writers} write"
         more = "" if modes == _ONE_NODE else "; the overlay single-node-gpu needs ReadWriteOnce only"
-        yield _error("claim", name, text, f"a claim with {' or '.join(wanted)}{more}")
+        yield problem("claim", name, text, f"a claim with {' or '.join(wanted)}{more}")
     if claim.get("status", {}).get("phase") == "Lost":
-        yield _error("claim", name, "has lost its volume (phase Lost)", "bind it to a volume, or name another claim")
+        yield problem("claim", name, "has lost its volume (phase Lost)", "bind it to a volume, or name another claim")
 
 
 def _secrets(api: OperatorApi, built: Sequence[Manifest]) -> Iterator[ConfigProblem]:
@@ -165,7 +160,7 @@ def _secrets(api: OperatorApi, built: Sequence[Manifest]) -> Iterator[ConfigProb
             text = f"does not exist in namespace {api.namespace}: pods wait for it"
             yield _to_do("Secret", name, text, "docs/kubernetes.md says how it is made")
         elif missing := sorted(keys - set(secret.get("data") or {})):
-            yield _error("Secret", name, f"has no key {', '.join(missing)}", "docs/kubernetes.md says how it is made")
+            yield problem("Secret", name, f"has no key {', '.join(missing)}", "docs/kubernetes.md says how it is made")
 
 
 def _secret_keys(built: Sequence[Manifest]) -> dict[str, set[str]]:
@@ -200,14 +195,14 @@ def _admission(api: OperatorApi, built: Sequence[Manifest]) -> Iterator[ConfigPr
                 raise
             yield _refused(api.namespace, name, error)
         except InvalidRequest as error:
-            yield _error(name, "", f"the API server refuses its pods: {_said(error)}", "correct its pod template")
+            yield problem(name, "", f"the API server refuses its pods: {_said(error)}", "correct its pod template")
 
 
 def _refused(namespace: str, name: str, error: Exception) -> ConfigProblem:
     advice = f"kubectl describe namespace {namespace}: its pod-security labels and quotas"
     if "security context constraint" in str(error):
         advice = "--component openshift, whose page says what else there is"
-    return _error(name, "", f"the namespace {namespace} does not admit its pods: {_said(error)}", advice)
+    return problem(name, "", f"the namespace {namespace} does not admit its pods: {_said(error)}", advice)
 
 
 def _said(error: Exception) -> str:
@@ -220,11 +215,3 @@ def _trial_pod(template: Manifest) -> Manifest:
     spec: dict[str, Any] = {key: value for key, value in template["spec"].items() if key != "serviceAccountName"}
     metadata = {"name": f"tandem-trial-{component_of(template)}", "labels": template["metadata"].get("labels", {})}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
-
-
-def _error(key: str, value: str, message: str, suggestion: str) -> ConfigProblem:
-    return ConfigProblem(key=key, value=value, message=message, suggestion=suggestion)
-
-
-def _to_do(key: str, value: str, message: str, suggestion: str) -> ConfigProblem:
-    return ConfigProblem(key=key, value=value, message=message, suggestion=suggestion, severity="warning")

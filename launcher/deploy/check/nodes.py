@@ -11,7 +11,7 @@ from kubernetes.utils.quantity import parse_quantity
 from launcher.deploy.overlay.kustomize import Manifest
 from launcher.deploy.overlay.patches import GPU
 from launcher.deploy.running.kinds import has_ended, templates
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 
 _RESOURCES = (GPU, "cpu", "memory")
 _KEEPS_PODS_OUT = ("NoSchedule", "NoExecute")
@@ -61,12 +61,9 @@ def node_problems(
         why, fitting = _fitting(template, asked, nodes)
         if not fitting:
             impossible.add(name)
-            yield ConfigProblem(
-                key=name,
-                value=_written(asked),
-                message=f"no node of {len(nodes)} can take its pods: {why}",
-                suggestion="--node-selector, --toleration, sizes.yaml; --offline if an autoscaler adds such nodes",
-            )
+            text = f"no node of {len(nodes)} can take its pods: {why}"
+            advice = "--node-selector, --toleration, sizes.yaml; --offline if an autoscaler adds such nodes"
+            yield problem(name, _written(asked), text, advice)
     for when, room in (
         ("if all nodes were empty", nodes),
         ("now, beside the pods of others", [node.without(by_node[node.name]) for node in nodes]),
@@ -74,13 +71,9 @@ def node_problems(
         left_over = [(name, *entry) for name, entry in _left_over(built, room).items() if name not in impossible]
         for name, template, missing, pods, apart in left_over:
             asked = _asked(template)
-            yield ConfigProblem(
-                key=name,
-                value=_written(asked),
-                message=f"{missing} of {pods} pods find no room {when}: {apart or _free(template, asked, room)}",
-                suggestion="more nodes, a smaller run, or wait until others have ended",
-                severity="warning",
-            )
+            text = f"{missing} of {pods} pods find no room {when}: {apart or _free(template, asked, room)}"
+            advice = "more nodes, a smaller run, or wait until others have ended"
+            yield problem(name, _written(asked), text, advice, severity="warning")
         if left_over:
             return
 
@@ -114,7 +107,10 @@ def _left_over(built: Sequence[Manifest], nodes: Sequence[NodeRoom]) -> dict[str
             if not fitting:
                 later.append((name, template))
                 continue
-            best = max(fitting, key=lambda node: (_liked(template, node, placed), *_left(node)))
+            best = max(
+                fitting,
+                key=lambda node: (_liked(template, node, placed), node.allocatable["cpu"], node.allocatable["memory"]),
+            )
             placed.append((template, best))
             left = {name: amount - asked.get(name, 0) for name, amount in best.allocatable.items()}
             room[best.name] = replace(best, allocatable=left)
@@ -136,10 +132,6 @@ def _apart(template: Manifest, nodes: Sequence[NodeRoom]) -> str:
     ]
     has_room = _fitting(template, _asked(template), nodes)[1]
     return f"no node that has room is near {' and '.join(terms)}" if has_room else ""
-
-
-def _left(node: NodeRoom) -> tuple[Decimal, Decimal]:
-    return node.allocatable["cpu"], node.allocatable["memory"]
 
 
 def _near(template: Manifest, node: NodeRoom, placed: Sequence[tuple[Manifest, NodeRoom]]) -> bool:

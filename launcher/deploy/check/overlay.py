@@ -12,10 +12,10 @@ from launcher.deploy.answers import Answers
 from launcher.deploy.overlay.configuration import IMAGE, MODELS, paths_of
 from launcher.deploy.overlay.images import containers_of, is_ours, without_registry
 from launcher.deploy.overlay.kustomize import Manifest
-from launcher.deploy.overlay.patches import GPU
+from launcher.deploy.overlay.patches import gpus_of
 from launcher.deploy.running.kinds import SHARED, component_of, templates
 from servicekit.errors import ConfigError
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
 from weightsync.model.spec import PRESETS, ModelSpec, preset
 
@@ -26,12 +26,6 @@ def overlay_problems(answers: Answers, config: RunConfig, built: Sequence[Manife
     """List what does not fit together in the objects that an overlay makes."""
     pods = [*_trainer(config, built), *_rollouts(config, built), *_gpus(answers, built)]
     return [*_labels(answers, built), *_images(answers, built), *_models(config, built), *pods]
-
-
-def gpus_of(template: Mapping[str, Any]) -> int:
-    """Return the GPUs that a pod asks for."""
-    containers = template["spec"]["containers"]
-    return sum(int((container.get("resources", {}).get("limits") or {}).get(GPU, 0)) for container in containers)
 
 
 @dataclass(kw_only=True)
@@ -63,9 +57,7 @@ def _labels(answers: Answers, built: Sequence[Manifest]) -> Iterator[ConfigProbl
         run = (item["metadata"].get("labels") or {}).get(RUN_LABEL)
         if run != answers.run:
             text = f"has {RUN_LABEL}={run}, not {answers.run}: status and delete would not find it"
-            yield _problem(
-                name, "", text, "correct the `labels`, or write the overlay again: tandem deploy new --force"
-            )
+            yield problem(name, "", text, "correct the `labels`, or write the overlay again: tandem deploy new --force")
 
 
 def _images(answers: Answers, built: Sequence[Manifest]) -> Iterator[ConfigProblem]:
@@ -77,7 +69,7 @@ def _images(answers: Answers, built: Sequence[Manifest]) -> Iterator[ConfigProbl
             text = "is a placeholder that no node can pull"
         else:
             continue
-        yield _problem("images", image, text, "name a registry: newName in kustomization.yaml, --registry")
+        yield problem("images", image, text, "name a registry: newName in kustomization.yaml, --registry")
 
 
 def _models(config: RunConfig, built: Sequence[Manifest]) -> Iterator[ConfigProblem]:
@@ -92,7 +84,7 @@ def _models(config: RunConfig, built: Sequence[Manifest]) -> Iterator[ConfigProb
     for key, path in paths_of(config):
         if path.is_relative_to(MODELS):
             text = f"but no pod mounts {MODELS}: these have their model and rows in the images, below {IMAGE}"
-            yield _problem(key, str(path), text, "an overlay that mounts the claim `models`: cluster, single-node-gpu")
+            yield problem(key, path, text, "an overlay that mounts the claim `models`: cluster, single-node-gpu")
 
 
 def _trainer(config: RunConfig, built: Sequence[Manifest]) -> Iterator[ConfigProblem]:
@@ -103,11 +95,11 @@ def _trainer(config: RunConfig, built: Sequence[Manifest]) -> Iterator[ConfigPro
         per_host = int(_environment(template, "trainer").get(_RANKS, "1"))
         if pods * per_host != ranks:
             text = f"{pods} pods x {per_host} ranks ({_RANKS}), but the sections of run.yaml make {ranks}"
-            yield _problem(name, "", text, "write the overlay again, or change sizes.yaml and the replicas together")
+            yield problem(name, "", text, "write the overlay again, or change sizes.yaml and the replicas together")
         yield from _host_memory(name, config, template, per_host)
         if gpus_of(template) not in (0, per_host):
             text = f"asks for {gpus_of(template)} GPUs for {per_host} ranks"
-            yield _problem(name, "", text, f"as many GPUs as {_RANKS}")
+            yield problem(name, "", text, f"as many GPUs as {_RANKS}")
 
 
 def _host_memory(name: str, config: RunConfig, template: Mapping[str, Any], per_host: int) -> Iterator[ConfigProblem]:
@@ -123,7 +115,7 @@ def _host_memory(name: str, config: RunConfig, template: Mapping[str, Any], per_
         yield from (replace(found, key=name) for found in host_problems(config, spec, per_host, gib, "its pod"))
     except ConfigError as error:
         text = f"the limit of its memory was not compared with what its ranks take: {error}"
-        yield ConfigProblem(key=name, value="", message=text, severity="warning")
+        yield problem(name, "", text, severity="warning")
 
 
 def _rollouts(config: RunConfig, built: Sequence[Manifest]) -> Iterator[ConfigProblem]:
@@ -135,27 +127,27 @@ def _rollouts(config: RunConfig, built: Sequence[Manifest]) -> Iterator[ConfigPr
         is_group = name.startswith("LeaderWorkerSet")
         if config.sync.transport == "disk" and not _mounts_claim(template, "run"):
             text = "but rollouts do not mount the run's claim"
-            yield _problem("sync.transport", "disk", text, "--component disk-transport")
+            yield problem("sync.transport", "disk", text, "--component disk-transport")
         if pods < rollout.replicas:
             text = f"{pods} replicas, but the run waits for rollout.replicas = {rollout.replicas}"
-            yield _problem(name, "", text, "change `replicas` in kustomization.yaml")
+            yield problem(name, "", text, "change `replicas` in kustomization.yaml")
         if gpus_of(template) not in (0, per_host):
             text = f"asks for {gpus_of(template)} GPUs, but a host of an engine has {per_host} ranks"
-            yield _problem(name, "", text, "rollout.tensor_parallel / rollout.nodes GPUs")
+            yield problem(name, "", text, "rollout.tensor_parallel / rollout.nodes GPUs")
         if rollout.nodes > 1 and not is_group:
             text = f"engines span {rollout.nodes} hosts, but each is one pod here"
-            yield _problem("rollout.nodes", str(rollout.nodes), text, "--component lws-rollout")
+            yield problem("rollout.nodes", rollout.nodes, text, "--component lws-rollout")
         kind = "LeaderWorkerSet" if is_group else "StatefulSet"
         if config.fleet.rollout_set_kind != kind:
             text = f"but the rollouts are a {kind}"
-            yield _problem("fleet.rollout_set_kind", config.fleet.rollout_set_kind, text, kind)
+            yield problem("fleet.rollout_set_kind", config.fleet.rollout_set_kind, text, kind)
 
 
 def _gpus(answers: Answers, built: Sequence[Manifest]) -> Iterator[ConfigProblem]:
     for name, template, _ in templates(built):
         if answers.uses_gpus and gpus_of(template) > answers.gpus_per_node:
             text = f"a pod asks for {gpus_of(template)} GPUs, but a node has {answers.gpus_per_node}"
-            yield _problem(name, "", text, "fewer ranks per pod, or --gpus-per-node if nodes have more")
+            yield problem(name, "", text, "fewer ranks per pod, or --gpus-per-node if nodes have more")
 
 
 def _mounts_claim(template: Mapping[str, Any], volume: str) -> bool:
@@ -166,7 +158,3 @@ def _mounts_claim(template: Mapping[str, Any], volume: str) -> bool:
 def _environment(template: Mapping[str, Any], container: str) -> dict[str, str]:
     entries = [entry for one in template["spec"]["containers"] if one["name"] == container for entry in one["env"]]
     return {entry["name"]: str(entry["value"]) for entry in entries if "value" in entry}
-
-
-def _problem(key: str, value: str, message: str, suggestion: str) -> ConfigProblem:
-    return ConfigProblem(key=key, value=value, message=message, suggestion=suggestion)

@@ -8,7 +8,7 @@ from kubernetes.utils.quantity import parse_quantity
 
 from launcher.deploy.overlay.kustomize import Manifest
 from launcher.deploy.running.kinds import templates
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 
 # Requests that a quota may name without `requests.`.
 _PLAIN = ("cpu", "memory", "ephemeral-storage")
@@ -36,11 +36,11 @@ def quota_problems(
                 continue
             by_set = ", ".join(f"{name} {_short(amount)}" for name, amount in parts.items() if amount)
             message = f"the run's pods ask for {_short(total)} in all ({by_set})"
-            yield ConfigProblem(
-                key=f"ResourceQuota/{quota['metadata']['name']}",
-                value=f"{resource}: {text}",
-                message=message if total > hard else f"{message}, and others use {_short(others)}",
-                suggestion="a larger quota, or a smaller run: sets wait for the pods that it refuses (FailedCreate)",
+            yield problem(
+                f"ResourceQuota/{quota['metadata']['name']}",
+                f"{resource}: {text}",
+                message if total > hard else f"{message}, and others use {_short(others)}",
+                "a larger quota, or a smaller run: sets wait for the pods that it refuses (FailedCreate)",
                 severity="error" if total > hard else "warning",
             )
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem_config.loading import draft_config
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
 from tandem_config.sections.reward import split_reference
 
@@ -38,20 +38,12 @@ def read_configuration(path: Path) -> PodConfiguration:
         if file.parent == path.absolute().parent and file.is_file():
             files[file.name] = file.read_bytes()
         elif not _in_pods(file):
-            problems.append(
-                ConfigProblem(
-                    key=key,
-                    value=str(file),
-                    message="is not in the pods",
-                    suggestion=f"put it beside {path.name}: it goes into the ConfigMap; or below {MODELS}",
-                )
-            )
+            advice = f"put it beside {path.name}: it goes into the ConfigMap; or below {MODELS}"
+            problems.append(problem(key, file, "is not in the pods", advice))
     size = sum(map(len, files.values()))
     if size > _LARGEST_CONFIG:
         text = f"{size} bytes with its files of own code; a ConfigMap holds {_LARGEST_CONFIG}"
-        problems.append(
-            ConfigProblem(key=str(path), value="", message=text, suggestion=f"put the files below {MODELS}")
-        )
+        problems.append(problem(str(path), "", text, f"put the files below {MODELS}"))
     return PodConfiguration(config=draft.config, files=files, problems=problems)
 
 
@@ -80,23 +72,15 @@ def paths_of(config: RunConfig) -> list[tuple[str, Path]]:
 def _paths(config: RunConfig) -> Iterator[ConfigProblem]:
     for key, path in paths_of(config):
         if not _in_pods(path):
-            yield ConfigProblem(
-                key=key,
-                value=str(path),
-                message=f"is not in the pods: they have the claim `models` at {MODELS}",
-                suggestion=f"copy it to that claim and name it by its path there, e.g. {MODELS / path.name}",
-            )
+            text = f"is not in the pods: they have the claim `models` at {MODELS}"
+            advice = f"copy it to that claim and name it by its path there, e.g. {MODELS / path.name}"
+            yield problem(key, path, text, advice)
 
 
 def _fleet(config: RunConfig) -> Iterator[ConfigProblem]:
     if config.fleet.kind != "kubernetes":
-        yield ConfigProblem(
-            key="fleet.kind",
-            value=config.fleet.kind,
-            message="the coordinator will not watch its pods: leaving ones are not drained, stuck ones not evicted",
-            suggestion="kubernetes",
-            severity="warning",
-        )
+        text = "the coordinator will not watch its pods: leaving ones are not drained, stuck ones not evicted"
+        yield problem("fleet.kind", config.fleet.kind, text, "kubernetes", severity="warning")
 
 
 def _in_pods(path: Path) -> bool:

@@ -1,7 +1,7 @@
 """The images of an overlay: which it has, and where they come from."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ def images_for(
 
     Raises: ConfigError: `digests` lacks one of the images.
     """
-    found = {match["name"]: match["image"] for item in images_of(built) if (match := _OURS.fullmatch(item))}
+    templates = [item["spec"]["template"] for item in built if item["kind"] in WORKLOADS]
+    images = [str(item["image"]) for template in templates for item in containers_of(template)]
+    found = {match["name"]: match["image"] for item in images if (match := _OURS.fullmatch(item))}
     missing = sorted(set(found.values()) - set(digests)) if digests else []
     if missing:
         raise ConfigError(f"--images names no {', '.join(missing)}; give what `make images` printed for all three")
@@ -35,12 +37,6 @@ def images_for(
         entry |= digests.get(image) or ({"newTag": answers.tag} if answers.tag else {})
         entries.append(entry)
     return [entry for entry in entries if len(entry) > 1]
-
-
-def images_of(manifests: Iterable[Manifest]) -> list[str]:
-    """List the images of all pods of an overlay without components."""
-    templates = [item["spec"]["template"] for item in manifests if item["kind"] in WORKLOADS]
-    return list(dict.fromkeys(str(item["image"]) for template in templates for item in containers_of(template)))
 
 
 def containers_of(template: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tandem_config.problems import ConfigProblem
+from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
 
 
@@ -53,36 +53,20 @@ def misfits(config: RunConfig, layout: PodLayout, gpus_per_node: int, *, one_nod
     """List what does not fit into nodes with so many GPUs. one_node: all pods share one."""
     found = []
     if one_node and layout.gpus > gpus_per_node:
-        found.append(
-            ConfigProblem(
-                key="--overlay",
-                value="single-node-gpu",
-                message=f"the run needs {layout.gpus} GPUs on one node, but a node has {gpus_per_node}",
-                suggestion="--overlay cluster, fewer rollout.replicas or fewer trainer ranks",
-            )
-        )
+        text = f"the run needs {layout.gpus} GPUs on one node, but a node has {gpus_per_node}"
+        advice = "--overlay cluster, fewer rollout.replicas or fewer trainer ranks"
+        found.append(problem("--overlay", "single-node-gpu", text, advice))
     if layout.ranks_per_engine_host > gpus_per_node:
         nodes = -(-config.rollout.tensor_parallel // gpus_per_node)
-        found.append(
-            ConfigProblem(
-                key="rollout.tensor_parallel",
-                value=str(config.rollout.tensor_parallel),
-                message=f"needs {layout.ranks_per_engine_host} GPUs in a pod, but a node has {gpus_per_node}",
-                suggestion=f"rollout.nodes: {nodes} with the component lws-rollout, or fewer ranks",
-            )
-        )
+        text = f"needs {layout.ranks_per_engine_host} GPUs in a pod, but a node has {gpus_per_node}"
+        advice = f"rollout.nodes: {nodes} with the component lws-rollout, or fewer ranks"
+        found.append(problem("rollout.tensor_parallel", config.rollout.tensor_parallel, text, advice))
     split = config.trainer.tensor_parallel
     if layout.ranks_per_host % split and layout.trainer_pods > 1:
-        found.append(
-            ConfigProblem(
-                key="trainer.tensor_parallel",
-                value=str(split),
-                message=(
-                    f"ranks that share a layer are on several nodes: {layout.trainer_pods} pods with "
-                    f"{layout.ranks_per_host} ranks each, of {gpus_per_node} GPUs per node"
-                ),
-                suggestion="a divisor of the ranks of a pod, because they exchange activations in every layer",
-                severity="warning",
-            )
+        text = (
+            f"ranks that share a layer are on several nodes: {layout.trainer_pods} pods with "
+            f"{layout.ranks_per_host} ranks each, of {gpus_per_node} GPUs per node"
         )
+        advice = "a divisor of the ranks of a pod, because they exchange activations in every layer"
+        found.append(problem("trainer.tensor_parallel", split, text, advice, severity="warning"))
     return found

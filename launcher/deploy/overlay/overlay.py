@@ -127,7 +127,8 @@ def _write_run(
         "patches": _write_patches(place, answers, layout, built),
     }
     # Above what components add, which must be found, and select, by the run's id as all the rest.
-    top: dict[str, Any] = {"namespace": answers.namespace, "labels": [_labels(answers.run, selectors=has_names)]}
+    labels = {"includeSelectors" if has_names else "includeTemplates": True, "pairs": {"tandem.run/id": answers.run}}
+    top: dict[str, Any] = {"namespace": answers.namespace, "labels": [labels]}
     if has_names:
         top["namePrefix"] = f"{answers.run}-"
     if copying:
@@ -187,15 +188,8 @@ def _config_map(folder: Path, answers: Answers, files: list[str]) -> dict[str, A
     if entry is None:
         raise ConfigError(f"{file} makes no ConfigMap run-config")
     namespace = {"namespace": entry["namespace"]} if "namespace" in entry else {}
-    return {"name": "run-config", **namespace, "behavior": "replace", "files": sorted(files, key=_run_file_first)}
-
-
-def _run_file_first(name: str) -> tuple[bool, str]:
-    return name != RUN_FILE, name
-
-
-def _labels(run: str, *, selectors: bool) -> dict[str, Any]:
-    return {("includeSelectors" if selectors else "includeTemplates"): True, "pairs": {"tandem.run/id": run}}
+    files = sorted(files, key=lambda name: (name != RUN_FILE, name))
+    return {"name": "run-config", **namespace, "behavior": "replace", "files": files}
 
 
 def _dns(addresses: Sequence[str]) -> dict[str, Any]:

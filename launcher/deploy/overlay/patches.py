@@ -1,6 +1,6 @@
 """The patches of an overlay, from the answers and the pods' layout: sizes, nodes, claims. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from launcher.deploy.answers import Answers, toleration
@@ -38,7 +38,8 @@ def nodes(answers: Answers, built: Sequence[Manifest]) -> list[Manifest]:
     if tolerations:
         spec["tolerations"] = tolerations
     all_together = answers.overlay != "cluster"
-    wanted = [manifest for manifest in built if _is_workload(manifest) and (all_together or uses_gpu(manifest))]
+    workloads = [manifest for manifest in built if manifest["kind"] in WORKLOADS]
+    wanted = [entry for entry in workloads if all_together or gpus_of(entry["spec"]["template"])]
     return [_pod(manifest, spec) for manifest in wanted] if spec else []
 
 
@@ -47,10 +48,10 @@ def claims(answers: Answers, built: Iterable[Manifest]) -> list[Manifest]:
     given = dict(zip(CLAIMS, (answers.run_claim, answers.models_claim), strict=True))
     changed = {name: claim for name, claim in given.items() if claim != name}
     found = []
-    for manifest in built:
+    for manifest in (entry for entry in built if entry["kind"] in WORKLOADS):
         volumes = [
             {"name": volume["name"], "persistentVolumeClaim": {"claimName": changed[name]}}
-            for volume in (pod_spec(manifest).get("volumes", []) if _is_workload(manifest) else [])
+            for volume in manifest["spec"]["template"]["spec"].get("volumes", [])
             if (name := volume.get("persistentVolumeClaim", {}).get("claimName", "")) in changed
         ]
         if volumes:
@@ -67,11 +68,7 @@ def storage(answers: Answers, built: Iterable[Manifest]) -> list[Manifest]:
 
 def removed(built: Iterable[Manifest]) -> list[Manifest]:
     """Make the patches that take what exists once per namespace out of a run."""
-    return [
-        {"apiVersion": manifest["apiVersion"], "kind": manifest["kind"], "metadata": {"name": name}, "$patch": "delete"}
-        for manifest in built
-        if is_shared(manifest) and (name := manifest["metadata"]["name"])
-    ]
+    return [_head(manifest) | {"$patch": "delete"} for manifest in built if is_shared(manifest)]
 
 
 def is_shared(manifest: Manifest) -> bool:
@@ -80,20 +77,10 @@ def is_shared(manifest: Manifest) -> bool:
     return manifest["kind"] == "Namespace" or (manifest["kind"] == "PersistentVolumeClaim" and name in CLAIMS)
 
 
-def pod_spec(workload: Manifest) -> dict[str, Any]:
-    """Return the pods' spec of a workload."""
-    spec: dict[str, Any] = workload["spec"]["template"]["spec"]
-    return spec
-
-
-def uses_gpu(workload: Manifest) -> bool:
-    """Whether a container of its pods asks for a GPU."""
-    containers = pod_spec(workload)["containers"]
-    return any(GPU in (container.get("resources", {}).get("limits") or {}) for container in containers)
-
-
-def _is_workload(manifest: Manifest) -> bool:
-    return manifest["kind"] in WORKLOADS
+def gpus_of(template: Mapping[str, Any]) -> int:
+    """Return the GPUs that a pod asks for."""
+    containers = template["spec"]["containers"]
+    return sum(int((container.get("resources", {}).get("limits") or {}).get(GPU, 0)) for container in containers)
 
 
 def _resources(answers: Answers, ranks: int, cpu_gib: int) -> dict[str, Any]:

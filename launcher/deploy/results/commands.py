@@ -9,9 +9,9 @@ from rich.text import Text
 
 from coordinator.fleet.kubernetes.api.pods import RUN_LABEL
 from launcher.deploy.commands import Where, write_job
-from launcher.deploy.results.fetch import chosen, fetch, list_files
+from launcher.deploy.results.fetch import fetch, list_files
 from launcher.deploy.results.helper_pod import helper_pod
-from launcher.deploy.results.selection import skipped_folders
+from launcher.deploy.results.selection import is_chosen, skipped_folders
 from launcher.deploy.running.api import OperatorApi
 from launcher.deploy.running.kinds import BY_NAME
 from launcher.deploy.running.run import JOB, RUN_ROOT, LiveRun, find_run
@@ -102,7 +102,8 @@ def results_command(request: ResultsRequest, where: Where) -> int:
         return EXIT_OK
     skipped = skipped_folders(checkpoints=request.checkpoints)
     with helper_pod(api, request.run, source.image, source.claim, read_only=True, timeout_s=request.timeout_s) as pod:
-        files = list(chosen(list_files(api, pod, source.run_dir, skipped), request.only))
+        there = list_files(api, pod, source.run_dir, skipped)
+        files = [file for file in there if is_chosen(file.path, request.only)]
         if not files:
             raise NotReady(f"claim {source.claim} has no {', '.join(request.only) or 'files'} in {source.run_dir} yet")
         done = fetch(api, pod, source.run_dir, files, request.out, lambda line: console.print(Text(line)))

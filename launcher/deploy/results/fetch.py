@@ -4,14 +4,14 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from launcher.deploy.results.helper_pod import CONTAINER
-from launcher.deploy.results.selection import is_chosen
+from launcher.deploy.results.selection import CopyResult
 from launcher.deploy.running.api import OperatorApi
-from launcher.deploy.running.streams import STDERR, STDOUT, run_in_pod
+from launcher.deploy.running.streams import STDERR, STDOUT, answer_of, run_in_pod
 from servicekit.errors import ConfigError, DigestMismatch, Unavailable
 from tandem_files.atomic import write_json_atomic
 
@@ -34,28 +34,9 @@ class RemoteFile:
     size: int
 
 
-@dataclass(kw_only=True)
-class CopyResult:
-    """What `fetch` did."""
-
-    files: int = 0
-    size: int = 0
-    kept: int = 0
-
-
 def list_files(api: OperatorApi, pod: str, root: str, skipped: Sequence[str]) -> list[RemoteFile]:
     """List the files below a folder of a pod. Raises: ConfigError: the folder does not exist; Unavailable."""
-    output, complaints = bytearray(), bytearray()
-    try:
-        for channel, data in run_in_pod(api, pod, CONTAINER, _command("list", root, *skipped)):
-            (output if channel == STDOUT else complaints).extend(data)
-    except Unavailable as error:
-        if b"no folder" in complaints:
-            raise ConfigError(
-                f"the claim has no folder {root}: the run has not started, or it is another claim"
-            ) from error
-        raise
-    rows = [json.loads(line) for line in output.decode().splitlines()]
+    rows = map(json.loads, answer_of(api, pod, CONTAINER, _command("list", root, *skipped)).splitlines())
     return [RemoteFile(path=_safe(str(row["path"])), size=int(row["size"])) for row in rows]
 
 
@@ -146,8 +127,3 @@ def _read_record(target: Path) -> dict[str, dict[str, object]]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def chosen(files: Sequence[RemoteFile], only: Sequence[str]) -> Iterator[RemoteFile]:
-    """Select the files that are, or are below, what is named; all, if nothing is."""
-    return (file for file in files if is_chosen(file.path, only))

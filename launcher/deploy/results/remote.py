@@ -50,4 +50,4 @@ if __name__ == "__main__":
     elif where.is_dir():
         list_files(where, sys.argv[3:])
     else:
-        sys.exit(f"no folder {where}")
+        sys.exit(f"refused: the claim has no folder {where}: the run has not started, or it is another claim")

@@ -18,7 +18,7 @@ _SAY_S = 5.0
 
 def refuse(why: str) -> None:
     """End without having removed anything."""
-    sys.exit(f"refused: {why}")
+    sys.exit(f"refused: nothing was removed: {why}")
 
 
 def check(root: Path, folder: Path, run: str) -> None:

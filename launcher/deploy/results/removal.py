@@ -8,12 +8,11 @@ from launcher.deploy.results.commands import RunFiles
 from launcher.deploy.results.helper_pod import CONTAINER, helper_pod
 from launcher.deploy.running.api import OperatorApi
 from launcher.deploy.running.run import JOB, RUN_ROOT
-from launcher.deploy.running.streams import STDOUT, run_in_pod
+from launcher.deploy.running.streams import answer_of
 from launcher.deploy.transfer import job_name
 from servicekit.errors import ConfigError, NotReady, Unavailable
 
 _SCRIPT = Path(__file__).with_name("remote_removal.py")
-_REFUSED = "refused: "
 # A stream through an API server breaks now and then; what is removed already is not there the next time.
 TRIES = 3
 
@@ -57,14 +56,5 @@ def remove_files(api: OperatorApi, run: str, source: RunFiles, say: Callable[[st
 def _remove(api: OperatorApi, pod: str, folder: str, run: str) -> str:
     """Run the script in the pod. Returns: what it removed. Raises: ConfigError: it refuses; Unavailable."""
     command = ["python", "-c", _SCRIPT.read_text(encoding="utf-8"), RUN_ROOT, folder, run]
-    output, complaints = bytearray(), bytearray()
-    try:
-        for channel, data in run_in_pod(api, pod, CONTAINER, command):
-            (output if channel == STDOUT else complaints).extend(data)
-    except Unavailable as error:
-        said = complaints.decode(errors="replace").strip().rpartition("\n")[2]
-        if said.startswith(_REFUSED):
-            raise ConfigError(f"nothing was removed: {said.removeprefix(_REFUSED)}") from error
-        raise Unavailable(f"{error}: {said}" if said else str(error)) from error
-    done = json.loads(output.decode().splitlines()[-1])
+    done = json.loads(answer_of(api, pod, CONTAINER, command).splitlines()[-1])
     return f"{done['files']} files, {done['bytes']:,} bytes deleted" if done["files"] else "nothing is left"

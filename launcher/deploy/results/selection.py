@@ -1,9 +1,19 @@
-"""Which files of a run are its results."""
+"""Which files of a run are its results, and how many were copied."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 _CHECKPOINTS = "checkpoints"
+
+
+@dataclass(kw_only=True)
+class CopyResult:
+    """Files that were copied, and their bytes; files that were kept."""
+
+    files: int = 0
+    size: int = 0
+    kept: int = 0
 
 
 def is_chosen(path: str, only: Sequence[str]) -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.deploy.results.remote import walk
-from launcher.deploy.results.selection import is_chosen, skipped_folders
+from launcher.deploy.results.selection import CopyResult, is_chosen, skipped_folders
 from launcher.deploy.s3 import Bucket, part_bytes, run_program, split_place
 from servicekit.errors import ConfigError, DigestMismatch
 from tandem_files.run_folder import read_identity
@@ -56,23 +56,14 @@ class Manifest:
         return json.dumps({"run": self.run, "files": self.files}, indent=1, sort_keys=True).encode() + b"\n"
 
 
-@dataclass(kw_only=True)
-class UploadResult:
-    """What `upload` did."""
-
-    files: int = 0
-    size: int = 0
-    kept: int = 0
-
-
-def upload(bucket: Bucket, prefix: str, root: Path, run: str, names: Sequence[str]) -> UploadResult:
+def upload(bucket: Bucket, prefix: str, root: Path, run: str, names: Sequence[str]) -> CopyResult:
     """Copy files below `root` to below a prefix; those that are there with the same content are kept.
 
     Raises: ConfigError: no such bucket, it is refused, or the prefix has another run's results; DigestMismatch: a file
         differs from what was sent, again and again; Unavailable; OSError.
     """
     manifest = _read_manifest(bucket, _key(prefix, MANIFEST), run)
-    before, done = manifest.body(), UploadResult()
+    before, done = manifest.body(), CopyResult()
     for name in names:
         key, path = _key(prefix, name), root / name
         local = describe(path)

@@ -47,7 +47,6 @@ class OperatorApi:
         configuration.retries = False
         self.configuration = configuration
         self._client = client.ApiClient(configuration)
-        self.core = client.CoreV1Api(self._client)
 
     def request(
         self,
@@ -82,7 +81,9 @@ class OperatorApi:
             answer = self._client.call_api(*asked, _request_timeout=REQUEST_S)
             text = (answer.read() or b"").decode(errors="replace")
             if not 200 <= answer.status <= 299:
-                raise _failure(answer, text)
+                failure = ApiException(status=answer.status, reason=answer.reason)
+                failure.body, failure.headers = text, answer.getheaders()
+                raise failure
             return text
         except ApiException as error:
             raise translate(error, where) from error
@@ -142,10 +143,6 @@ class OperatorApi:
         name = body["metadata"]["name"]
         return self.request("POST", kind.path(self.namespace), f"create {kind.plural} {name}", query=query, body=body)
 
-    def fresh_client(self) -> Any:
-        """Make another client: streams change the one that they use while they connect."""
-        return client.ApiClient(self.configuration)
-
     def headers(self) -> dict[str, str]:
         """Return the headers that authenticate."""
         found: dict[str, str] = {}
@@ -161,9 +158,3 @@ def of_run(run: str) -> str:
 def names(objects: Iterable[Object]) -> list[str]:
     """Return the names of objects, sorted."""
     return sorted(str(entry["metadata"]["name"]) for entry in objects)
-
-
-def _failure(answer: Any, text: str) -> ApiException:
-    failure = ApiException(status=answer.status, reason=answer.reason)
-    failure.body, failure.headers = text, answer.getheaders()
-    return failure

@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from launcher.deploy.running.api import Object, OperatorApi, names
-from launcher.deploy.running.kinds import CLAIM, MAKES_PODS, SHARED, Kind, kind_of
-from launcher.deploy.running.run import COORDINATOR, POD, LiveRun, component
+from launcher.deploy.running.kinds import CLAIM, MAKES_PODS, SHARED, Kind, component_of, kind_of
+from launcher.deploy.running.run import COORDINATOR, POD, LiveRun
 
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 _ON_DELETE = "OnDelete"
@@ -103,7 +103,7 @@ def _warnings(kind: Kind, live: Object, before: Object, after: Object) -> Iterat
         yield "its groups are replaced one by one as soon as this is applied"
     elif kind == CLAIM and changed - {"resources"}:
         yield "cannot be changed in place: a claim's class and modes are those that it was made with"
-    if kind in MAKES_PODS and component(live) == COORDINATOR and changed:
+    if kind in MAKES_PODS and component_of(live) == COORDINATOR and changed:
         yield "the run that it conducts is another one after this: a configuration changes for all services together"
 
 

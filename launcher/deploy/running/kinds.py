@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from coordinator.fleet.kubernetes.api.pods import COMPONENT_LABEL
 from launcher.deploy.overlay.kustomize import Manifest
 from launcher.deploy.overlay.patches import WORKLOADS
 
@@ -65,7 +66,7 @@ def kind_of(manifest: dict[str, object]) -> Kind | None:
 
 def component_of(template: Mapping[str, Any]) -> str:
     """Return the component of a pod template or an object."""
-    return str(template["metadata"].get("labels", {}).get("app.kubernetes.io/component", ""))
+    return str((template["metadata"].get("labels") or {}).get(COMPONENT_LABEL, ""))
 
 
 def has_ended(pod: Mapping[str, Any]) -> bool:

@@ -4,9 +4,6 @@ Following asks again instead of keeping a stream per pod: pods come and go, and 
 end a pod's log without a sign.
 """
 
-import heapq
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,9 +12,10 @@ from urllib.parse import urlencode
 from rich.console import Console
 
 from launcher.deploy.running.api import Object, OperatorApi, of_run
-from launcher.deploy.running.run import POD, component
+from launcher.deploy.running.kinds import component_of
+from launcher.deploy.running.run import POD
 from launcher.view.logs.lines import Entry, parse
-from launcher.view.logs.show import WantedLines, print_entry
+from launcher.view.logs.show import WantedLines, print_entries
 from servicekit.errors import ConfigError, InvalidRequest, NotReady
 
 # Pause between two questions while following.
@@ -53,44 +51,39 @@ def show_logs(
     wanted: WantedLines,
     *,
     previous: bool = False,
-    is_over: Callable[[], bool] | None = None,
+    is_running: Callable[[], bool] | None = None,
 ) -> None:
     """Print the logs of a run's pods, by time.
 
     Args:
         previous: of the containers before their last restart.
-        is_over: whether no more may come; None: do not follow.
+        is_running: whether more may come; None: do not follow.
     Raises: ConfigError: no pod of a service that is named.
     """
     logs: dict[tuple[str, str], _PodLog] = {}
-    first = deque(_new_entries(api, run, logs, wanted, previous=previous), maxlen=wanted.newest)
-    for entry in first:
-        print_entry(console, entry)
-    pause = threading.Event()
-    while is_over is not None:
-        ends = is_over()
-        pause.wait(FOLLOW_S)
-        for entry in _new_entries(api, run, logs, wanted, previous=False):
-            print_entry(console, entry)
-        if ends:
-            return
+
+    def gained() -> list[list[Entry]]:
+        return _new_entries(api, run, logs, wanted.services, previous=previous and not logs)
+
+    print_entries(console, wanted, gained, is_running, FOLLOW_S)
 
 
 def _new_entries(
-    api: OperatorApi, run: str, logs: dict[tuple[str, str], _PodLog], wanted: WantedLines, *, previous: bool
-) -> list[Entry]:
-    """Read what the pods have logged since the last call."""
-    pods = [pod for pod in api.find(POD, of_run(run)) if not wanted.services or _is_of(pod, wanted.services)]
+    api: OperatorApi, run: str, logs: dict[tuple[str, str], _PodLog], services: Sequence[str], *, previous: bool
+) -> list[list[Entry]]:
+    """Read what each pod has logged since the last call."""
+    pods = api.find(POD, of_run(run))
+    if services:
+        pods = [pod for pod in pods if not {component_of(pod), pod["metadata"]["name"]}.isdisjoint(services)]
     if not pods and not logs:
-        named = f" of {', '.join(wanted.services)}" if wanted.services else ""
+        named = f" of {', '.join(services)}" if services else ""
         raise ConfigError(f"run {run} has no pods{named} in namespace {api.namespace}")
     found = []
     for pod in pods:
         key = (str(pod["metadata"]["name"]), str(pod["metadata"].get("uid", "")))
         log = logs.setdefault(key, _PodLog(service=key[0]))
         found.append(log.entries(_text(api, pod, log.last, previous=previous)))
-    merged = heapq.merge(*found, key=lambda entry: entry.time_s)
-    return [entry for entry in merged if wanted.has(entry)]
+    return found
 
 
 def _text(api: OperatorApi, pod: Object, since: str, *, previous: bool) -> str:
@@ -103,10 +96,6 @@ def _text(api: OperatorApi, pod: Object, since: str, *, previous: bool) -> str:
         return api.text(f"{POD.path(api.namespace, name)}/log?{urlencode(query)}", f"get pods/log {name}")
     except (NotReady, InvalidRequest):
         return ""  # it is not running yet, is gone, or has no container before this one
-
-
-def _is_of(pod: Object, services: Sequence[str]) -> bool:
-    return component(pod) in services or str(pod["metadata"]["name"]) in services
 
 
 def _seconds(stamp: str) -> float:

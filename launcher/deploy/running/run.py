@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from coordinator.fleet.kubernetes.api.pods import COMPONENT_LABEL, NAME, NAME_LABEL, RUN_LABEL
+from coordinator.fleet.kubernetes.api.pods import NAME, NAME_LABEL, RUN_LABEL
 from launcher.deploy.running.api import Object, OperatorApi, of_run
-from launcher.deploy.running.kinds import BY_NAME, KINDS, Kind
+from launcher.deploy.running.kinds import BY_NAME, KINDS, Kind, component_of
 from servicekit.errors import ConfigError, PermissionDenied
 
 JOB, POD = BY_NAME["batch", "Job"], BY_NAME["", "Pod"]
@@ -36,12 +36,12 @@ class LiveRun:
     @property
     def job(self) -> Object | None:
         """The coordinator's Job; None: it is deleted."""
-        jobs = [job for job in self.objects.get(JOB, []) if component(job) == COORDINATOR]
+        jobs = [job for job in self.objects.get(JOB, []) if component_of(job) == COORDINATOR]
         return jobs[0] if jobs else None
 
     def coordinator_pod(self) -> Object | None:
         """Return the newest pod of the coordinator; None: there is none."""
-        pods = [pod for pod in self.pods if component(pod) == COORDINATOR]
+        pods = [pod for pod in self.pods if component_of(pod) == COORDINATOR]
         return max(pods, key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")), default=None)
 
     def container(self) -> Object | None:
@@ -86,11 +86,6 @@ def find_run(api: OperatorApi, run: str, *, searched: bool) -> LiveRun:
     if not found.objects:
         raise ConfigError(f"no run {run} in namespace {api.namespace} (context {api.context}){_others(api)}")
     return found
-
-
-def component(obj: Object) -> str:
-    """Return the component that an object belongs to."""
-    return str((obj["metadata"].get("labels") or {}).get(COMPONENT_LABEL, ""))
 
 
 def _in_namespace(api: OperatorApi, run: str) -> LiveRun:

@@ -11,7 +11,7 @@ from kubernetes import client
 from coordinator.fleet.kubernetes.api.pods import Pod, read_pod, seen_at
 from launcher.deploy.running.api import Object, OperatorApi, of_run
 from launcher.deploy.running.kinds import MAKES_PODS, component_of, has_ended, templates
-from launcher.deploy.running.run import COORDINATOR, JOB, POD, LiveRun, component
+from launcher.deploy.running.run import COORDINATOR, JOB, POD, LiveRun
 from launcher.deploy.running.streams import forwarded
 from launcher.view.status import ask_coordinator
 from servicekit.errors import PermissionDenied, TandemError
@@ -55,7 +55,7 @@ def _state(obj: Object) -> str:
 
 def _sizes(run: LiveRun) -> Lines:
     """Say how many pods are ready of how many, of each kind of pod; and what of the run could not be looked at."""
-    found, ready = [], Counter(component(raw) for raw in run.pods if _typed(raw).ready)
+    found, ready = [], Counter(component_of(raw) for raw in run.pods if _typed(raw).ready)
     for kind in MAKES_PODS:
         if kind in run.unread:
             found.append(("not read", f"{kind.plural}: {run.unread[kind]}"))
@@ -71,7 +71,7 @@ def _sizes(run: LiveRun) -> Lines:
 def _troubles(run: LiveRun) -> Iterator[tuple[str, str]]:
     """Name the pods that are in trouble, and what they said last."""
     for raw in run.pods:
-        if component(raw) == COORDINATOR and raw.get("status", {}).get("phase") in ("Succeeded", "Failed"):
+        if component_of(raw) == COORDINATOR and raw.get("status", {}).get("phase") in ("Succeeded", "Failed"):
             continue
         pod = _typed(raw)
         if pod.trouble:
@@ -81,7 +81,7 @@ def _troubles(run: LiveRun) -> Iterator[tuple[str, str]]:
 
 def _refused_pods(api: OperatorApi, run: LiveRun) -> Iterator[tuple[str, str]]:
     """Say of each set that lacks pods why it could make none the last time, as of a quota that is used up."""
-    there = Counter(component(raw) for raw in run.pods if not has_ended(raw))
+    there = Counter(component_of(raw) for raw in run.pods if not has_ended(raw))
     makers: dict[str, str] = {}
     for kind in MAKES_PODS if POD not in run.unread else ():
         for entry in run.objects.get(kind, []) if kind != POD else []:
@@ -155,7 +155,7 @@ def _typed(raw: Object) -> Pod:
 
 def is_over(api: OperatorApi, run: str) -> bool:
     """Whether the run's Job has ended, or is deleted."""
-    jobs = [job for job in api.find(JOB, of_run(run)) if component(job) == COORDINATOR]
+    jobs = [job for job in api.find(JOB, of_run(run)) if component_of(job) == COORDINATOR]
     return all(_has_ended(job) for job in jobs)
 
 

@@ -13,16 +13,18 @@ from typing import Any
 from urllib.parse import urlencode
 
 import websocket
-from kubernetes import stream
+from kubernetes import client, stream
 from kubernetes.client.exceptions import ApiException
 from kubernetes.stream import ws_client
 
 from coordinator.fleet.kubernetes.api.errors import translate
 from launcher.deploy.running.api import REQUEST_S, OperatorApi
 from launcher.deploy.running.kinds import BY_NAME
-from servicekit.errors import NotReady, TandemError, Unavailable
+from servicekit.errors import ConfigError, NotReady, TandemError, Unavailable
 
 STDOUT, STDERR = ws_client.STDOUT_CHANNEL, ws_client.STDERR_CHANNEL
+# Before what a command refuses, on stderr.
+REFUSED = "refused: "
 # Longest silence of a command: it reads from a file system between two frames.
 SILENCE_S = 120.0
 _POD = BY_NAME["", "Pod"]
@@ -59,6 +61,23 @@ def run_in_pod(
             elif channel == ws_client.ERROR_CHANNEL:
                 ended += data[1:]
     _check_end(ended, what)
+
+
+def answer_of(api: OperatorApi, pod: str, container: str, command: Sequence[str]) -> str:
+    """Run a command in a pod to its end. Returns: what it has written to stdout.
+
+    Raises: ConfigError: the last line that it wrote begins with REFUSED, what follows; else as `run_in_pod`.
+    """
+    output, complaints = bytearray(), bytearray()
+    try:
+        for channel, data in run_in_pod(api, pod, container, command):
+            (output if channel == STDOUT else complaints).extend(data)
+    except Unavailable as error:
+        said = complaints.decode(errors="replace").strip().rpartition("\n")[2]
+        if said.startswith(REFUSED):
+            raise ConfigError(said.removeprefix(REFUSED)) from error
+        raise Unavailable(f"{error}: {said}" if said else str(error)) from error
+    return output.decode()
 
 
 @contextlib.contextmanager
@@ -144,9 +163,8 @@ def _accept(api: OperatorApi, pod: str, port: int, server: socket.socket, stop: 
 
 def _open_port(api: OperatorApi, pod: str, port: int) -> Any:
     """Connect to a port of a pod. Raises: NotReady, Unavailable."""
-    from kubernetes import client
-
-    core = client.CoreV1Api(api.fresh_client())
+    # Its own client: a stream changes the one that it uses while it connects.
+    core = client.CoreV1Api(client.ApiClient(api.configuration))
     try:
         found = stream.portforward(core.connect_get_namespaced_pod_portforward, pod, api.namespace, ports=str(port))
     except (ApiException, websocket.WebSocketException, OSError) as error:

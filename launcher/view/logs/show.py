@@ -121,25 +121,37 @@ def show(run_dir: Path, console: Console, wanted: WantedLines, is_running: Calla
         is_running: whether the run is, so that more may come; when it is not, the logs are read once more.
     Raises: ConfigError: as find_logs.
     """
-    logs = {path: _Log(path) for path in find_logs(run_dir, wanted.services)}
-    first = deque(_in_order(logs.values(), wanted), maxlen=wanted.newest)
-    for entry in first:
-        print_entry(console, entry)
-    while is_running is not None:
-        ends = not is_running()
-        time.sleep(FOLLOW_S)
+    logs: dict[Path, _Log] = {}
+
+    def gained() -> Iterator[list[Entry]]:
         for path in find_logs(run_dir, wanted.services):  # of a service that was started meanwhile too
-            logs.setdefault(path, _Log(path))
-        for entry in _in_order(logs.values(), wanted):
+            yield logs.setdefault(path, _Log(path)).entries()
+
+    print_entries(console, wanted, gained, is_running, FOLLOW_S)
+
+
+def print_entries(
+    console: Console,
+    wanted: WantedLines,
+    gained: Callable[[], Iterable[Sequence[Entry]]],
+    is_running: Callable[[], bool] | None,
+    pause_s: float,
+) -> None:
+    """Print what logs have gained, by time; of one log in its own order, because some clocks have whole seconds.
+
+    Args:
+        gained: reads the new entries of each log.
+        is_running: whether more may come; when it may not, the logs are read once more. None: do not follow.
+    """
+    most, ends = wanted.newest, False
+    while True:
+        merged = heapq.merge(*gained(), key=lambda entry: entry.time_s)
+        for entry in deque((entry for entry in merged if wanted.has(entry)), maxlen=most):
             print_entry(console, entry)
-        if ends:
+        if ends or is_running is None:
             return
-
-
-def _in_order(logs: Iterable[_Log], wanted: WantedLines) -> Iterator[Entry]:
-    """Yield what the logs have gained, by time; of one log in its own order, because some clocks have whole seconds."""
-    merged = heapq.merge(*(log.entries() for log in logs), key=lambda entry: entry.time_s)
-    yield from (entry for entry in merged if wanted.has(entry))
+        most, ends = None, not is_running()
+        time.sleep(pause_s)
 
 
 def _is_of(path: Path, service: str) -> bool:
