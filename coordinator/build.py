@@ -220,7 +220,7 @@ def _checkpoints(
 
 def _exporter(app: App, services: Services, progress: Progress) -> Exporter:
     return Exporter(
-        run_dir=app.environment.run_dir,
+        run_dir=app.environment.run_dir.absolute(),
         trainer=services.trainer,
         every=app.config.run.export_every,
         keep=app.config.run.keep_exports,

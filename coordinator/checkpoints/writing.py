@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from coordinator.record.progress import no_left
 from coordinator.record.state import BestPolicy, NotWritten, RunState
 from servicekit.errors import (
     Aborted,
@@ -84,7 +83,7 @@ class Checkpointer:
         keep: int,
         background: bool | None,
         mark: Mapping[str, Any],
-        left: Callable[[Sequence[str]], object] = no_left,
+        left: Callable[[Sequence[str]], object] = lambda _: None,
         check: Callable[[], None] = no_check,
     ) -> None:
         self._run_dir, self._check = run_dir, check

@@ -70,10 +70,6 @@ def hash_of(text: PromptText) -> int:
     return xxhash.xxh3_64_intdigest(text.text.encode(errors="surrogatepass"))
 
 
-def _log_progress(file: Path, share: float) -> None:
-    log.info("reading data", file=str(file), share=round(share, 3))
-
-
 @dataclass(kw_only=True)
 class Scanner:
     """Scans sources.
@@ -90,7 +86,7 @@ class Scanner:
     max_tokens: int
     keep: Callable[[SourceFile, Row], None] = lambda file, row: None
     watchers: Sequence[Callable[[Sequence[tuple[Row, PromptText]]], None]] = ()
-    report: Report = _log_progress
+    report: Report = lambda file, share: log.info("reading data", file=str(file), share=round(share, 3))
 
     def scan(self, source: RowSource) -> Scan:
         """Read all rows of a source. Raises: DataError: a file as a whole cannot be read; OSError."""

@@ -71,7 +71,7 @@ def _estimate(
             kind,
             int(k),
             [float(score) for score in scores_PG[p][present_PG[p]]],
-            _present_answers(answers_PG[p], present_PG[p]),
+            [answer for answer, present in zip(answers_PG[p], present_PG[p], strict=True) if present],
             right_from,
         )
         for p in map(int, np.flatnonzero(measured_P))
@@ -88,10 +88,6 @@ def _value(kind: str, k: int, scores_G: list[float], answers_G: list[str], right
         case "maj":
             return majority_score(scores_G, answers_G)
     raise ValueError(f"unknown measure {kind!r}")
-
-
-def _present_answers(answers_G: Sequence[str], present_G: NDArray[np.bool_]) -> list[str]:
-    return [answer for answer, present in zip(answers_G, present_G, strict=True) if present]
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:

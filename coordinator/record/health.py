@@ -90,17 +90,6 @@ def mismatches(row: Mapping[str, float | int | None], limits: Mapping[str, float
     ]
 
 
-def troubles(rows: Sequence[Row], heldout: Heldout | None, limits: Mapping[str, float]) -> list[Trouble]:
-    """List the troubles of the training now, the worst first.
-
-    Args:
-        rows: iterations, the newest last; a row lacks what was not measured.
-        heldout: None: there are no evaluations.
-        limits: logprob_limits.
-    """
-    return judged(rows, heldout or Heldout(), limits)[1]
-
-
 def judged(
     rows: Sequence[Row], heldout: Heldout, limits: Mapping[str, float]
 ) -> tuple[dict[str, float], list[Trouble]]:

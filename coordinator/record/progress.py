@@ -28,10 +28,6 @@ _LOOK_S = 1.0
 log = get_logger(__name__)
 
 
-def no_left(left: Sequence[str]) -> None:
-    """Ignore what could not be removed."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Progress:
     """The progress of a run.

@@ -53,7 +53,9 @@ def order_of(config: RunConfig, scans: Sequence[Scan], formats: PromptFormat) ->
     return DataOrder(
         seed=config.run.seed,
         shuffle=config.data.shuffle,
-        sources=[_source(scan) for scan in scans],
+        sources=[
+            SourceOrder(weight=scan.source.weight, num_prompts=scan.num_used, digest=scan.digest) for scan in scans
+        ],
         settings=settings | _columns(scans),
     )
 
@@ -265,10 +267,6 @@ def _code(references: Iterable[CodeReference]) -> Iterator[tuple[str, str]]:
         file = source_file(place)
         if file is not None:
             yield f"code of {place}", file_digest(file)["xxh3_128"][:_DIGEST_CHARS]
-
-
-def _source(scan: Scan) -> SourceOrder:
-    return SourceOrder(weight=scan.source.weight, num_prompts=scan.num_used, digest=scan.digest)
 
 
 def _columns(scans: Sequence[Scan]) -> dict[str, str]:

@@ -12,6 +12,7 @@ _COUNTS = (
     *("dropped_groups", "dropped_samples", "skipped_steps", "reward_errors", "reward_timeouts", "unreadable_answers"),
     *("retried_calls", "warnings"),
 )
+_MEDIANS = [metric.name for metric in METRICS if metric.median]
 
 
 def build_summary(state: RunState, rows: Sequence[Row], versions: Mapping[str, str]) -> dict[str, Any]:
@@ -22,6 +23,7 @@ def build_summary(state: RunState, rows: Sequence[Row], versions: Mapping[str, s
         versions: software of all services, merged.
     """
     totals = state.totals
+    known = {name: [value for row in rows if (value := row.get(name)) is not None] for name in _MEDIANS}
     return {
         "status": state.status,
         "iterations": state.iteration,
@@ -48,7 +50,7 @@ def build_summary(state: RunState, rows: Sequence[Row], versions: Mapping[str, s
             "redundancy": totals.redundancy,
         },
         "logprob_abs_diff_max": totals.logprob_abs_diff_max,
-        "time": {f"{metric.name}_median": _median_of(rows, metric.name) for metric in METRICS if metric.median},
+        "time": {f"{name}_median": median(values) for name, values in known.items()},
         "counts": {
             **{name: getattr(totals, name) for name in _COUNTS},
             **{f"heldout_{name}": count for name, count in totals.heldout.model_dump().items()},
@@ -58,7 +60,3 @@ def build_summary(state: RunState, rows: Sequence[Row], versions: Mapping[str, s
         "model_fingerprint": state.model_fingerprint,
         "versions": dict(versions),
     }
-
-
-def _median_of(rows: Sequence[Row], name: str) -> float | None:
-    return median([value for row in rows if (value := row.get(name)) is not None])

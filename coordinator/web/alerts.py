@@ -6,7 +6,7 @@ Names and thresholds are those of deploy/monitoring/rules. Prometheus also has t
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from coordinator.record.health import Trouble, mean_of, troubles
+from coordinator.record.health import Trouble, judged, mean_of
 from tandem_files.metrics_file import Heldout
 from tandem_files.metrics_table import DISK_FULL, NO_PROGRESS_ITERATIONS, NO_PROGRESS_S
 
@@ -35,7 +35,7 @@ class Conditions:
 
 def alerts(now: Conditions) -> list[Trouble]:
     """List the alerts that hold now, the worst first."""
-    return [*_of_the_run(now), *_of_the_fleet(now), *troubles(now.rows, now.heldout, now.limits)]
+    return [*_of_the_run(now), *_of_the_fleet(now), *judged(now.rows, now.heldout, now.limits)[1]]
 
 
 def _of_the_run(now: Conditions) -> Iterator[Trouble]:

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from launcher.run.devices import DevicePlan, plan_devices, trainer_world_size
+from launcher.run.devices import DevicePlan, plan_devices
 from launcher.run.redis_server import find_server
 from servicekit.cuda import WITHOUT_COMPILERS, Compilers, Gpus, compilers_here, find_gpus
 from servicekit.errors import ConfigError, Unavailable
@@ -170,7 +170,7 @@ def _check_cores(config: RunConfig, trainer_ranks: int | None) -> Iterator[Confi
     sides = {
         "trainer.tensor_parallel": (
             config.trainer.tensor_parallel,
-            trainer_world_size(config) if trainer_ranks is None else trainer_ranks,
+            config.trainer.world_size if trainer_ranks is None else trainer_ranks,
         ),
         "rollout.tensor_parallel": (
             config.rollout.tensor_parallel,

@@ -165,16 +165,12 @@ def _gib(size: float) -> str:
 def _trainer_line(config: RunConfig, trainer: TrainerMemory, gib: float) -> str:
     stage = f", stage {trainer.stage}" if config.trainer.pipeline_parallel > 1 else ""
     tokens = config.trainer.max_tokens_per_micro_batch
+    idle = "" if trainer.idle == trainer.resident else f"; between uses {_gib(trainer.idle)}"
     return (
         f"trainer rank{stage}: {_gib(trainer.peak)} of {gib:g} {trainer.moment} ({_gib(trainer.resident)} parameters, "
         f"gradients and AdamW; with {tokens} tokens in a micro-batch {_gib(trainer.activations)} activations and "
-        f"{_gib(trainer.head_backward)} at the output layer){_idle(trainer)}"
+        f"{_gib(trainer.head_backward)} at the output layer){idle}"
     )
-
-
-def _idle(trainer: TrainerMemory) -> str:
-    """Say what is left between uses; "" where nothing is offloaded."""
-    return "" if trainer.idle == trainer.resident else f"; between uses {_gib(trainer.idle)}"
 
 
 def _host_line(config: RunConfig, spec: ModelSpec, trainer: TrainerMemory) -> str:

@@ -33,7 +33,7 @@ def plan_devices(config: RunConfig, gpus: Sequence[str], *, trainer_ranks: int |
         gpus: ids of those that can be used, as from `find_gpus`.
         trainer_ranks: None: those of the configuration.
     """
-    ranks = trainer_world_size(config) if trainer_ranks is None else trainer_ranks
+    ranks = config.trainer.world_size if trainer_ranks is None else trainer_ranks
     width, replicas = config.rollout.tensor_parallel, config.rollout.replicas
     needed = ranks + width * replicas
     if len(gpus) < needed:
@@ -45,8 +45,3 @@ def plan_devices(config: RunConfig, gpus: Sequence[str], *, trainer_ranks: int |
         trainer=",".join(gpus[:ranks]),
         rollouts=tuple(",".join(gpus[start : start + width]) for start in starts),
     )
-
-
-def trainer_world_size(config: RunConfig) -> int:
-    """Return the number of trainer ranks."""
-    return config.trainer.world_size

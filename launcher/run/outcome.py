@@ -31,7 +31,7 @@ class LaunchOutcome:
 
 def ended(run_dir: Path) -> LaunchOutcome:
     """Describe a coordinator that ended with code 0: the run is finished, or a signal stopped the coordinator."""
-    if _status(run_dir) == "interrupted":
+    if read_state(run_dir).get("status") == "interrupted":
         return LaunchOutcome(
             code=EXIT_FAILED, text=f"failed: the coordinator was stopped by a signal; {_how_to_resume(run_dir)}"
         )
@@ -72,10 +72,6 @@ def stopped(run_dir: Path, number: signal.Signals, before: Mapping[str, Any]) ->
     )
     text = f"stopped by {_NAMES.get(number, number.name)} {progress}; {_how_to_resume(run_dir)}"
     return LaunchOutcome(code=128 + number, text=text + _training_troubles(run_dir))
-
-
-def _status(run_dir: Path) -> str:
-    return str(read_state(run_dir).get("status", ""))
 
 
 def _training_troubles(run_dir: Path) -> str:

@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.run.devices import DevicePlan, trainer_world_size
+from launcher.run.devices import DevicePlan
 from launcher.run.supervisor import ProcessSpec
 from servicekit.redis.records import COORDINATOR
 from servicekit.security.run_token import VARIABLE
@@ -68,7 +68,7 @@ def is_rollout(name: str) -> bool:
 
 def plan_processes(config: RunConfig, launch: Launch, devices: DevicePlan) -> list[ProcessSpec]:
     """Plan the trainer ranks, the rollout replicas and the coordinator, in the order of their start."""
-    world_size = trainer_world_size(config)
+    world_size = config.trainer.world_size
     trainers = [_trainer_rank(launch, rank, world_size, devices) for rank in range(world_size)]
     rollouts = [_rollout(config, launch, index, devices) for index in range(config.rollout.replicas)]
     return [*trainers, *rollouts, _coordinator(config, launch)]

@@ -94,7 +94,8 @@ class Restarts:
         if count == 0:
             return None
         text = f"{death.describe()}; the trainer resumes from {self._newest()} ({self._of('trainer', count)})"
-        return self._restart(text, {name for name in self.names if is_trainer(name)} | others, count)
+        names = others.union(name for name in self.names if is_trainer(name))
+        return Restart(text=text, names=frozenset(names), delay_s=_back_off_s(count))
 
     def _after_coordinator(self, death: ProcessExit) -> Restart | None:
         count = self._spend(COORDINATOR, self._config.run.coordinator_restarts)
@@ -102,7 +103,7 @@ class Restarts:
             return None
         what = f"it takes over the services and continues where it was, or from {self._newest()}"
         text = f"{death.describe()}; {what} ({self._of(COORDINATOR, count)})"
-        return self._restart(text, {COORDINATOR} | self._rejoining(), count)
+        return Restart(text=text, names=frozenset({COORDINATOR} | self._rejoining()), delay_s=_back_off_s(count))
 
     def _after_replica(self, death: ProcessExit) -> Restart | None:
         bad_config = death.code == EXIT_BAD_CONFIG
@@ -122,9 +123,6 @@ class Restarts:
         """Return the replicas that were left out, which are so no longer: a new coordinator begins with all."""
         rejoining, self.left_out = self.left_out, set()
         return rejoining
-
-    def _restart(self, text: str, names: set[str], count: int) -> Restart:
-        return Restart(text=text, names=frozenset(names), delay_s=_back_off_s(count))
 
     def _spend(self, name: str, budget: int) -> int:
         """Take a restart from the budget of `name`. Returns: its number in a row; 0: none is left."""

@@ -66,7 +66,8 @@ class StopSignals:
     def __init__(self, on_second: Callable[[], None]) -> None:
         self._on_second = on_second
         # Under nohup, SIGHUP is ignored and has to stay so.
-        self._numbers = [number for number in _NUMBERS if not (number == signal.SIGHUP and _is_ignored(number))]
+        ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        self._numbers = [number for number in _NUMBERS if not (number == signal.SIGHUP and ignored)]
         self._first: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
 
     def __enter__(self) -> "StopSignals":
@@ -87,7 +88,3 @@ class StopSignals:
             self._on_second()
         else:
             self._first.set_result(signal.Signals(number))
-
-
-def _is_ignored(number: signal.Signals) -> bool:
-    return signal.getsignal(number) == signal.SIG_IGN

@@ -83,11 +83,15 @@ def _lines(report: "Report") -> Iterator["Text"]:
     from rich.text import Text
 
     from launcher.score.scoring import shown
+    from launcher.view.metric_columns import factor
     from launcher.view.samples.draw import turns, visible
 
     for one in report.completions:
         reward = "left out" if one.reward is None else f"reward {one.reward:.4g}"
-        scores = [_score_text(name, score, report.weights[name]) for name, score in one.scores.items()]
+        scores = [
+            f"{name} {'-' if score is None else format(score, '.4g')}{factor(name, report.weights)}"
+            for name, score in one.scores.items()
+        ]
         seconds = f"{sum(one.seconds.values()):.3f} s" if one.seconds else ""
         yield Text.assemble((one.place, "bold cyan"), "  ".join(["", reward, *scores, *_texts(one.parts), seconds]))
         yield Text(f"    {visible(shown(one.completion))}", style="dim")
@@ -109,8 +113,3 @@ def _lines(report: "Report") -> Iterator["Text"]:
 
 def _texts(values: Mapping[str, float]) -> list[str]:
     return [f"{name} {value:.4g}" for name, value in values.items()]
-
-
-def _score_text(name: str, score: float | None, weight: float) -> str:
-    factor = "" if weight == 1.0 else f" x {weight:g}"
-    return f"{name} {'-' if score is None else format(score, '.4g')}{factor}"

@@ -33,7 +33,8 @@ def plot(figures: Sequence[Figures], width: int, *, ascii_only: bool) -> Iterato
     wide = max(len(one.schedule) for one in figures)
     yield f"{'idle':{wide}}  {_SIDES[0]:{_BAR + 5}}  {_SIDES[1]}"
     for one in figures:
-        bars = (_bar(share, levels) for share in (one.trainer_idle, one.slots_idle))
+        shares = (one.trainer_idle, one.slots_idle)
+        bars = (f"{abs(share):.2f} {levels[-1] * round(share * _BAR):{_BAR}}" for share in shares)
         yield f"{one.schedule:{wide}}  {'  '.join(bars)}".rstrip()
 
 
@@ -41,7 +42,3 @@ def _level(share: float, levels: str) -> str:
     """Return a character; what is a little busy is never drawn as nothing."""
     place = round(share * (len(levels) - 1))
     return levels[min(max(place, int(share > 0.01)), len(levels) - 1)]
-
-
-def _bar(share: float, levels: str) -> str:
-    return f"{abs(share):.2f} {levels[-1] * round(share * _BAR):{_BAR}}"

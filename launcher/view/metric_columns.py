@@ -58,13 +58,13 @@ def rewards_line(
     if not means or any(REWARD_MEAN.fullmatch(column.metric) for column in columns):
         return ""
     texts = [
-        f"{name} {'-' if mean is None else score_text(mean)}{_times(name, weights)}" for name, mean in means.items()
+        f"{name} {'-' if mean is None else score_text(mean)}{factor(name, weights)}" for name, mean in means.items()
     ]
     text = " " * _first_width(total) + _GAP + _GAP.join(texts)
     return text if len(text) <= width else f"{text[: width - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
-def _times(name: str, weights: Mapping[str, float]) -> str:
+def factor(name: str, weights: Mapping[str, float]) -> str:
     """Return the factor that turns a reward's score into its part of the sum; "" for 1, or an unknown one."""
     weight = weights.get(name, 1.0)
     return "" if weight == 1.0 else f" x {weight:g}"
@@ -72,7 +72,7 @@ def _times(name: str, weights: Mapping[str, float]) -> str:
 
 def _of_reward(name: str, weights: Mapping[str, float], longest: int) -> Column:
     title = name if len(name) <= longest else f"{name[: longest - 1]}\N{HORIZONTAL ELLIPSIS}"
-    title += _times(name, weights)
+    title += factor(name, weights)
     return Column(title, _SCORE, max(6, len(title)), metric=f"reward/{name}_mean")
 
 

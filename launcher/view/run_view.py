@@ -17,10 +17,6 @@ _ROWS_PER_HEADING = 20
 LeftS = Callable[[Sequence[Mapping[str, float | None]]], float | None]
 
 
-def _unknown(_: Sequence[Mapping[str, float | None]]) -> float | None:
-    return None
-
-
 class RunView:
     """Prints a run; on a terminal a spinner shows the current activity, elsewhere there are only whole lines.
 
@@ -33,7 +29,7 @@ class RunView:
         self,
         console: Console,
         total_iterations: int,
-        left_s: LeftS = _unknown,
+        left_s: LeftS = lambda _: None,
         weights: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self._console, self._total, self._left_s = console, total_iterations, left_s

@@ -50,7 +50,8 @@ def newest_run(output_dir: Path) -> Path:
     runs = [file.parent for file in output_dir.glob(f"*/{RESOLVED_CONFIG}")]
     if not runs:
         raise ConfigError(f"no runs in {output_dir}; give a run's folder, e.g. `tandem status runs/arithmetic`")
-    return max([run for run in runs if not is_evaluation(run)] or runs, key=_last_written)
+    trained = [run for run in runs if not is_evaluation(run)]
+    return max(trained or runs, key=lambda run: max(path.stat().st_mtime for path in (run, *run.glob("*.json*"))))
 
 
 def current_run(environ: Mapping[str, str] = os.environ) -> Path:
@@ -68,7 +69,7 @@ def find_coordinator(run_dir: Path, environ: Mapping[str, str] = os.environ) -> 
     Returns: its address, empty if none runs; the state of the run without its answer; failures that services reported.
     Raises: ConfigError: the folder is not a run's, or the environment is not a service's.
     """
-    if _is_service_of(run_dir, environ):
+    if (own := environ.get(_RUN_DIR, "")) and Path(own).absolute() == run_dir.absolute():
         return _announced(ServiceEnvironment.from_env(environ))
     if not (run_dir / RESOLVED_CONFIG).is_file():
         raise ConfigError(f"{run_dir} is not a run's folder: it has no {RESOLVED_CONFIG}")
@@ -107,12 +108,6 @@ def last_outcome(run_dir: Path) -> str:
     """Read how the coordinator ended, e.g. `failed: why`, from the run's folder; "" if it recorded nothing."""
     state = read_state(run_dir)
     return ": ".join(text for text in (state.get("status", ""), state.get("error", "")) if text)
-
-
-def _is_service_of(run_dir: Path, environ: Mapping[str, str]) -> bool:
-    """Whether this process has the environment of a service of the run."""
-    own = environ.get(_RUN_DIR, "")
-    return own != "" and Path(own).absolute() == run_dir.absolute()
 
 
 def _announced(environment: ServiceEnvironment) -> tuple[str, str, list[Failure]]:
@@ -169,7 +164,3 @@ def _last_row(rows: list[Row], heldout: Heldout) -> list[tuple[str, str]]:
     found = [(title, f"{value:.4g}") for name, title in shown.items() if (value := last.get(name)) is not None]
     rewards = rewards_text(rows)
     return [*found, ("rewards", rewards)] if rewards else found
-
-
-def _last_written(run_dir: Path) -> float:
-    return max(path.stat().st_mtime for path in (run_dir, *run_dir.glob("*.json*")))

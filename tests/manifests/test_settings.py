@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.run import devices
 from servicekit.environment import ServiceEnvironment
 from tandem_config.loading import load_config
 from tandem_config.schema import RunConfig
@@ -233,7 +232,7 @@ def test_the_cluster_has_8_trainer_and_16_rollout_gpus(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(run_yaml(overlay("cluster")), encoding="utf-8")
     config = load_config(path)
-    assert devices.trainer_world_size(config) == 8
+    assert config.trainer.world_size == 8
     assert config.rollout.replicas * config.rollout.tensor_parallel == 16
 
 

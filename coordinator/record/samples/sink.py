@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.learn.evaluation import EvaluationResult
-from coordinator.record.progress import no_left
 from coordinator.record.samples.table import Batch, table_of_batch
 from coordinator.record.sinks import FinishedIteration
 from coordinator.rewards.taken import ShownColumns
@@ -41,7 +40,7 @@ class SampleSink:
     truncated: Literal["keep", "mask"]
     taken: ShownColumns = field(default_factory=ShownColumns)
     before_write: Callable[[], None] = no_check
-    left: Callable[[Sequence[str]], object] = no_left
+    left: Callable[[Sequence[str]], object] = lambda _: None
     _sizes: dict[int, int] | None = field(default=None, init=False)
     # Iterations that are to be removed.
     _old: set[int] = field(default_factory=set, init=False)

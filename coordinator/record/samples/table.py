@@ -14,7 +14,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from coordinator.rewards.taken import ShownColumns
-from tandem_clients.flow import Completion, Generation, Group, GroupScores
+from tandem_clients.flow import Completion, Generation, GroupScores
 from tandem_files.samples.schema import MASKED_SPAN, SPAN, MaskedSpan, storable, table_of
 from tandem_files.tokenizer import TextCodec
 
@@ -69,7 +69,7 @@ def table_of_batch(batch: Batch, codec: TextCodec, *, token_ids: bool, taken: Sh
         prompt=of_group([storable(text) for text in prompts]),
         completion=codec.decode_all(completion.token_ids for completion in completions),
         answer=of_group([storable(group.prompt.answer) for group in groups]),
-        columns=of_group([_columns(group) for group in groups]),
+        columns=of_group([json.dumps(dict(group.prompt.columns), default=str) for group in groups]),
         reward_columns=pa.array([taken.within(group.prompt.columns) for group in groups], _TEXTS).take(owners),
         reward=pa.array(batch.scored.rewards_PG.ravel(), mask=~batch.scored.present_PG.ravel()),
         reward_parts=_parts(batch.scored.parts, size),
@@ -85,10 +85,6 @@ def table_of_batch(batch: Batch, codec: TextCodec, *, token_ids: bool, taken: Sh
         transcript=[None if one.transcript is None else json.dumps(asdict(one.transcript)) for one in completions],
         token_ids=[list(completion.token_ids) for completion in completions] if token_ids else None,
     )
-
-
-def _columns(group: Group) -> str:
-    return json.dumps(dict(group.prompt.columns), default=str)
 
 
 def _parts(parts: Mapping[str, NDArray[np.float64]], size: int) -> pa.Array:

@@ -7,7 +7,7 @@ from coordinator.rewards.base import TakenColumns
 from tandem_clients.formatting import PromptFormat, PromptText
 from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
-from tandem_files.rows.reading import Row, RowKeys
+from tandem_files.rows.reading import Row
 
 # Usual names of what only a chat template writes.
 SYSTEMS = ("system", "system_prompt")
@@ -73,7 +73,9 @@ def unused_columns(scans: Sequence[Scan], first: Row | None, taken: Sequence[Tak
     for scan in scans:
         for file in scan.source.files:
             columns = scan.by_file[file.path].lacking if file.path in scan.by_file else {}
-            found |= dict.fromkeys(_unread(columns, named | _keys(file.keys), {} if first is None else first.columns))
+            keys = (file.keys.prompt, file.keys.answer, file.keys.tools, file.keys.system)
+            read = named.union(key for key in keys if key is not None)
+            found |= dict.fromkeys(_unread(columns, read, {} if first is None else first.columns))
     likely = [name for name in _FOR_THE_POLICY if name in found]
     return [*likely, *(name for name in found if name not in likely)]
 
@@ -84,10 +86,6 @@ def unused_line(unused: Sequence[str]) -> list[str]:
         return []
     more = f" and {len(unused) - _NAMED} more" if len(unused) > _NAMED else ""
     return [f"not used: {', '.join(unused[:_NAMED])}{more} (columns that no data.*_key names and no reward takes)"]
-
-
-def _keys(keys: RowKeys) -> set[str]:
-    return {key for key in (keys.prompt, keys.answer, keys.tools, keys.system) if key is not None}
 
 
 def _unread(columns: Mapping[str, object], read: set[str], row: Mapping[str, object]) -> Iterator[str]:

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from coordinator.data.repeated_prompts import Repeats, copy_warnings, texts_of
 from coordinator.data.scan import Scan, Scanner
@@ -92,7 +91,8 @@ def check_data(
         try:
             found.formats = prompt_format(config.data, codec, episodes)
         except (OSError, ValueError) as error:
-            found.problems.append(_unusable_template(config, error))
+            text = str(error).removeprefix(f"data.chat_template = {config.data.chat_template}: ")
+            found.problems.append(problem("data.chat_template", config.data.chat_template, text))
     read_answers = usable("reward")
     longest = 0
     for part in _PARTS:
@@ -135,7 +135,7 @@ def _check_part(
         format=found.formats,
         max_tokens=config.data.max_prompt_tokens,
         watchers=[found.keep_first, answers.add, *(watcher.add for watcher in watching)],
-        report=_report,
+        report=lambda file, share: print(f"reading {file}: {share:.0%}", file=sys.stderr),
     )
     try:
         sources = find_sources(config.data, part)
@@ -188,15 +188,6 @@ def _problems(key: str, scan: Scan) -> Iterator[ConfigProblem]:
     if scan.faults.num_more:
         file = scan.source.files[0].path
         yield problem(key, file, f"{scan.faults.num_more} more rows with problems")
-
-
-def _report(file: Path, share: float) -> None:
-    print(f"reading {file}: {share:.0%}", file=sys.stderr)
-
-
-def _unusable_template(config: RunConfig, error: Exception) -> ConfigProblem:
-    text = str(error).removeprefix(f"data.chat_template = {config.data.chat_template}: ")
-    return problem("data.chat_template", config.data.chat_template, text)
 
 
 def _check_overlap(config: RunConfig, part: DataKey, sources: Sequence[RowSource]) -> list[ConfigProblem]:

@@ -125,7 +125,8 @@ def _rollouts(config: RunConfig, built: Sequence[Manifest]) -> Iterator[ConfigPr
         if component_of(template) != "rollout":
             continue
         is_group = name.startswith("LeaderWorkerSet")
-        if config.sync.transport == "disk" and not _mounts_claim(template, "run"):
+        mounted = [one["name"] for one in template["spec"].get("volumes", []) if "persistentVolumeClaim" in one]
+        if config.sync.transport == "disk" and "run" not in mounted:
             text = "but rollouts do not mount the run's claim"
             yield problem("sync.transport", "disk", text, "--component disk-transport")
         if pods < rollout.replicas:
@@ -148,11 +149,6 @@ def _gpus(answers: Answers, built: Sequence[Manifest]) -> Iterator[ConfigProblem
         if answers.uses_gpus and gpus_of(template) > answers.gpus_per_node:
             text = f"a pod asks for {gpus_of(template)} GPUs, but a node has {answers.gpus_per_node}"
             yield problem(name, "", text, "fewer ranks per pod, or --gpus-per-node if nodes have more")
-
-
-def _mounts_claim(template: Mapping[str, Any], volume: str) -> bool:
-    volumes = template["spec"].get("volumes", [])
-    return any(entry["name"] == volume and "persistentVolumeClaim" in entry for entry in volumes)
 
 
 def _environment(template: Mapping[str, Any], container: str) -> dict[str, str]:

@@ -86,7 +86,8 @@ def not_compared(built: Sequence[Object]) -> list[str]:
 
 def _warnings(kind: Kind, live: Object, before: Object, after: Object) -> Iterator[str]:
     """Say what of a change the API server refuses, or does not bring to the pods that run."""
-    changed = _differing(before.get("spec", {}), after.get("spec", {}))
+    old, new = before.get("spec", {}), after.get("spec", {})
+    changed = {key for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
     if kind.name in ("Job", "JobSet"):
         refused = sorted(changed - _JOB_MAY_CHANGE)
         if refused:
@@ -153,10 +154,6 @@ def _partner(entry: Any, entries: Any, index: int) -> Any:
                 if found is not None:
                     return found
     return entries[index] if index < len(entries) else None
-
-
-def _differing(before: Object, after: Object) -> set[str]:
-    return {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
 
 
 def _text(kind: str, name: str, before: Object, after: Object) -> str:

@@ -19,6 +19,7 @@ from servicekit.errors import PermissionDenied, TandemError
 GRPC_PORT = 50051
 Lines = list[tuple[str, str]]
 _LONGEST_END = 600
+_ENDS = ("Complete", "Failed")
 
 
 def describe_run(api: OperatorApi, run: LiveRun) -> Lines:
@@ -156,9 +157,5 @@ def _typed(raw: Object) -> Pod:
 def is_over(api: OperatorApi, run: str) -> bool:
     """Whether the run's Job has ended, or is deleted."""
     jobs = [job for job in api.find(JOB, of_run(run)) if component_of(job) == COORDINATOR]
-    return all(_has_ended(job) for job in jobs)
-
-
-def _has_ended(job: Object) -> bool:
-    conditions = job.get("status", {}).get("conditions") or []
-    return any(entry["type"] in ("Complete", "Failed") and entry["status"] == "True" for entry in conditions)
+    conditions = [job.get("status", {}).get("conditions") or [] for job in jobs]
+    return all(any(one["type"] in _ENDS and one["status"] == "True" for one in of_job) for of_job in conditions)

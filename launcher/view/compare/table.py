@@ -19,7 +19,7 @@ from tandem_files.metrics_table import ACCURACY, REWARD
 LAST = 10
 _TIMES = ("iteration_s", "generate_s", "train_s", "sync_s")
 _TITLES = {column.metric: column.title for column in COLUMNS}
-_SETTING_CHARACTERS = 24
+_LONGEST_SETTING = 24
 
 
 @reporting()
@@ -97,10 +97,6 @@ def _number(value: float | None, form: str) -> str:
 
 def _shortened(texts: Sequence[str]) -> Sequence[str]:
     """Shorten values, unless they would look the same."""
-    short = [_short(text) for text in texts]
+    # At their fronts: the ends of paths differ.
+    short = [text if len(text) <= _LONGEST_SETTING else "..." + text[3 - _LONGEST_SETTING :] for text in texts]
     return short if len(set(short)) == len(set(texts)) else texts
-
-
-def _short(text: str) -> str:
-    """Shorten a value at its front: the ends of paths differ."""
-    return text if len(text) <= _SETTING_CHARACTERS else "..." + text[3 - _SETTING_CHARACTERS :]

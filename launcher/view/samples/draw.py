@@ -1,7 +1,7 @@
 """Prints samples: readable at 80 columns in a terminal, unwrapped lines elsewhere, JSON for programs."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -34,7 +34,9 @@ def samples_command(run_dir: Path | None, wanted: SampleQuery, *, full: bool, as
         raise ConfigError(f"{run_dir} does not exist; give a run's folder, e.g. `tandem samples runs/arithmetic`")
     chosen = choose(SampleFolder(run_dir), wanted)
     if as_json:
-        draw_json(make_console(), chosen)
+        console = make_console()
+        for sample in chosen.samples:
+            console.file.write(json.dumps(plain(sample)) + "\n")
     else:
         draw(make_console(), run_dir, chosen, full=full)
     return EXIT_OK
@@ -56,12 +58,6 @@ def draw(console: Console, run_dir: Path, chosen: SampleSelection, *, full: bool
     more = chosen.fitting - len(chosen.samples)
     if more > 0:
         console.print(Text(f"\n{more} more (--best, --worst, --longest, --shortest K choose others)", style="dim"))
-
-
-def draw_json(console: Console, chosen: SampleSelection) -> None:
-    """Print chosen samples as JSON, a line each, with all that is stored of them."""
-    for sample in chosen.samples:
-        console.file.write(json.dumps(plain(sample)) + "\n")
 
 
 def overview(run_dir: Path, chosen: SampleSelection) -> str:
@@ -91,15 +87,11 @@ def visible(text: str) -> str:
     >>> visible("a\tb\x1b[2Jc")
     'a\tb\\x1b[2Jc'
     """
-    return "".join(letter if letter in "\n\t" or _is_plain(letter) else _escape(letter) for letter in text)
+    return "".join(one if one in "\n\t" or _is_plain(one) else one.encode("unicode_escape").decode() for one in text)
 
 
 def _is_plain(letter: str) -> bool:
     return letter.isprintable() or (letter.isspace() and ord(letter) > 0x9F and letter not in "\u2028\u2029")
-
-
-def _escape(letter: str) -> str:
-    return letter.encode("unicode_escape").decode()
 
 
 def shortened(text: str, *, full: bool) -> str:
@@ -111,7 +103,8 @@ def shortened(text: str, *, full: bool) -> str:
 
 
 def _sample(sample: StoredSample, *, full: bool) -> Iterator[Text | tuple[str, str]]:
-    yield Text.assemble((sample.sample_id, "bold cyan"), f"  {_figures(sample)}  ", _use(sample))
+    use = sample.use, _USE_STYLES.get(sample.use, "dim")
+    yield Text.assemble((sample.sample_id, "bold cyan"), f"  {_figures(sample)}  ", use)
     for name, why in sample.errors.items():
         yield Text(f"  {visible(name)} failed: {shortened(visible(why), full=full)}", style="red")
     completion = (
@@ -167,23 +160,17 @@ def _on_a_line(text: str) -> str:
 
 
 def _figures(sample: StoredSample) -> str:
-    parts = ", ".join(f"{visible(name)} {_score(sample, name)}" for name in sample.reward_parts)
+    failed, scores = sample.errors, sample.reward_parts
+    parts = ", ".join(f"{visible(name)} {'failed' if name in failed else f'{scores[name]:.3g}'}" for name in scores)
     parts = f"unweighted: {parts}" if is_weighted(sample.reward, sample.reward_parts.values()) and parts else parts
     reward = "no reward" if sample.reward is None else f"reward {score_text(sample.reward)}"
     figures = [reward + (f" ({parts})" if parts else "")]
     if sample.advantage is not None:
         figures.append(f"advantage {sample.advantage:+.3f}")
-    figures.append(f"{sample.num_tokens} tokens, {_ending(sample)}")
+    ending = "cut off" if sample.finish_reason == "length" else sample.finish_reason
+    figures.append(f"{sample.num_tokens} tokens, {ending}")
     figures.append(_versions(sample))
     return "  ".join(figures)
-
-
-def _score(sample: StoredSample, name: str) -> str:
-    return "failed" if name in sample.errors else f"{sample.reward_parts[name]:.3g}"
-
-
-def _ending(sample: StoredSample) -> str:
-    return "cut off" if sample.finish_reason == "length" else sample.finish_reason
 
 
 def _versions(sample: StoredSample) -> str:
@@ -192,10 +179,6 @@ def _versions(sample: StoredSample) -> str:
     starts = [0, *(span.end for span in sample.version_spans)]
     spans = zip(sample.version_spans, starts, strict=False)
     return "versions " + ", ".join(f"{span.policy_version} (tokens {start + 1} to {span.end})" for span, start in spans)
-
-
-def _use(sample: StoredSample) -> tuple[str, str]:
-    return sample.use, _USE_STYLES.get(sample.use, "dim")
 
 
 def _print(console: Console, part: Text | tuple[str, str]) -> None:
@@ -207,8 +190,4 @@ def _print(console: Console, part: Text | tuple[str, str]) -> None:
     if console.is_terminal:
         console.print(Padding(Text(text), (0, 0, 0, _INDENT)), soft_wrap=False)
     else:
-        console.print(Text("\n".join(_indented(text.split("\n")))))
-
-
-def _indented(lines: Sequence[str]) -> list[str]:
-    return [" " * _INDENT + line for line in lines]
+        console.print(Text("\n".join(" " * _INDENT + line for line in text.split("\n"))))

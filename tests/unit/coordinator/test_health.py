@@ -1,14 +1,20 @@
 """Runs that cannot learn, or are destroyed, are told; those that learn are left alone."""
 
 import random
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from coordinator.record.health import Watch, judged, logprob_limits, troubles
+from coordinator.record.health import Trouble, Watch, judged, logprob_limits
 from tandem_files.metrics_file import Heldout
 from tandem_files.metrics_table import REWARD_COLLAPSED
+
+
+def troubles(table: Sequence[Mapping[str, float]], heldout: Heldout, limits: Mapping[str, float]) -> list[Trouble]:
+    return judged(table, heldout, limits)[1]
+
 
 STEADY = {
     "entropy": 0.8,

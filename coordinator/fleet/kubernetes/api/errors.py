@@ -64,7 +64,7 @@ def translate(error: ApiException, what: str) -> TandemError:
     'Kubernetes API, list pods in namespace tandem: refused: Forbidden (403)'
     """
     status = int(error.status or 0)
-    detail = f"{_message(error)} ({status})"
+    detail = f"{_status_object(error).get('message') or error.reason or 'no reason given'} ({status})"
     if status == 410:
         return Expired(f"Kubernetes API, {what}: the watch has expired: {detail}")
     if status == 429 and _is_disruption_budget(error):
@@ -87,10 +87,6 @@ def _retry_after_s(error: ApiException) -> float:
 def _is_disruption_budget(error: ApiException) -> bool:
     causes = _status_object(error).get("details", {}).get("causes", [])
     return any(cause.get("reason") == "DisruptionBudget" for cause in causes)
-
-
-def _message(error: ApiException) -> str:
-    return str(_status_object(error).get("message") or error.reason or "no reason given")
 
 
 def _status_object(error: ApiException) -> dict[str, Any]:
