@@ -10,10 +10,10 @@ from coordinator.rewards.episodes import EpisodeReward
 from coordinator.rewards.exact_match import ExactMatch
 from coordinator.rewards.function import OwnFunction
 from coordinator.rewards.lengths import Length, Overlong
-from coordinator.rewards.math_verify import MathVerify
-from coordinator.rewards.regex import FormatMatch, RegexMatch
 from coordinator.rewards.servers.remote import RemoteScores
 from coordinator.rewards.taken import columns_of, rows_without
+from coordinator.rewards.work import WorkedReward
+from coordinator.workers.tasks import FORMAT, MATH, REGEX
 from servicekit.errors import in_part
 from servicekit.lifecycle.tasks import cancel
 from servicekit.security.tls import Identity
@@ -143,11 +143,11 @@ def build_reward(section: RewardSection, *, max_new_tokens: int, identity: Ident
 def _build(section: RewardSection, max_new_tokens: int, identity: Identity | None) -> Reward:
     match section:
         case RegexReward():
-            return RegexMatch(pattern=section.pattern, num_workers=section.workers, timeout_s=section.timeout_s)
+            return WorkedReward(REGEX, section, pattern=section.pattern)
         case FormatReward():
-            return FormatMatch(pattern=section.pattern, num_workers=section.workers, timeout_s=section.timeout_s)
+            return WorkedReward(FORMAT, section, pattern=section.pattern)
         case MathVerifyReward():
-            return MathVerify(find=section.find_answer, num_workers=section.workers, timeout_s=section.timeout_s)
+            return WorkedReward(MATH, section, find=section.find_answer)
         case LengthReward():
             return Length(full=section.full_tokens, zero=section.zero_tokens)
         case OverlongReward():

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from coordinator.rewards.base import Reward, ScoredText, Scores
 from coordinator.workers.pool import RewardWorkers
 from coordinator.workers.task import Task
+from tandem_config.sections.reward import TextSection
 
 # Share of the texts that may take too long: a policy may well write a few of them.
 MAX_LATE_SHARE = 0.25
@@ -21,12 +22,20 @@ def late_budget(num_texts: int) -> int:
 class WorkedReward(Reward):
     """A reward that compares a completion's text with the answer in worker processes.
 
+    There, because sympy can take seconds or hang on one expression, and a pattern with nested quantifiers exponential
+    time, for which `re` blocks the interpreter.
+
     A job's value is a score, or `{"unreadable": why}` if no completion could match its answer, or `{"found": text}`:
     the score is 0.0, because the completion has this in place of the answer.
+
+    Args:
+        task: its name.
+        settings: of the task.
     """
 
-    def __init__(self, task: Task, *, num_workers: int) -> None:
-        self._workers = RewardWorkers(task, count=num_workers)
+    def __init__(self, task: str, section: TextSection, **settings: str) -> None:
+        work = Task(name=task, settings=settings, timeout_s=section.timeout_s)
+        self._workers = RewardWorkers(work, count=section.workers)
 
     async def score(self, items: Sequence[ScoredText]) -> Scores:
         """Return [S] scores of 0.0 or 1.0."""

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NewType, TypeVar
 from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag, ValidationInfo, field_validator
 
 from tandem_config.sections.base import PositiveInt, setting
-from tandem_config.sections.rewards.base import FailureSection, RewardSection, StopSection, Timeout, compiled, wrong
+from tandem_config.sections.rewards.base import FailureSection, Pattern, RewardSection, StopSection, Timeout, wrong
 from tandem_config.sections.rewards.servers import JudgeReward, RemoteReward
 
 # `FILE.py:FUNCTION` or `package.module:FUNCTION`. Loading makes the file absolute.
@@ -49,14 +49,9 @@ class RegexReward(TextSection):
 
     kind: Literal["regex"] = setting(..., "chosen by name")
     """Kind of reward."""
-    pattern: str = setting(..., "no default: it depends on the task")
+    pattern: Pattern = setting(..., "no default: it depends on the task")
     r"""Python regular expression, searched in the completion; with a group, group 1 must equal the answer, e.g. 'answer
     is (\d+)'."""
-
-    @field_validator("pattern")
-    @classmethod
-    def _compiles(cls, pattern: str) -> str:
-        return compiled(pattern)
 
 
 class FormatReward(TextSection):
@@ -64,14 +59,9 @@ class FormatReward(TextSection):
 
     kind: Literal["format"] = setting(..., "chosen by name")
     """Kind of reward."""
-    pattern: str = setting(..., "no default: it depends on the task")
+    pattern: Pattern = setting(..., "no default: it depends on the task")
     """Python regular expression that the whole completion must match; a dot is any character, line ends too, e.g.
     '<think>.*</think>.*'."""
-
-    @field_validator("pattern")
-    @classmethod
-    def _compiles(cls, pattern: str) -> str:
-        return compiled(pattern)
 
 
 class MathVerifyReward(TextSection):

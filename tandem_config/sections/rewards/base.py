@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from tandem_config.sections.base import Fraction, Section, setting
@@ -29,6 +29,9 @@ def compiled(pattern: str) -> str:
     except (re.error, RecursionError, OverflowError) as error:
         raise wrong(f"is not a regular expression: {error}", "in YAML, put the pattern in single quotes") from error
     return pattern
+
+
+Pattern = Annotated[str, AfterValidator(compiled)]
 
 
 class RewardSection(Section):

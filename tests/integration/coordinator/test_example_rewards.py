@@ -13,9 +13,9 @@ import yaml
 
 from coordinator.rewards.base import Reward, ScoredText, Scores
 from coordinator.rewards.function import OwnFunction
-from coordinator.rewards.math_verify import MathVerify
+from coordinator.rewards.registry import build_reward
 from examples.code import rewards
-from tandem_config.sections.reward import FunctionReward
+from tandem_config.sections.reward import FunctionReward, MathVerifyReward
 from tests.house.repository import REPO
 
 pytestmark = pytest.mark.integration
@@ -44,7 +44,8 @@ async def test_the_solution_of_a_math_row_is_right_and_that_of_another_is_wrong(
         ScoredText(completion=completion, answer=answer, truncated=False)
         for completion, answer in zip(solutions + others, solutions * 2, strict=True)
     ]
-    found = await scores(MathVerify(num_workers=2, timeout_s=20), texts)
+    reward = build_reward(MathVerifyReward(kind="math_verify", workers=2, timeout_s=20.0), max_new_tokens=8)
+    found = await scores(reward, texts)
     assert found == Scores(values=[1.0] * len(solutions) + [0.0] * len(solutions))
 
 
