@@ -394,4 +394,4 @@ class Run:
     def _save_state(self, status: str) -> None:
         self.state.status = status
         self.state.wall_s = self._earlier_s + time.monotonic() - self._start_s
-        self.state.note(self.run_dir / STATE_FILE, self.lead.check)
+        self.state.save(self.run_dir / STATE_FILE, self.lead.check, durable=False)

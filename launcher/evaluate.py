@@ -28,7 +28,7 @@ from tandem_files.run_config import LAUNCHED_CONFIG, RESOLVED_CONFIG
 from tandem_files.run_folder import EVALUATION_FILE, claimed, read_evaluation
 
 if TYPE_CHECKING:
-    from launcher.run.evaluation import EvaluationRequest
+    from launcher.run.run import RunRequest
 
 # What --data sets.
 _SET_BY_DATA = ("data.train", "evaluation.sets")
@@ -180,18 +180,18 @@ def _nothing_to_evaluate() -> ConfigProblem:
     )
 
 
-def _prepare(stack: ExitStack, config: RunConfig, indices: list[RowIndex]) -> "EvaluationRequest":
+def _prepare(stack: ExitStack, config: RunConfig, indices: list[RowIndex]) -> "RunRequest":
     """Make a folder, lock it until `stack` ends, and write the configuration into it. Raises: ConfigError, OSError."""
-    from launcher.run.evaluation import EvaluationRequest
+    from launcher.run.run import RunRequest
 
     run_dir = stack.enter_context(claimed(config.run.output_dir, config.run.name))
     write_config(run_dir, config, LAUNCHED_CONFIG, RESOLVED_CONFIG)
     write_indices(run_dir, indices)
     indices.clear()  # they would take memory as long as the evaluation
-    return EvaluationRequest(config=config, run_dir=run_dir, redis_url=redis_url_with_files())
+    return RunRequest(config=config, run_dir=run_dir, redis_url=redis_url_with_files(), resume=False)
 
 
-def _evaluate(request: "EvaluationRequest") -> int:
+def _evaluate(request: "RunRequest") -> int:
     """Evaluate, and print the results. Returns: the exit code."""
     from launcher.run.evaluation import launch_evaluation
     from launcher.view.evaluation import print_evaluation

@@ -101,14 +101,11 @@ class Scrapes:
         """Wait for a scrape that begins now or later, within patience_s, until `stop`. Returns: whether it came."""
         now_s = time.monotonic()
         deadline_s = now_s + self.patience_s()
-        while not self._begun_since(now_s):
+        while all(begun_s < now_s for begun_s in list(self._begun_s)):
             if time.monotonic() >= deadline_s or stop.is_set():
                 return False
             await asyncio.sleep(_LOOK_S)
         return True
-
-    def _begun_since(self, time_s: float) -> bool:
-        return any(begun_s >= time_s for begun_s in list(self._begun_s))
 
 
 class _Answer:

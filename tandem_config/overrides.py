@@ -60,7 +60,8 @@ def _parse(text: str) -> Override | ConfigProblem:
     if not field:
         return _not_a_key(text, section, raw)
     if section not in keys.sections():
-        guess = keys.did_you_mean("", section) if field not in _all_fields() else keys.did_you_mean(section, field)
+        fields = {key.partition(".")[2] for key in keys.all_keys()}
+        guess = keys.did_you_mean("", section) if field not in fields else keys.did_you_mean(section, field)
         guess = keys.of_another(key.split(".")) or guess
         return _problem(text, key, raw, f"there is no section {section!r}", guess)
     if field not in keys.fields_of(section):
@@ -111,10 +112,6 @@ def _not_a_key(text: str, name: str, raw: str) -> ConfigProblem:
         fields = ", ".join(f"{name}.{field}" for field in keys.fields_of(name)[:4])
         return _problem(text, name, raw, "is a section, not a key", f"set one of its keys: {fields}, ...")
     return _problem(text, name, raw, "needs the form section.key", keys.did_you_mean("", name))
-
-
-def _all_fields() -> set[str]:
-    return {key.partition(".")[2] for key in keys.all_keys()}
 
 
 def _problem(text: str, key: str, value: str, message: str, suggestion: str) -> ConfigProblem:

@@ -16,7 +16,7 @@ of what there was when it was checked, and not of what has been made since.
 import json
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -104,15 +104,9 @@ def take_folder(run_dir: Path, leader: FolderLeader, before_write: Callable[[], 
 
 
 def _remove_temporary(run_dir: Path) -> None:
-    for path in _temporary(run_dir):
-        path.unlink(missing_ok=True)
-
-
-def _temporary(run_dir: Path) -> Iterator[Path]:
-    for name in REPLACED:
-        yield from run_dir.glob(f".{name}.*.tmp")
-    for folder in _FOLDERS:
-        yield from run_dir.glob(f"{folder}/.*.tmp")
+    for pattern in (*(f".{name}.*.tmp" for name in REPLACED), *(f"{folder}/.*.tmp" for folder in _FOLDERS)):
+        for path in run_dir.glob(pattern):
+            path.unlink(missing_ok=True)
 
 
 def _renew(path: Path) -> None:

@@ -19,7 +19,11 @@ def remaining_s(
         rows: rows of metrics.jsonl, the newest last.
     """
     recent = rows[-_RECENT:]
-    busy = [_busy_s(row) for row in recent if row.get("iteration_s") is not None]
+    busy = [
+        iteration_s - (row.get("evaluate_s") or 0.0) - (row.get("checkpoint_s") or 0.0)
+        for row in recent
+        if (iteration_s := row.get("iteration_s")) is not None
+    ]
     if not busy:
         return None
     done = int(rows[-1].get("iteration") or 0)
@@ -30,10 +34,6 @@ def remaining_s(
         if seconds:
             estimate += median(seconds) * sum(number % every == 0 or number == total for number in due)
     return estimate
-
-
-def _busy_s(row: Mapping[str, float | None]) -> float:
-    return (row["iteration_s"] or 0.0) - (row.get("evaluate_s") or 0.0) - (row.get("checkpoint_s") or 0.0)
 
 
 def clock(seconds: float) -> str:

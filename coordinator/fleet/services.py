@@ -141,7 +141,11 @@ async def find_services(
     if cluster is None and not resumed:
         record = await _wait_for_all(config, registry, wanted)
     else:
-        outlook = LeaseOutlook(config, registry) if cluster is None else _pods(config, cluster)
+        outlook: Outlook = LeaseOutlook(config, registry)
+        if cluster is not None:
+            from coordinator.fleet.kubernetes.arrivals import ClusterOutlook
+
+            outlook = ClusterOutlook(config, cluster)
         record = await wait_for_enough(config, registry, outlook, wanted, for_others=for_others)
     trainer = Trainer(record.address, identity, fence)
     stack.push_async_callback(trainer.close)
@@ -207,13 +211,6 @@ async def _found(
         return await asyncio.to_thread(registry.wait_for, role, names, timeout_s)
     except DeadlineExceeded as missing:
         return missing
-
-
-def _pods(config: RunConfig, cluster: "Cluster") -> Outlook:
-    """Return what the cluster's pods say of missing services."""
-    from coordinator.fleet.kubernetes.arrivals import ClusterOutlook
-
-    return ClusterOutlook(config, cluster)
 
 
 def _guard(cluster: "Cluster", services: Services) -> "TrainerGuard":

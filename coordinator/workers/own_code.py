@@ -50,7 +50,7 @@ def load(
         raise Unfit(f"{function} in {place} {error}") from None
     is_async = inspect.iscoroutinefunction(code) or inspect.iscoroutinefunction(getattr(code, "__call__", None))  # noqa: B004
     return Work(
-        call=_asynchronous(code, signature) if is_async else _synchronous(code, signature),
+        call=_call_of(code, signature, is_async=is_async),
         is_async=is_async,
         form={
             "per": signature.per,
@@ -170,28 +170,23 @@ def _with_parts(scores: list[Score], logged: LoggedParts) -> list[Score]:
     return found
 
 
-def _synchronous(code: Callable[..., Any], signature: Signature) -> Callable[[Any], Any]:
-    def one(sample: Any) -> Any:
+def _call_of(code: Callable[..., Any], signature: Signature, *, is_async: bool) -> Callable[[Any], Any]:
+    of_one = signature.per == "sample"
+    arguments = signature.arguments if of_one else signature.arguments_of_all
+
+    def scored(given: Any, value: Any, logged: LoggedParts) -> Any:
+        found = _with_parts([score_of(value)] if of_one else scores_of(value, len(given)), logged)
+        return found[0] if of_one else found
+
+    def called(given: Any) -> Any:
         logged = LoggedParts()
-        return _with_parts([score_of(code(**signature.arguments(sample, logged)))], logged)[0]
+        return scored(given, code(**arguments(given, logged)), logged)
 
-    def several(samples: Any) -> Any:
+    async def awaited(given: Any) -> Any:
         logged = LoggedParts()
-        return _with_parts(scores_of(code(**signature.arguments_of_all(samples, logged)), len(samples)), logged)
+        return scored(given, await code(**arguments(given, logged)), logged)
 
-    return one if signature.per == "sample" else several
-
-
-def _asynchronous(code: Callable[..., Any], signature: Signature) -> Callable[[Any], Any]:
-    async def one(sample: Any) -> Any:
-        logged = LoggedParts()
-        return _with_parts([score_of(await code(**signature.arguments(sample, logged)))], logged)[0]
-
-    async def several(samples: Any) -> Any:
-        logged = LoggedParts()
-        return _with_parts(scores_of(await code(**signature.arguments_of_all(samples, logged)), len(samples)), logged)
-
-    return one if signature.per == "sample" else several
+    return awaited if is_async else called
 
 
 def import_code(place: str, source: Mapping[str, str] | None) -> tuple[ModuleType, str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from launcher.deploy import options
+from launcher.view.cli import Level
 
 if TYPE_CHECKING:
     from launcher.deploy.commands import Where
@@ -197,7 +198,7 @@ def logs(
     services: Annotated[
         list[str] | None, typer.Argument(metavar="[SERVICE]...", help="coordinator, trainer, rollout, redis, or a pod.")
     ] = None,
-    level: Annotated[str, typer.Option("--level", metavar="debug|info|warning|error", help="Lowest level.")] = "info",
+    level: Annotated[Level, typer.Option("--level", help="Lowest level.")] = "info",
     since: Annotated[
         str, typer.Option("--since", metavar="TIME", help="Only later lines: 90s, 10m, 2h, 1d ago, or 14:30.")
     ] = "",
@@ -220,10 +221,7 @@ def logs(
         tandem deploy logs math trainer --previous --level warning
     """
     from launcher.deploy.running_commands import logs_command
-    from launcher.view.logs.lines import LEVELS
 
-    if level not in LEVELS:
-        raise typer.BadParameter(f"--level {level}: there are {', '.join(LEVELS)}")
     where = _where(namespace, kubeconfig, context)
     wanted: dict[str, Any] = {"level": level, "since": since, "newest": newest, "follow": follow, "previous": previous}
     raise typer.Exit(logs_command(run, services or [], where, **wanted))

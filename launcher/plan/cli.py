@@ -1,19 +1,11 @@
 """The options of `tandem plan`. Heavy imports happen inside, so that --help stays quick."""
 
-from enum import Enum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 if TYPE_CHECKING:
     from weightsync.plans.cost import Speeds
-
-
-class Dtype(Enum):
-    """Types in which weights can be sent."""
-
-    bfloat16 = "bfloat16"
-    float32 = "float32"
 
 
 # ---- what is moved, from where to where ----
@@ -33,7 +25,7 @@ TrainerSizes = Annotated[
 ]
 RolloutSizes = Annotated[str, typer.Option(metavar="SIZES", help="tp, and ep of its ranks.")]
 Replicas = Annotated[int, typer.Option(min=1, max=100_000, help="Rollout replicas.")]
-TravelDtype = Annotated[Dtype, typer.Option(help="Type in which weights are sent.")]
+TravelDtype = Annotated[Literal["bfloat16", "float32"], typer.Option(help="Type in which weights are sent.")]
 BucketMib = Annotated[
     float | None,
     typer.Option(help="Largest message, in MiB; by default 256 divided by the replicas, at least 4, as between GPUs."),
@@ -70,7 +62,7 @@ def plan(
     trainer: TrainerSizes = "tp=1",
     rollout: RolloutSizes = "tp=1",
     replicas: Replicas = 1,
-    dtype: TravelDtype = Dtype.bfloat16,
+    dtype: TravelDtype = "bfloat16",
     bucket_mib: BucketMib = None,
     trainer_gbps: TrainerGbps = 400.0,
     rollout_gbps: RolloutGbps = 400.0,
@@ -97,7 +89,7 @@ def plan(
         trainer=trainer,
         rollout=rollout,
         replicas=replicas,
-        dtype=dtype.value,
+        dtype=dtype,
         bucket_mib=bucket_mib,
         speeds=_speeds(trainer_gbps, rollout_gbps, latency_us, rpc_ms, copy_gbps, digest_gbps),
         as_json=as_json,

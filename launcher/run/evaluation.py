@@ -2,13 +2,12 @@
 
 import asyncio
 import secrets
-from dataclasses import dataclass
-from pathlib import Path
 from signal import Signals
 
 from launcher.run.devices import plan_devices
 from launcher.run.outcome import LaunchOutcome
 from launcher.run.processes import EVALUATOR, plan_evaluation
+from launcher.run.run import RunRequest
 from launcher.run.starting import StopSignals, launch_of, start_redis, start_services, stop_services
 from launcher.run.supervisor import Supervisor
 from launcher.view.run_view import RunView
@@ -16,29 +15,15 @@ from servicekit.cuda import find_gpus
 from servicekit.errors import TandemError
 from servicekit.lifecycle.exit_codes import EXIT_FAILED, EXIT_OK
 from servicekit.lifecycle.tasks import cancel, end_of, first_of
-from tandem_config.schema import RunConfig
 from tandem_files.run_folder import make_token, note_launch
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluationRequest:
-    """An evaluation to launch; its folder is locked and holds the configuration.
-
-    Attributes:
-        redis_url: None: start a server.
-    """
-
-    config: RunConfig
-    run_dir: Path
-    redis_url: str | None
-
-
-def launch_evaluation(request: EvaluationRequest, view: RunView) -> LaunchOutcome:
+def launch_evaluation(request: RunRequest, view: RunView) -> LaunchOutcome:
     """Start all processes, wait for the results, and end them; none is left when this returns."""
     return asyncio.run(_launch(request, view))
 
 
-async def _launch(request: EvaluationRequest, view: RunView) -> LaunchOutcome:
+async def _launch(request: RunRequest, view: RunView) -> LaunchOutcome:
     supervisor = Supervisor()
     with StopSignals(on_second=supervisor.kill) as signals:
         drive = asyncio.create_task(_drive(request, supervisor, view), name="drive")
@@ -53,7 +38,7 @@ async def _launch(request: EvaluationRequest, view: RunView) -> LaunchOutcome:
     return LaunchOutcome(code=128 + number, text=f"stopped by {number.name}: nothing was written")
 
 
-async def _drive(request: EvaluationRequest, supervisor: Supervisor, view: RunView) -> LaunchOutcome:
+async def _drive(request: RunRequest, supervisor: Supervisor, view: RunView) -> LaunchOutcome:
     """Start everything, and wait for the first process that ends: the evaluator, or one that it needs."""
     try:
         await _start(request, supervisor, view)
@@ -66,7 +51,7 @@ async def _drive(request: EvaluationRequest, supervisor: Supervisor, view: RunVi
     return LaunchOutcome(code=EXIT_FAILED, text=f"failed: {ended.describe()}; log: {ended.log}")
 
 
-async def _start(request: EvaluationRequest, supervisor: Supervisor, view: RunView) -> None:
+async def _start(request: RunRequest, supervisor: Supervisor, view: RunView) -> None:
     """Start Redis, the replicas and the evaluator. Raises: TandemError, OSError: one cannot be started."""
     launch_id = f"{request.run_dir.name}-{secrets.token_hex(4)}"
     note_launch(request.run_dir, launch_id)

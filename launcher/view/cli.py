@@ -3,9 +3,8 @@
 import secrets
 import signal
 import threading
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -13,16 +12,8 @@ if TYPE_CHECKING:
     from coordinator.web.server import PageServer
 
 _HOST = "127.0.0.1"
+Level = Literal["debug", "info", "warning", "error"]
 _RunDir = Annotated[Path | None, typer.Argument(help="The run's folder; default: the newest one in ./runs.")]
-
-
-class Level(StrEnum):
-    """Levels of log lines."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
 
 
 def samples(
@@ -111,7 +102,7 @@ def logs(
             "--service", metavar="NAME", help="Only this service, e.g. rollout-0, or rollout; repeat for more."
         ),
     ] = None,
-    level: Annotated[Level, typer.Option("--level", help="Lowest level.")] = Level.INFO,
+    level: Annotated[Level, typer.Option("--level", help="Lowest level.")] = "info",
     since: Annotated[
         str, typer.Option("--since", metavar="TIME", help="Only later lines: 90s, 10m, 2h, 1d ago, or 14:30.")
     ] = "",
@@ -129,7 +120,7 @@ def logs(
     """
     from launcher.view.logs.show import logs_command
 
-    raise typer.Exit(logs_command(run_dir, service or [], level=level.value, since=since, newest=newest, follow=follow))
+    raise typer.Exit(logs_command(run_dir, service or [], level=level, since=since, newest=newest, follow=follow))
 
 
 def compare(

@@ -23,10 +23,6 @@ _LOOK_EVERY_S = 1.0
 log = get_logger(__name__)
 
 
-def _utc_now() -> datetime.datetime:
-    return datetime.datetime.now(datetime.UTC)
-
-
 class Identity:
     """The identity of this process towards its peers. Thread-safe.
 
@@ -46,7 +42,7 @@ class Identity:
         role: str,
         *,
         clock: Callable[[], float] = time.monotonic,
-        now: Callable[[], datetime.datetime] = _utc_now,
+        now: Callable[[], datetime.datetime] = lambda: datetime.datetime.now(datetime.UTC),
     ) -> None:
         self._files = files
         self._role = role

@@ -47,7 +47,7 @@ def is_default(config: RunConfig, key: str) -> bool:
     """Whether a setting has its default value, as a release has that does not know it."""
     section, name = keys.split(key)
     content = getattr(config, section)
-    entry: Section = content[_place(key)] if section in LISTED else content
+    entry: Section = content[int(key.partition("[")[2].partition("]")[0])] if section in LISTED else content
     field = type(entry).model_fields[name]
     return not field.is_required() and getattr(entry, name) == field.get_default(call_default_factory=True)
 
@@ -61,10 +61,6 @@ def shown(key: str, texts: Texts) -> str:
 def digest_of(texts: Texts) -> str:
     """Return the digest of settings."""
     return hashlib.sha256(json.dumps(dict(texts), sort_keys=True).encode()).hexdigest()
-
-
-def _place(key: str) -> int:
-    return int(key.partition("[")[2].partition("]")[0])
 
 
 def _values(dumped: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

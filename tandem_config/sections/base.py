@@ -26,13 +26,9 @@ MessageMib = Annotated[float, Field(ge=2**-8, le=2**16)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
-def _tuple_of(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 T = TypeVar("T")
 # A YAML list, immutable: values are validated strictly, which would refuse a list for a tuple.
-ListOf = Annotated[tuple[T, ...], BeforeValidator(_tuple_of)]
+ListOf = Annotated[tuple[T, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 
 
 class NumberBounds(TypedDict, total=False):

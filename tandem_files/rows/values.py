@@ -74,7 +74,7 @@ def answer_of(record: Mapping[str, Any], key: str | None, raw: bytes = b"") -> s
     if key is None:
         return ""
     value = column(record, key, "data.answer_key")
-    if raw and _holds_float(value):
+    if raw and any(isinstance(one, float) for one in (value if isinstance(value, list) else [value])):
         value = column(json.loads(raw, parse_float=_Digits), key, "data.answer_key")
     if isinstance(value, list) and value:
         texts = [_answer_text(one) for one in value]
@@ -94,10 +94,6 @@ def answer_of(record: Mapping[str, Any], key: str | None, raw: bytes = b"") -> s
 
 class _Digits(str):
     """The text of a number."""
-
-
-def _holds_float(value: Any) -> bool:
-    return isinstance(value, float) or (isinstance(value, list) and any(isinstance(one, float) for one in value))
 
 
 def _answer_text(value: Any) -> str | None:

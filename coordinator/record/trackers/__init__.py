@@ -1,9 +1,11 @@
 """Sends each iteration's figures to experiment trackers, one adapter per tracker; their libraries are imported late."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from coordinator.record.trackers.base import Backend, Completions, Outcome, RunFacts, Tracker
+from coordinator.record.trackers.base import Backend, Outcome, RunFacts, Tracker
+from coordinator.record.trackers.completions import shown_of
 from coordinator.record.trackers.mlflow import MlflowBackend
 from coordinator.record.trackers.settings import public_settings
 from coordinator.record.trackers.tensorboard import TensorboardBackend
@@ -24,10 +26,13 @@ def build_trackers(
         codec: decodes completions, for trackers that show them.
     """
     facts = RunFacts(name=config.run.name, run_dir=run_dir, settings=public_settings(config), outcome=outcome)
-    return [
-        Tracker(_backend(entry, facts), facts, completions=Completions(number=entry.completions, codec=codec))
-        for entry in config.trackers
-    ]
+    found = []
+    for entry in config.trackers:
+        shows = None
+        if codec is not None and entry.completions:
+            shows = partial(shown_of, number=entry.completions, codec=codec)
+        found.append(Tracker(_backend(entry, facts), facts, completions=shows))
+    return found
 
 
 def _backend(entry: Entry, facts: RunFacts) -> Backend:

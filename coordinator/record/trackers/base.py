@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from coordinator.record.sinks import FinishedIteration
-from coordinator.record.trackers.completions import Shown, shown_of
+from coordinator.record.trackers.completions import Shown
 from coordinator.record.trackers.settings import Settings, without_login
 from servicekit.logs import get_logger
 from tandem_files.atomic import write_json_atomic
 from tandem_files.metrics_file import METRICS_FILE, MetricsFile, Row
-from tandem_files.tokenizer import TextCodec
 
 # Between attempts at a tracker that fails, so that each iteration does not wait for its timeouts again.
 RETRY_S = 60.0
@@ -46,23 +45,6 @@ class RunFacts:
     run_dir: Path
     settings: Settings
     outcome: Callable[[], Outcome]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Completions:
-    """Which completions a tracker gets.
-
-    Attributes:
-        number: of an iteration, and of each of its evaluations; 0: none.
-        codec: decodes them.
-    """
-
-    number: int = 0
-    codec: TextCodec | None = None
-
-    def of(self, finished: FinishedIteration) -> list[Shown]:
-        """Return those of an iteration."""
-        return [] if self.codec is None or self.number == 0 else shown_of(finished, self.number, self.codec)
 
 
 class Backend(Protocol):
@@ -99,7 +81,7 @@ class Tracker:
 
     Args:
         clock: monotonic seconds.
-        completions: those that it gets as well.
+        completions: chooses those of an iteration that it gets as well; None: none.
     """
 
     def __init__(
@@ -107,9 +89,9 @@ class Tracker:
         backend: Backend,
         facts: RunFacts,
         clock: Callable[[], float] = time.monotonic,
-        completions: Completions | None = None,
+        completions: Callable[[FinishedIteration], list[Shown]] | None = None,
     ) -> None:
-        self._completions = Completions() if completions is None else completions
+        self._completions = completions
         # Completions of the iteration to send next; an unreachable tracker gets figures later, and no completions.
         self._shown: tuple[int, list[Shown]] = (0, [])
         self._refused = ""
@@ -135,7 +117,7 @@ class Tracker:
         if self._clock() < self._retry_s:
             return None
         try:
-            self._shown = (iteration, self._completions.of(finished))
+            self._shown = (iteration, [] if self._completions is None else self._completions(finished))
             remark = self._send([finished.row])
             refused, self._refused = self._refused, ""
             return remark or refused or None
@@ -182,7 +164,7 @@ class Tracker:
             self._backend.show(iteration, shown)
         except Exception as error:  # noqa: BLE001 - the boundary of a foreign library, as in take
             log.warning("tracker takes no completions", tracker=self.name, error=without_login(str(error)))
-            self._completions = Completions()
+            self._completions = None
             self._refused = f"{self.name} does not take completions: {_described(error)}; it gets the figures only"
 
     def _write_note(self, *, closed: bool) -> None:

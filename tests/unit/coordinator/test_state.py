@@ -97,7 +97,7 @@ def test_what_the_check_before_a_write_refuses_is_not_written(tmp_path: Path) ->
     state, metrics, folder = state_at(1), MetricsFile(tmp_path / "metrics.jsonl"), tmp_path / "step"
     folder.mkdir()
     writes: list[Callable[[], object]] = [
-        lambda: state.note(tmp_path / "state.json", refuse),
+        lambda: state.save(tmp_path / "state.json", refuse, durable=False),
         lambda: state.save(tmp_path / "coordinator.json", refuse),
         lambda: metrics.append({"iteration": 1}, refuse),
         lambda: mark_complete(folder, refuse, iteration=1),

@@ -41,7 +41,7 @@ def of_call(change: Callable[[Path, Check, str], object]) -> Writer:
 
 def saved(run_dir: Path, check: Check, by: str, *, durable: bool) -> None:
     state = RunState(cursor=CursorState(sources=()), batch_rng={}, model_fingerprint=by)
-    (state.save if durable else state.note)(run_dir / STATE_FILE, check)
+    state.save(run_dir / STATE_FILE, check, durable=durable)
 
 
 def log(run_dir: Path, check: Check, by: str) -> Callable[[], object]:
@@ -339,7 +339,7 @@ def unchecked_calls() -> Iterator[tuple[str, str]]:
             text = ast.unparse(call)
             names = [call.func, *call.args] if "to_thread" in ast.unparse(call.func) else [call.func]
             name = ast.unparse(names[1] if len(names) > 1 else names[0]).rpartition(".")[2]
-            of_object = text.startswith(("self.state.note(", "state.save(", "note_failure(run_dir")) or (
+            of_object = text.startswith(("self.state.save(", "state.save(", "note_failure(run_dir")) or (
                 path == "coordinator/run.py" and "rows.append(" in text
             )
             if "self.checkpointer." in text or text == "self.mark_best()":
