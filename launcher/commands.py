@@ -184,15 +184,14 @@ def _prepare(
     Raises: ConfigError, OSError: the folder cannot be locked or written to.
     """
     from launcher.run.run import RunRequest
-    from launcher.run.scaling import with_replicas
 
     if resume is None:
         run_dir = stack.enter_context(claimed(config.run.output_dir, config.run.name))
     else:
         run_dir = resume
         stack.enter_context(locked(run_dir))
-    config = config.model_copy(update={"run": config.run.model_copy(update={"name": run_dir.name})})
-    filed = config if scale is None else with_replicas(config, scale.configured)
+    config = config.changed("run", name=run_dir.name)
+    filed = config if scale is None else config.changed("rollout", replicas=scale.configured)
     write_config(run_dir, filed, LAUNCHED_CONFIG, RESOLVED_CONFIG if resume is None else NEXT_CONFIG)
     write_indices(run_dir, indices)
     indices.clear()

@@ -91,6 +91,11 @@ def print_pairs(console: Console, pairs: Sequence[tuple[str, str]], style: str =
         console.print(Text.assemble((f"{name.rjust(width)}  ", style), text))
 
 
+def number_text(value: float | None, form: str, scale: float = 1.0) -> str:
+    """Format a figure; a dash: it was not measured."""
+    return "-" if value is None else format(value * scale, form)
+
+
 def table_of(*titles: str, texts: Collection[str] = (), wraps: bool = False, header_style: str = "bold") -> Table:
     """Make a table of figures behind a first column of texts.
 

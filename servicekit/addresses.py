@@ -74,18 +74,14 @@ def resolve(host: str) -> str:
     return reached_at([str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)])
 
 
-def family_of(address: str) -> socket.AddressFamily:
-    """Return the family of an address, not of a name."""
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
 def listen(host: str, port: int = 0) -> socket.socket:
     """Listen on a host name or address; on `::` for IPv4 as well, whatever net.ipv6.bindv6only says.
 
     Raises: OSError: the address is in use or not one of this machine.
     """
     address = resolve(host)
-    return socket.create_server((address, port), family=family_of(address), dualstack_ipv6=address == "::")
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, dualstack_ipv6=address == "::")
 
 
 def any_host() -> str:

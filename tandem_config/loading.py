@@ -265,7 +265,7 @@ def _validate(
 def _anchored(config: RunConfig) -> RunConfig:
     """Make `run.output_dir` absolute, so that a resolved file means the same in every working directory."""
     output_dir = paths.absolute(config.run.output_dir)
-    return config.model_copy(update={"run": config.run.model_copy(update={"output_dir": output_dir})})
+    return config.changed("run", output_dir=output_dir)
 
 
 def _discard(values: dict[str, Any], location: tuple[int | str, ...]) -> None:

@@ -89,6 +89,10 @@ class RunConfig(Section):
         filled = {name: {**ASYNC_DEFAULTS[name], **own} for name, own in sections.items() if isinstance(own, Mapping)}
         return {**given, **filled}
 
+    def changed(self, section: str, **values: object) -> "RunConfig":
+        """Return the configuration with other values of a section; they are not checked."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
+
     def evaluation_sets(self) -> tuple[EvaluationSet, ...]:
         """Return the sets to evaluate: data.heldout as one called heldout, then those of evaluation.sets."""
         sets = self.evaluation.sets

@@ -70,6 +70,7 @@ class Scorer:
         missing_S[[*lost]] |= self._environment is not None and self._environment.on_error == "drop"
         failed = [*lost.values(), *(_first(part, scores, items) for part, scores in found if scores.errors)]
         right_S = scores_SR[self._accuracy][~missing_S & ~np.isnan(scores_SR[self._accuracy])]
+        failures = failures_of(found)
         unreadable = {place: why for _, scores in found for place, why in scores.unreadable.items()}
         return GroupScores(
             rewards_PG=rewards_S.reshape(len(groups), -1),
@@ -77,7 +78,7 @@ class Scorer:
             accuracy=float(right_S.mean()) if right_S.size else math.nan,
             accuracy_part=self._accuracy,
             parts={name: values_S.reshape(len(groups), -1) for name, values_S in self._shown(found, scores_SR).items()},
-            failures=_merged(failures_of(found), lost),
+            failures=failures | {place: {"environment": why} | failures.get(place, {}) for place, why in lost.items()},
             num_errors=int(_mask([lost, *(scores.errors for _, scores in found)], len(items)).sum()),
             first_error=next(iter(failed), ""),
             num_timeouts=int(_mask([scores.late for _, scores in found], len(items)).sum()),
@@ -163,11 +164,6 @@ def _before_last_turn(
     said = transcript.messages
     last = max((place for place, message in enumerate(said) if message["role"] == "assistant"), default=0)
     return [*messages, *said[:last]]
-
-
-def _merged(failures: dict[int, dict[str, str]], lost: Mapping[int, str]) -> dict[int, dict[str, str]]:
-    """Add the environment's failures to those of the rewards."""
-    return failures | {place: {"environment": why} | failures.get(place, {}) for place, why in lost.items()}
 
 
 async def _score(part: Part, items: Sequence[ScoredText]) -> Scores:

@@ -247,7 +247,8 @@ def read_signature(function: Callable[..., Any], *, per: str | None, args: Mappi
     known = _BORROWED if per == "sample" else _BORROWED_BY_BATCHES
     _check_number(named, {**names, **known}, per)
     borrowed = [parameter for name, parameter in named.items() if name in known and name not in (*names, *args)]
-    others = _others(named, args, all_of_them=everything and per != "sample")
+    all_of_them = everything and per != "sample"
+    others = [name for name in _OF_THE_TRAINER if name not in args and (all_of_them or name in named)]
     further = [parameter for name, parameter in named.items() if name not in (*names, *args, *known, *_OF_THE_TRAINER)]
     values = [names[name] for name in names if name in named or (everything and name not in _BY_NAME_ONLY)]
     return Signature(
@@ -260,11 +261,6 @@ def read_signature(function: Callable[..., Any], *, per: str | None, args: Mappi
         everything=everything,
         args={name: value for name, value in args.items() if everything or name in named},
     )
-
-
-def _others(named: Mapping[str, Any], args: Mapping[str, Any], *, all_of_them: bool) -> list[str]:
-    """Return the names of what the trainer gives that a function takes."""
-    return [name for name in _OF_THE_TRAINER if name not in args and (all_of_them or name in named)]
 
 
 def _guess(named: Mapping[str, Any]) -> str:

@@ -85,8 +85,7 @@ def fitting_tokens(config: RunConfig, spec: ModelSpec, memory: float) -> int:
     """Halve trainer.max_tokens_per_micro_batch until the trainer's peak is at most `memory` bytes; 0 if none fits."""
     tokens = config.trainer.max_tokens_per_micro_batch // 2
     while tokens >= 1:
-        smaller = config.trainer.model_copy(update={"max_tokens_per_micro_batch": tokens})
-        found = trainer_memory(config.model_copy(update={"trainer": smaller}), spec)
+        found = trainer_memory(config.changed("trainer", max_tokens_per_micro_batch=tokens), spec)
         if max(stage.peak for stage in found) <= memory:
             return tokens
         tokens //= 2
@@ -240,9 +239,9 @@ def _savings(config: RunConfig, spec: ModelSpec, memory: float) -> Iterator[str]
     trainer = config.trainer
     for text, changes in _SAVINGS.items():
         divides = trainer.data_parallel * trainer.context_parallel > 1 or "distributed_optimizer" not in changes
-        saving = trainer.model_copy(update=changes)
-        if divides and saving != trainer:
-            found = trainer_memory(config.model_copy(update={"trainer": saving}), spec)
+        saving = config.changed("trainer", **changes)
+        if divides and saving != config:
+            found = trainer_memory(saving, spec)
             if max(stage.peak for stage in found) <= memory:
                 yield text
 

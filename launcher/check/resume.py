@@ -15,7 +15,7 @@ from launcher.check.host import is_writable
 from servicekit.errors import ConfigError
 from tandem_clients.formatting import TOOLS_SETTING, PromptFormat
 from tandem_config.comparing.described import base_key
-from tandem_config.comparing.resuming import RUN_ID, UNRECORDED, RunComparison, compare, in_one_list
+from tandem_config.comparing.resuming import RUN_ID, UNRECORDED, compare, in_one_list
 from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import COORDINATOR_FILE, TRAINER_FOLDER, newest_sound, read_complete
@@ -75,7 +75,10 @@ def check_resume(
         more = f"--set run.iterations={sound.iteration + 10} adds ten more"
         weights = f"tandem export {run_dir} --out DIR writes its weights"
         yield problem("--resume", run_dir, message, f"{more}; {weights}")
-    comparison = _compared(run_dir, sound.folder, config)
+    mark = read_complete(sound.folder)
+    # A folder that does not say whose it is becomes that of the checkpoint's run.
+    owner = read_identity(run_dir) or RunIdentity(run_id=str(mark.get(RUN_ID, "")))
+    comparison = compare(mark, config, replace(owner, launch_id=run_dir.name))
     if not comparison.recorded:
         yield problem("--resume", run_dir, UNRECORDED, severity="warning")
     yield from _check_same(run_dir, sound.folder, comparison.refused, config, spec, data)
@@ -87,13 +90,6 @@ def check_resume(
 def note_model(run_dir: Path, spec: ModelSpec) -> None:
     """Record the sizes of the run's model, for `check_resume`."""
     (run_dir / MODEL_NOTE).write_text(json.dumps(asdict(spec), indent=2) + "\n", encoding="utf-8")
-
-
-def _compared(run_dir: Path, checkpoint: Path, config: RunConfig) -> RunComparison:
-    """Compare the checkpoint's run with this one; a folder that does not say whose it is becomes that of its run."""
-    mark = read_complete(checkpoint)
-    owner = read_identity(run_dir) or RunIdentity(run_id=str(mark.get(RUN_ID, "")))
-    return compare(mark, config, replace(owner, launch_id=run_dir.name))
 
 
 def _check_same(

@@ -172,11 +172,8 @@ def _simulated(config: RunConfig, slots: int, sync_s: float) -> Figures:
     fewer = slots * prompts * size / (grpo.prompts_per_iteration * grpo.group_size)
     replicas = max(1, min(config.rollout.replicas, int(fewer) // _FEWEST_SLOTS))
     fewer_slots = max(1, round(fewer / replicas))
-    changes = {
-        "grpo": {"prompts_per_iteration": prompts, "group_size": size, "max_new_tokens": tokens},
-        "rollout": {"replicas": replicas},
-    }
-    small = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
+    small = config.changed("grpo", prompts_per_iteration=prompts, group_size=size, max_new_tokens=tokens)
+    small = small.changed("rollout", replicas=replicas)
     lengths = read_lengths(f"lognormal:{max(1.0, tokens * _MEDIAN)},{max(1.0, tokens * _P99)},{tokens}")
     steps = prompts * size * float(lengths.mean()) / (fewer_slots * replicas)
     step_s = _BUSY_S / (steps + tokens)
@@ -192,4 +189,4 @@ def _simulated(config: RunConfig, slots: int, sync_s: float) -> Figures:
         lengths=lengths,
     )
     iterations = max(2 * around, min(_ITERATIONS, _ALL // (prompts * size) - 2 * around))
-    return simulate(config.model_copy(update=small), speeds, iterations, config.schedule.kind)
+    return simulate(small, speeds, iterations, config.schedule.kind)

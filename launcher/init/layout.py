@@ -124,7 +124,7 @@ def _suggest_for_async(choices: Choices, spec: ModelSpec, machine: HostMachine) 
     slots = min(config.rollout.max_running_requests, max(_FEWEST_SLOTS, per_replica // BATCH_PER_SLOT))
     why = f"an iteration has {BATCH_PER_SLOT} x as many for each replica: async keeps both sides busy"
     choices.suggest("rollout.max_running_requests", slots, why)
-    staged = _with(choices.config, "sync", install="staged")
+    staged = choices.config.changed("sync", install="staged")
     memory = None if machine.gpu_gib is None else machine.gpu_gib * GIB
     is_full = memory is not None and (
         rollout_memory(staged, spec).peak(int(config.rollout.mem_fraction_static * memory)) > NEAR * memory
@@ -154,14 +154,14 @@ def _rollout_sizes(choices: Choices, spec: ModelSpec, memory: float | None, most
         least = _LEAST_BYTES_ROLLOUT * spec.num_elements / size
         may_fit = memory is None or least < memory
         if may_fit and not list(check_tensor_size(spec, "rollout.tensor_parallel", size)):
-            config = _with(choices.config, "rollout", tensor_parallel=size)
+            config = choices.config.changed("rollout", tensor_parallel=size)
             if memory is None or _cache_tokens(config, spec, memory, wanted=wanted) == wanted:
                 yield size
 
 
 def _cache_tokens(config: RunConfig, spec: ModelSpec, memory: float, *, wanted: int) -> int:
     """Return how many of the wanted tokens a replica's KV cache holds."""
-    budget = rollout_memory(_with(config, "rollout", max_total_tokens=wanted), spec)
+    budget = rollout_memory(config.changed("rollout", max_total_tokens=wanted), spec)
     static = int(config.rollout.mem_fraction_static * memory)
     rest = int(NEAR * memory) - budget.graphs - budget.spare - budget.buffers
     return budget.cache_tokens(min(static, rest))
@@ -173,8 +173,8 @@ def _trainer_sizes(choices: Choices, spec: ModelSpec, memory: float | None, most
     stages = _candidates(choices, "trainer.pipeline_parallel", most)
     pairs = [pair for pair in product(tensors, stages) if pair[0] * pair[1] <= most]
     for tensor, pipeline in sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair[1])):
-        config = _with(choices.config, "trainer", tensor_parallel=tensor, pipeline_parallel=pipeline)
-        config = _with(config, "trainer", **_of_experts(choices, spec, tensor))
+        config = choices.config.changed("trainer", tensor_parallel=tensor, pipeline_parallel=pipeline)
+        config = config.changed("trainer", **_of_experts(choices, spec, tensor))
         divides = not list(check_trainer_sizes(spec, config.trainer, lambda *keys: True))
         if divides and (memory is None or _micro_batch(config, spec, NEAR * memory) > 0):
             yield tensor, pipeline
@@ -194,10 +194,8 @@ def _micro_batch(config: RunConfig, spec: ModelSpec, memory: float) -> int:
     shards = config.trainer.tensor_parallel * config.trainer.pipeline_parallel
     if _LEAST_BYTES_TRAINER * spec.num_elements / shards > memory:
         return 0
-    config = _with(
-        config, "trainer", max_tokens_per_micro_batch=max(longest, config.trainer.max_tokens_per_micro_batch)
-    )
-    tokens = config.trainer.max_tokens_per_micro_batch
+    tokens = max(longest, config.trainer.max_tokens_per_micro_batch)
+    config = config.changed("trainer", max_tokens_per_micro_batch=tokens)
     if max(stage.peak for stage in trainer_memory(config, spec)) > memory:
         tokens = fitting_tokens(config, spec, memory)
     return tokens if tokens >= longest else 0
@@ -217,7 +215,3 @@ def _candidates(choices: Choices, key: str, most: int) -> list[int]:
     if key in choices.given:
         return [int(getattr(getattr(choices.config, section), field))]
     return [size for size in _SIZES if size <= most]
-
-
-def _with(config: RunConfig, section: str, **values: object) -> RunConfig:
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})

@@ -14,7 +14,7 @@ from launcher.run.devices import DevicePlan, plan_devices
 from launcher.run.outcome import LaunchOutcome
 from launcher.run.processes import Launch, plan_processes
 from launcher.run.restarts import Restarts
-from launcher.run.scaling import Scaling, why_not_here, with_replicas
+from launcher.run.scaling import Scaling, why_not_here
 from launcher.run.starting import StopSignals, launch_of, start_redis, start_services, stop_services
 from launcher.run.supervisor import ProcessExit, ProcessSpec, Supervisor
 from launcher.view.follow import ViewTask
@@ -154,7 +154,7 @@ async def _restart_until_end(
 def _planned(
     request: RunRequest, launch_id: str, redis_url: str, gpus: Sequence[str], replicas: int, *, resume: bool
 ) -> list[ProcessSpec]:
-    config = with_replicas(request.config, replicas)
+    config = request.config.changed("rollout", replicas=replicas)
     described = launch_of(request.run_dir, launch_id, redis_url, resume=resume)
     return request.plan(config, described, plan_devices(config, gpus))
 

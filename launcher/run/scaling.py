@@ -144,7 +144,7 @@ def why_not_configured(config: RunConfig, replicas: int) -> str:
     ranks = config.trainer.world_size + replicas * config.rollout.tensor_parallel
     if ranks > MAX_RANKS:
         return f"{replicas} replicas are {ranks} ranks with the trainer's; a weight sync has {MAX_RANKS} at most"
-    problems = cross_check(with_replicas(config, replicas), lambda *keys: "rollout.replicas" in keys)
+    problems = cross_check(config.changed("rollout", replicas=replicas), lambda *keys: "rollout.replicas" in keys)
     return "; ".join(f"{replicas} replicas: {one.key} = {one.value} {one.message}" for one in problems)
 
 
@@ -159,7 +159,7 @@ def why_not_here(config: RunConfig, gpus: Sequence[str], supervisor: Supervisor,
     if why or replicas <= len(running):
         return why
     if gpus:
-        plan = plan_devices(with_replicas(config, replicas), gpus)
+        plan = plan_devices(config.changed("rollout", replicas=replicas), gpus)
         return (
             ""
             if plan.on_gpus
@@ -173,11 +173,6 @@ def why_not_here(config: RunConfig, gpus: Sequence[str], supervisor: Supervisor,
         f"{replicas - len(running)} more replicas need {needed / _GIB:.1f} GiB of memory, as much as those that run "
         f"have resident; {free / _GIB:.1f} GiB are available"
     )
-
-
-def with_replicas(config: RunConfig, replicas: int) -> RunConfig:
-    """Return the configuration with another number of replicas."""
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"replicas": replicas})})
 
 
 def _resident_bytes(pid: int) -> int:

@@ -127,10 +127,6 @@ class Supervisor:
         """The processes, those that have ended included, until they are replaced or forgotten."""
         return list(self._specs)
 
-    async def end(self, name: str) -> None:
-        """End a process: SIGTERM, and SIGKILL after its grace period."""
-        await self._stop_one(name)
-
     def forget(self, name: str) -> None:
         """Forget a process that has ended: its name is free again."""
         del self._specs[name], self._children[name], self._waiters[name]
@@ -168,7 +164,7 @@ class Supervisor:
 
     async def _stop_all(self, specs: Sequence[ProcessSpec]) -> None:
         for stage in sorted({spec.stage for spec in specs}, reverse=True):
-            await asyncio.gather(*(self._stop_one(spec.name) for spec in specs if spec.stage == stage))
+            await asyncio.gather(*(self.end(spec.name) for spec in specs if spec.stage == stage))
 
     def kill(self) -> None:
         """Kill all processes without a grace period. `stop` must still be awaited to reap them."""
@@ -182,7 +178,8 @@ class Supervisor:
             shutil.rmtree(spec.remove, ignore_errors=True)
         return ProcessExit(name=spec.name, code=code, log=spec.log, since=since)
 
-    async def _stop_one(self, name: str) -> None:
+    async def end(self, name: str) -> None:
+        """End a process: SIGTERM, and SIGKILL after its grace period."""
         child = self._children[name]
         child.signal(signal.SIGTERM)
         _, pending = await asyncio.wait([self._waiters[name]], timeout=self._specs[name].grace_s + _GUARD_MARGIN_S)

@@ -82,6 +82,7 @@ def _score(
 def _lines(report: "Report") -> Iterator["Text"]:
     from rich.text import Text
 
+    from launcher.report import number_text
     from launcher.score.scoring import shown
     from launcher.view.metric_columns import factor
     from launcher.view.samples.draw import turns, visible
@@ -89,8 +90,7 @@ def _lines(report: "Report") -> Iterator["Text"]:
     for one in report.completions:
         reward = "left out" if one.reward is None else f"reward {one.reward:.4g}"
         scores = [
-            f"{name} {'-' if score is None else format(score, '.4g')}{factor(name, report.weights)}"
-            for name, score in one.scores.items()
+            f"{name} {number_text(score, '.4g')}{factor(name, report.weights)}" for name, score in one.scores.items()
         ]
         seconds = f"{sum(one.seconds.values()):.3f} s" if one.seconds else ""
         yield Text.assemble((one.place, "bold cyan"), "  ".join(["", reward, *scores, *_texts(one.parts), seconds]))
@@ -103,7 +103,7 @@ def _lines(report: "Report") -> Iterator["Text"]:
     yield Text("")
     left_out = f", {totals['left_out']} left out" if totals["left_out"] else ""
     means = _texts({name: mean for name, mean in totals["means"].items() if mean is not None})
-    mean = "-" if totals["reward_mean"] is None else f"{totals['reward_mean']:.4g}"
+    mean = number_text(totals["reward_mean"], ".4g")
     yield Text("  ".join([f"{totals['completions']} completions{left_out}: mean reward {mean}", *means]), style="bold")
     for remark in report.remarks:
         yield Text(f"note: {remark}", style="yellow")

@@ -238,7 +238,7 @@ def simulate(config: RunConfig, speeds: ServiceSpeeds, iterations: int, name: st
     """
     before, after = (1, 0) if begins else (config.schedule.max_staleness + 2,) * 2
     all_of_them = before + iterations + after
-    config = config.model_copy(update={"run": config.run.model_copy(update={"iterations": all_of_them})})
+    config = config.changed("run", iterations=all_of_them)
     world = _World(config=config, speeds=speeds)
     with tempfile.TemporaryDirectory(prefix="tandem-simulate-") as folder:
         run(_all_iterations(world, Path(folder)))

@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from launcher.report import table_of
+from launcher.report import number_text, table_of
 from tandem_files.pace import clock as duration
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -152,10 +152,10 @@ def _fleet(overview: Overview, rows: int) -> RenderableType:
         table.add_row(
             row["name"],
             Text(state, style),
-            _number(row["policy_version"], ".0f"),
-            _number(row["sync_s"], ".3f"),
+            number_text(row["policy_version"], ".0f"),
+            number_text(row["sync_s"], ".3f"),
             Text(row["outcome"] or "-", _OUTCOME_STYLES.get(row["outcome"], "")),
-            _number(row["starts"], ".0f"),
+            number_text(row["starts"], ".0f"),
         )
     return table
 
@@ -181,12 +181,12 @@ def _syncs(overview: Overview, rows: int, width: int) -> RenderableType:
         if sync["error"]:
             table.add_row(Text(f"{version} given up", "red"), *["-"] * (len(shown) + len(others)), "-", "-", "-")
             continue
-        milliseconds = [_number(sync["stages"].get(stage), ".1f", 1e3) for stage in shown]
+        milliseconds = [number_text(sync["stages"].get(stage), ".1f", 1e3) for stage in shown]
         if others:
             left = sum(value for stage, value in sync["stages"].items() if stage not in shown)
-            milliseconds.append(_number(left, ".1f", 1e3))
-        mib = _number(sync["bytes_received"], ".1f", 2**-20)
-        table.add_row(version, _number(sync["total_s"], ".1f", 1e3), *milliseconds, mib, f"{sync['attempts']:.0f}")
+            milliseconds.append(number_text(left, ".1f", 1e3))
+        mib = number_text(sync["bytes_received"], ".1f", 2**-20)
+        table.add_row(version, number_text(sync["total_s"], ".1f", 1e3), *milliseconds, mib, f"{sync['attempts']:.0f}")
     return table
 
 
@@ -201,7 +201,3 @@ def _messages(overview: Overview, rows: int, width: int | None) -> RenderableTyp
         text.append_text(line).append("\n")
     text.rstrip()
     return text
-
-
-def _number(value: float | None, form: str, scale: float = 1.0) -> str:
-    return "-" if value is None else format(value * scale, form)

@@ -29,18 +29,15 @@ def probe(what: str, environ: Mapping[str, str], timeout_s: float = TIMEOUT_S) -
     port = environ.get("TANDEM_HEALTH_PORT") or environ.get("TANDEM_GRPC_PORT")
     if what not in (READINESS, LIVENESS) or not port:
         return _USAGE
-    with grpc.insecure_channel(join_address(_host(environ), port)) as channel:
+    bound = environ.get("TANDEM_BIND_HOST", "").strip("[]")
+    host = LOOPBACK if bound in ("", ANY, *WILDCARDS) else bound
+    with grpc.insecure_channel(join_address(host, port)) as channel:
         request = health_pb2.HealthCheckRequest(service=what)
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
         except grpc.RpcError as error:
             return f"port {port} does not answer: {error.code().name}"
     return "" if answer.status == SERVING else f"port {port}: {what} is not SERVING"
-
-
-def _host(environ: Mapping[str, str]) -> str:
-    bound = environ.get("TANDEM_BIND_HOST", "").strip("[]")
-    return LOOPBACK if bound in ("", ANY, *WILDCARDS) else bound
 
 
 def main() -> int:

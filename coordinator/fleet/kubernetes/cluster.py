@@ -224,11 +224,9 @@ def reach_cluster(config: RunConfig, environment: ServiceEnvironment, events: Ev
     api_client, namespace = connect(config.fleet, environment.kube_namespace)
     api = KubeApi(api_client, namespace, timeout_s=REQUEST_TIMEOUT_S)
     if environment.rollout_set:
-        fleet = config.fleet.model_copy(update={"rollout_set": environment.rollout_set})
-        config = config.model_copy(update={"fleet": fleet})
+        config = config.changed("fleet", rollout_set=environment.rollout_set)
     if environment.trainer_set:
-        fleet = config.fleet.model_copy(update={"trainer_set": environment.trainer_set})
-        config = config.model_copy(update={"fleet": fleet})
+        config = config.changed("fleet", trainer_set=environment.trainer_set)
     return Cluster(config, api, PodWatch(api, selector(environment.run_id)), Troubles(events), environment.run_dir)
 
 

@@ -84,9 +84,8 @@ class Keeper:
 
     async def _demote_unready(self, members: dict[Replica, Pod]) -> None:
         now_s = self._clock()
-        unready = {
-            replica: members[replica] for replica in self._fleet.serving() if not self._is_ready(members, replica)
-        }
+        there = {replica: members[replica] for replica in self._fleet.serving() if replica in members}
+        unready = {replica: pod for replica, pod in there.items() if not pod.ready}
         self._unready_since_s = {r: self._unready_since_s.get(r, now_s) for r in unready}
         for replica, pod in unready.items():
             quiet_s = now_s - self._unready_since_s[replica]
@@ -94,9 +93,6 @@ class Keeper:
                 self._fleet.demote(replica)
                 log.warning("replica not ready, no work until it is seeded again", replica=replica.name)
                 await self._record(pod, "TandemNotReady", "not ready for long: seeded again before it gets work")
-
-    def _is_ready(self, members: dict[Replica, Pod], replica: Replica) -> bool:
-        return replica not in members or members[replica].ready
 
     async def _evict_stuck(self, members: dict[Replica, Pod]) -> None:
         answers = await asyncio.gather(*(self._answers(replica) for replica in members), return_exceptions=True)

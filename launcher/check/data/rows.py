@@ -176,7 +176,7 @@ def _check_set(
     read_answers: bool,
 ) -> list[ConfigProblem]:
     """Check the data of an evaluation set as data.heldout is checked, and that its completions fit."""
-    own = config.model_copy(update={"data": config.data.model_copy(update={"heldout": sampled.data})})
+    own = config.changed("data", heldout=sampled.data)
     scans, problems = _check_part(own, "heldout", found, read_answers=read_answers)
     found.scans.setdefault("evaluation.sets", []).extend(scans)
     renamed = [replace(problem, key="evaluation.sets") for problem in problems]

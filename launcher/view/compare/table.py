@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from launcher.report import make_console, reporting, table_of
+from launcher.report import make_console, number_text, reporting, table_of
 from launcher.view.compare.differences import REWARDS, differing
 from launcher.view.compare.picture import draw
 from launcher.view.compare.runs import RunCurves, begun, check_metrics, curve_of, read_runs
@@ -86,13 +86,9 @@ def _times(runs: Sequence[RunCurves]) -> Table:
     table = table_of("median times", "done", "state", *titles, "tokens/s", wraps=True)
     for run in runs:
         done = f"{run.rows[-1]['iteration']}/{run.total}"
-        seconds = [_number(run.median_of(metric), ".3g") for metric in _TIMES]
-        table.add_row(run.label, done, run.status, *seconds, _number(run.median_of("tokens_per_s"), ".0f"))
+        seconds = [number_text(run.median_of(metric), ".3g") for metric in _TIMES]
+        table.add_row(run.label, done, run.status, *seconds, number_text(run.median_of("tokens_per_s"), ".0f"))
     return table
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 def _shortened(texts: Sequence[str]) -> Sequence[str]:

@@ -136,7 +136,7 @@ def seen_at(pod: Pod, now_s: float) -> Pod:
 
 def read_pod(pod: Any) -> Pod:
     """Read a pod from the client's V1Pod."""
-    containers = _containers(pod)
+    containers = [*(pod.status.init_container_statuses or []), *(pod.status.container_statuses or [])]
     leaving = pod.metadata.deletion_timestamp is not None
     ready = _condition(pod, "Ready", "True") is not None and not leaving
     outlook, trouble = (PodOutlook.UP, "") if ready else _outlook(pod, containers, leaving)
@@ -236,10 +236,6 @@ def _last_end(containers: list[Any]) -> str:
                 why = f": {ended.message}" if ended.reason in _NEVER_BEGAN and ended.message else ""
                 return f"{ended.reason or 'ended'} (exit code {ended.exit_code}){why}"
     return ""
-
-
-def _containers(pod: Any) -> list[Any]:
-    return [*(pod.status.init_container_statuses or []), *(pod.status.container_statuses or [])]
 
 
 def _condition(pod: Any, kind: str, status: str) -> Any:
