@@ -81,7 +81,8 @@ def checkpoints_command(run_dir: Path, *, deep: bool) -> int:
         return EXIT_BAD_CONFIG
     described = [_row(iteration, folder, deep=deep) for iteration, folder in found]
     rows = [row for row in described if row is not None]
-    table = table_of("iteration", "version", "size", "layout", "holds", "state", texts=["layout", "holds", "state"])
+    texts = ("layout", "holds", "state")
+    table = table_of("iteration", "version", "size", *texts, texts=texts, wraps=True)
     marks = dict(_marks(run_dir, rows))
     for row in rows:
         state = ", ".join([row.state, *marks.get(row.iteration, [])])

@@ -81,7 +81,7 @@ def _summary(ledger: LedgerContent, problems: list[str]) -> dict[str, Any]:
 
 
 def _table(ledger: LedgerContent) -> Table:
-    table, counts = table_of("samples", "number", "why", texts=["why"]), ledger.account.counts
+    table, counts = table_of("samples", "number", "why", texts=["why"], wraps=True), ledger.account.counts
     table.add_row("begun", f"{counts['begun']:,}", "")
     for fate in FATES:
         whys = {name: num for name, num in sorted(counts.items()) if name.partition(":")[0] == fate and num}
