@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import yaml
 
-from coordinator.checkpoints.loading import load_newest
+from coordinator.checkpoints.loading import NewestCheckpoint, load_newest
 from coordinator.data.cursor import DataCursor
 from coordinator.data.prompts import PromptSet, load_prompts
 from coordinator.data.repeated_prompts import OLD_ORDER, copy_warnings
@@ -132,9 +132,7 @@ def read_inputs(
         fresh, before = state, _config_so_far(run_dir)
         newest = load_newest(run_dir, config, fingerprint, read_identity(run_dir), deep=deep)
         if newest is not None:
-            different = [] if fresh.order is None else order_differences(newest.state, fresh.order)
-            refuse(newest.comparison, newest.sound.folder, different)
-            state = newest.state
+            state = _checked(newest, fresh)
             renewal = begin_sets_anew(state, config, facts, before)
         last = _last_iteration(run_dir, fresh, config, before)
         # Also if there is none since the checkpoint: the step after it may be done.
@@ -181,6 +179,13 @@ def evaluation_prompts(
     """Load the prompts of a set: as data.heldout, from its own data. Raises: as load_prompts."""
     section = config.data.model_copy(update={"heldout": chosen.data})
     return load_prompts(section, "heldout", codec, scratch, episodes)
+
+
+def _checked(newest: NewestCheckpoint, fresh: RunState) -> RunState:
+    """Return the checkpoint's state. Raises: ConfigError: lists why a new run may not resume from it."""
+    different = [] if fresh.order is None else order_differences(newest.state, fresh.order)
+    refuse(newest.comparison, newest.sound.folder, different)
+    return newest.state
 
 
 def _last_iteration(
