@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from functools import partial
 
 from tandem_config.checks.registry import check
 from tandem_config.problems import ConfigProblem, problem
@@ -26,30 +27,11 @@ _NEEDED: Mapping[str, Mapping[str, str]] = {
 _WIDE_FOR_SEQUENCES = 0.05
 
 
-@check("grpo.objective", "grpo.clip_low", "grpo.dual_clip")
-def _objective_reads_its_settings(config: RunConfig) -> ConfigProblem | None:
-    return _not_read(config.grpo, "objective", config.grpo.objective)
-
-
-@check("grpo.correction", "grpo.correction_level", "grpo.correction_low", "grpo.correction_high")
-def _correction_reads_its_settings(config: RunConfig) -> ConfigProblem | None:
-    return _not_read(config.grpo, "correction", config.grpo.correction)
-
-
-@check("grpo.kl_coefficient", "grpo.kl_estimator", "grpo.kl_in", "grpo.reference_path", "grpo.reference_refresh_every")
-def _reference_is_used(config: RunConfig) -> ConfigProblem | None:
-    return _not_read(config.grpo, "kl_coefficient", str(config.grpo.kl_coefficient))
-
-
-@check("grpo.on_non_finite", "grpo.non_finite_budget")
-def _budget_is_used(config: RunConfig) -> ConfigProblem | None:
-    return _not_read(config.grpo, "on_non_finite", config.grpo.on_non_finite)
-
-
-def _not_read(grpo: GrpoSection, choice: str, chosen: str) -> ConfigProblem | None:
+def _not_read(choice: str, config: RunConfig) -> ConfigProblem | None:
     """Find a setting that is not the default and that the chosen objective or correction does not read."""
+    chosen = getattr(config.grpo, choice)
     for name in _NOT_READ.get(f"{choice}: {chosen}", ()):
-        value, default = getattr(grpo, name), GrpoSection.model_fields[name].default
+        value, default = getattr(config.grpo, name), GrpoSection.model_fields[name].default
         if value != default:
             return problem(
                 f"grpo.{name}",
@@ -58,6 +40,11 @@ def _not_read(grpo: GrpoSection, choice: str, chosen: str) -> ConfigProblem | No
                 f"leave it out ({'null' if default is None else default}), or choose another grpo.{choice}",
             )
     return None
+
+
+for _choice in dict.fromkeys(text.partition(":")[0] for text in _NOT_READ):
+    _settings = {name: None for text, names in _NOT_READ.items() if text.startswith(f"{_choice}:") for name in names}
+    check(*(f"grpo.{name}" for name in (_choice, *_settings)))(partial(_not_read, _choice))
 
 
 @check("grpo.correction", "grpo.correction_low", "grpo.correction_high")

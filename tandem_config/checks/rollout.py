@@ -1,5 +1,7 @@
 """Checks of the rollout replicas."""
 
+from functools import partial
+
 from tandem_config.checks.registry import check
 from tandem_config.problems import ConfigProblem, problem
 from tandem_config.schema import RunConfig
@@ -17,17 +19,20 @@ def _min_replicas_can_be_present(config: RunConfig) -> ConfigProblem | None:
     )
 
 
-@check("rollout.nodes", "rollout.tensor_parallel")
-def _hosts_divide_an_engines_ranks(config: RunConfig) -> ConfigProblem | None:
-    ranks, nodes = config.rollout.tensor_parallel, config.rollout.nodes
-    if ranks % nodes == 0:
+def _divides_an_engines_ranks(name: str, others: str, config: RunConfig) -> ConfigProblem | None:
+    ranks, parts = config.rollout.tensor_parallel, getattr(config.rollout, name)
+    if ranks % parts == 0:
         return None
     return problem(
-        "rollout.nodes",
-        nodes,
+        f"rollout.{name}",
+        parts,
         f"does not divide the {ranks} ranks of an engine (rollout.tensor_parallel)",
-        f"numbers of hosts that do: {', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}",
+        f"{others} that do: {', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}",
     )
+
+
+for _name, _others in (("nodes", "numbers of hosts"), ("expert_parallel", "sizes")):
+    check(f"rollout.{_name}", "rollout.tensor_parallel")(partial(_divides_an_engines_ranks, _name, _others))
 
 
 @check("rollout.nodes", "fleet.kind", "fleet.rollout_set_kind")
@@ -40,17 +45,4 @@ def _pods_of_an_engine_are_a_group(config: RunConfig) -> ConfigProblem | None:
         fleet.rollout_set_kind,
         f"makes engines of one pod, and rollout.nodes is {nodes}",
         "LeaderWorkerSet, with the component lws-rollout",
-    )
-
-
-@check("rollout.expert_parallel", "rollout.tensor_parallel")
-def _expert_groups_divide_an_engines_ranks(config: RunConfig) -> ConfigProblem | None:
-    ranks, groups = config.rollout.tensor_parallel, config.rollout.expert_parallel
-    if ranks % groups == 0:
-        return None
-    return problem(
-        "rollout.expert_parallel",
-        groups,
-        f"does not divide the {ranks} ranks of an engine (rollout.tensor_parallel)",
-        f"sizes that do: {', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}",
     )

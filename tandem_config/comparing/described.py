@@ -58,11 +58,6 @@ def shown(key: str, texts: Texts) -> str:
     return base_key(key) if f"{section}[1].kind" not in texts else key
 
 
-def digest_of(texts: Texts) -> str:
-    """Return the digest of settings."""
-    return hashlib.sha256(json.dumps(dict(texts), sort_keys=True).encode()).hexdigest()
-
-
 def _values(dumped: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield every dotted key with its value as JSON."""
     for section, content in dumped.items():

@@ -18,7 +18,6 @@ class LedgerContent:
 
     Attributes:
         heads: by number of a segment, what its first record says; {}: that one is damaged.
-        newest_bytes: size of the newest segment; what a replaced coordinator adds to it later does not count.
         resumes: the records of resumes, in order.
         steps: the last train step of each iteration since the oldest checkpoint that is kept.
         repeats: how often in a row a wave was continued with all of its groups.
@@ -29,7 +28,6 @@ class LedgerContent:
 
     account: Account = field(default_factory=lambda: Account(problems=[]))
     heads: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    newest_bytes: int = 0
     num_records: int = 0
     resumes: list[Mapping[str, Any]] = field(default_factory=list)
     steps: dict[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -74,7 +72,6 @@ def read_ledger(run_dir: Path, run_id: str = "") -> LedgerContent:
             ledger.damages.append(f"{path}: {size - sealed} bytes at {sealed} are of a coordinator that was replaced")
         for found in read_records(path, sealed):
             _add(ledger, found)
-        ledger.newest_bytes = size
     return ledger
 
 

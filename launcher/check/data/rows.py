@@ -105,9 +105,7 @@ def check_data(
         if part == "train" and usable("grpo.prompts_per_iteration", "schedule"):
             found.train = [] if any(scan.faults.problems for scan in scans) else scans
             found.problems += _check_enough(config, scans)
-    if usable(
-        "evaluation.sets", "grpo.max_new_tokens", "rollout.max_total_tokens", "rollout.context_length", *_COLUMNS
-    ):
+    if usable("evaluation.sets", *_SET_LIMITS, *_COLUMNS):
         for sampled in config.evaluation.sets:
             found.problems += _check_set(config, sampled, found, spec, read_answers=read_answers)
     if found.formats is not None:
