@@ -316,19 +316,21 @@ class Ledger:
         """Let the thread do it, with what else waits for it then: groups finish in swarms."""
         self._waiting.append(action)
         if len(self._waiting) == 1:
-            self._thread.submit(self._work)
+            self._thread.submit(self._work, self._waiting)
 
-    def _work(self) -> None:
-        while self._waiting:
+    @staticmethod
+    def _work(waiting: deque[Callable[[], object]]) -> None:
+        while waiting:
             try:
-                self._waiting[0]()
+                waiting[0]()
             except (OSError, TandemError) as error:  # `sync` says what the log lacks
                 log.warning("ledger: not written, or not removed", error=str(error))
             except Exception:  # nothing else would tell of it
                 log.exception("ledger: not written")
-            self._waiting.popleft()
+            waiting.popleft()
 
     async def _on_thread(self, action: Callable[[], T]) -> T:
+        self._waiting = deque()  # what comes from now on is done after the action
         return await asyncio.get_running_loop().run_in_executor(self._thread, action)
 
     async def _sync(self) -> None:
