@@ -40,7 +40,7 @@ class LastIteration:
     async def bring(
         self, trainer: ReturningTrainer, folder: Path | None, ledger: Ledger, served: int, *, sends: bool
     ) -> None:
-        """Let a trainer that has begun at the checkpoint do the steps since then again, if they are kept.
+        """Let a trainer that has begun at the checkpoint do the steps since then again, or the rest, if they are kept.
 
         The step after this iteration is one of them, if it was sent. Without a replica beyond what they lead to.
 
@@ -50,6 +50,8 @@ class LastIteration:
             sends: whether the step after this iteration may be sent again.
         Raises: TandemError: of the trainer.
         """
+        if self.is_of(await trainer.trainer.status()):
+            return
         ours = self.state.policy_version
         sent = await asyncio.to_thread(ledger.past.sent_step, self.state.iteration + 1) if sends else ""
         if sent and served <= ours + 1 and await trainer.catch_up(folder, ours + 1, sent):

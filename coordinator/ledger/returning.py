@@ -139,7 +139,11 @@ class ReturningTrainer:
         """
         way = await self._way(folder, version, step_id)
         now = await self.trainer.status()
-        if way is None or not way.steps or now.policy_version > way.version or now.step_id:
+        if way is None or not way.steps:
+            return False
+        # At the checkpoint, or half way, where a coordinator was lost while it brought the trainer back.
+        at = {"": way.version} | {step.step_id: step.version + 1 for step in way.steps[:-1]}
+        if now.policy_version > at.get(now.step_id, -1):
             return False
         self.life.note("trainer lost", "it had started again when the coordinator began")
         try:

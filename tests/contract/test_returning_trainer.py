@@ -293,3 +293,23 @@ async def test_a_coordinator_that_is_lost_too_loses_no_step(
         assert await attempt(config, environment) == 0
     assert kept
     assert [row["iteration"] for row in rows(environment)] == list(range(1, ITERATIONS + 1))
+
+
+@pytest.mark.parametrize("done", [1, 3])
+async def test_a_coordinator_that_is_lost_while_steps_are_done_again_continues_behind_them(
+    config: RunConfig, environment: ServiceEnvironment, done: int
+) -> None:
+    config = scheduled(config, "sync", checkpoint_every=100)
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
+        trainer = fleet.trainer_service
+        trainer.faults.extend([None, None, None, None, NotFinite("planted")])
+        assert await attempt(config, environment, resume=False) == EXIT_FAILED
+        ids = [step.header.step_id for step in trainer.steps]
+        trainer.restart(0)  # and of its steps `done` were done again, when the coordinator was killed
+        trainer.policy_version, trainer.step_id = done, ids[done - 1]
+        assert await attempt(config, environment) == 0
+        assert trainer.restored == []
+        assert [step.header.step_id for step in trainer.steps[4:]][: 4 - done] == ids[done:]
+        assert set(groups_asked(fleet).values()) == {1}
+    assert [row["iteration"] for row in rows(environment)] == list(range(1, ITERATIONS + 1))
+    assert account_of(environment).counts["returned"] == 0
