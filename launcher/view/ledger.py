@@ -1,6 +1,7 @@
 """`tandem ledger`: what became of each sample of a run, and whether its files prove that each was trained once."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,11 @@ def ledger_command(run_dir: Path | None, *, verify: bool, as_json: bool) -> int:
     """
     console = make_console()
     run_dir = current_run() if run_dir is None else run_dir
+    checkpoints = list_complete(run_dir)  # first: a run that works notes each before it is complete
     ledger = read_ledger(run_dir, run_id_of(run_dir))
     if not ledger.heads:
         raise ConfigError(f"{run_dir} has no ledger: it is of a release before it, or no run's")
-    problems = [*ledger.problems, *_foreign_checkpoints(run_dir, ledger)]
+    problems = [*ledger.problems, *_foreign_checkpoints(checkpoints, ledger)]
     if as_json:
         print(json.dumps(_summary(ledger, problems), indent=1))
     else:
@@ -52,15 +54,19 @@ def ledger_command(run_dir: Path | None, *, verify: bool, as_json: bool) -> int:
     return EXIT_FAILED if verify and problems else EXIT_OK
 
 
-def _foreign_checkpoints(run_dir: Path, ledger: LedgerContent) -> list[str]:
-    """Say which checkpoints were made after other train steps than the ledger has."""
-    found = []
-    for iteration, folder in list_complete(run_dir):
+def _foreign_checkpoints(checkpoints: Sequence[tuple[int, Path]], ledger: LedgerContent) -> list[str]:
+    """Say which checkpoints were made after other train steps than the ledger has, or after its end."""
+    found, last = [], ledger.account.position.iteration
+    for iteration, folder in checkpoints:
         digest = ledger.checkpoints.get(iteration)
+        if digest is None and iteration > last:
+            found.append(f"{folder} is of iteration {iteration}, and the ledger ends with iteration {last}")
+            continue
         try:
             state = json.loads((folder / COORDINATOR_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            found.append(f"{folder / COORDINATOR_FILE} cannot be read: {error}")
+            if folder.exists():  # else the run has removed it meanwhile
+                found.append(f"{folder / COORDINATOR_FILE} cannot be read: {error}")
             continue
         if digest is not None and state.get("steps_digest") != digest:
             found.append(f"{folder} was made after other train steps than the ledger has for it")

@@ -70,6 +70,8 @@ def read_ledger(run_dir: Path, run_id: str = "") -> LedgerContent:
         sealed = ledger.heads.get(number + 1, {}).get("after", size)
         if size > sealed:
             ledger.damages.append(f"{path}: {size - sealed} bytes at {sealed} are of a coordinator that was replaced")
+        if size < sealed:
+            ledger.damages.append(f"{path}: {sealed - size} bytes at its end are missing")
         for found in read_records(path, sealed):
             _add(ledger, found)
     return ledger

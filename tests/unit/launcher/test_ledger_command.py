@@ -103,3 +103,24 @@ def test_another_runs_is_refused(run_dir: Path) -> None:
     code, lines = ledger(run_dir)
     assert code == EXIT_BAD_CONFIG
     assert "is of the ledger of run 'mine', and this is run 'other'" in lines[0]
+
+
+def test_a_segment_that_has_lost_its_end_is_named(run_dir: Path) -> None:
+    path = segment(run_dir, 1)
+    whole = path.stat().st_size
+    head = HEAD | {"number": 2, "after": whole}
+    segment(run_dir, 2).write_bytes(framed(Record(kind="segment", fields=head)))
+    assert ledger(run_dir, "--verify")[0] == 0
+    path.write_bytes(framed(Record(kind="segment", fields=HEAD)))
+    code, lines = ledger(run_dir, "--verify")
+    assert code == 1
+    assert f"{path}: {whole - path.stat().st_size} bytes at its end are missing" in lines
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_ledger_that_ends_before_a_checkpoint_is_named(run_dir: Path, left: int) -> None:
+    path = segment(run_dir, 1)
+    path.write_bytes(b"".join(framed(Record(kind=kind, fields=fields)) for kind, fields in RECORDS[:left]))
+    code, lines = ledger(run_dir, "--verify")
+    assert code == 1
+    assert lines[-2].endswith("step-00000001 is of iteration 1, and the ledger ends with iteration 0")
