@@ -26,7 +26,7 @@ from servicekit.logs import get_logger
 from tandem_files.atomic import naming, no_check, sync_file, sync_folder, write_json_atomic
 from tandem_files.exports import CHAT_TEMPLATE
 from tandem_files.ledger.life import LIFE_FILE
-from tandem_files.ledger.records import groups_files, segments
+from tandem_files.ledger.records import groups_files, segments, step_files
 from tandem_files.metrics_file import METRICS_FILE
 from tandem_files.run_config import NEXT_CONFIG, RESOLVED_CONFIG
 from tandem_files.run_folder import STATE_FILE, SUMMARY_FILE
@@ -93,7 +93,8 @@ def take_folder(run_dir: Path, leader: FolderLeader, before_write: Callable[[], 
     _remove_temporary(run_dir)  # leader.json's own: one before us may be about to rename it
     write_json_atomic(run_dir / LEADER_FILE, asdict(leader), before_write)
     _remove_temporary(run_dir)
-    ledger = (*groups_files(run_dir).values(), *list(segments(run_dir).values())[-1:])
+    newest = (*list(segments(run_dir).values())[-1:], *list(step_files(run_dir).values())[-1:])
+    ledger = (*groups_files(run_dir).values(), *newest)
     for path in (run_dir / METRICS_FILE, run_dir / LIFE_FILE, *ledger):
         try:
             _renew(path)

@@ -84,6 +84,11 @@ def given_up_groups(run_dir: Path, check: Check, by: str) -> Callable[[], object
     return lambda: files.append_groups(3, framed(Record(kind="group", fields={"by": by})))
 
 
+def kept_step(run_dir: Path, check: Check, by: str) -> Callable[[], object]:
+    files, record = LedgerFiles(run_dir, 1, check), framed(Record(kind="message", fields={"by": by}))
+    return lambda: files.keep_step(5, [record, record])
+
+
 def tidied(run_dir: Path, check: Check, by: str) -> Callable[[], object]:
     files = LedgerFiles(run_dir, 1, check)
     return lambda: files.tidy(4, {1: 0}, {2: 9, 4: 9}, 0)
@@ -147,6 +152,7 @@ WRITERS: dict[str, Writer] = {
     "LedgerFiles.append_groups, not open": partial(groups, keep=True, opened=False),
     "LedgerFiles.append_groups, anew": partial(groups, keep=False, opened=False),
     "LedgerFiles.append_groups, too many": given_up_groups,
+    "LedgerFiles.keep_step": kept_step,
     "LedgerFiles.tidy": tidied,
 }
 
