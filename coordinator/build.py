@@ -74,7 +74,7 @@ class App:
         owner: of the run's folder: this run, with the id that its checkpoints carry.
         reward_facts: what scores depend on, as the rewards were started.
         lost: fails when another coordinator has taken our place; its error says how that was noticed.
-        stood_by: it has waited for the lead, so services that live are announced.
+        follows, stood_by: another one has led in this Redis, so services that live are announced; it was waited for.
     """
 
     config: RunConfig
@@ -96,6 +96,7 @@ class App:
     exits: Exits = field(default_factory=Exits)
     episodes: Interacting | None = None
     stood_by: bool = False
+    follows: bool = False
 
     @property
     def leading(self) -> LeaderCheck:

@@ -159,8 +159,10 @@ async def _work(app: App) -> None:
     """
     if not app.stood_by:
         with in_part("lease"):
+            before = await asyncio.to_thread(app.lead.rendezvous.leader)
             await asyncio.to_thread(app.lead.claim, 2 * app.config.sync.lease_ttl_s)
-        app = await as_leader(app)
+        # A cluster keeps its Redis while nothing of the run is there: its pods say who comes.
+        app = replace(await as_leader(app), follows=before.token > 0 and app.cluster is None)
     if not app.owner.is_launched:
         resolved = dump_resolved(app.config)
         await asyncio.to_thread(note_config, app.environment.run_dir, resolved, app.leading.check)
@@ -195,7 +197,7 @@ async def _attempt(app: App) -> bool:
                 *(app.config, app.registry, app.identity, stack, app.cluster, app.lead.fence),
                 wanted=app.view.replicas,
                 resumed=app.inputs.resumed,
-                for_others=not app.stood_by,
+                for_others=not app.follows,
             )
         app.view.fleet = services.fleet
         await services.wait_for_trainer(app.config.run.startup_timeout_s)

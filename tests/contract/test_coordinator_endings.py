@@ -9,7 +9,8 @@ from prometheus_client import REGISTRY
 
 from coordinator.app import conduct
 from servicekit.environment import ServiceEnvironment
-from servicekit.lifecycle.exit_codes import EXIT_LOST_TRAINER
+from servicekit.errors import NotFinite
+from servicekit.lifecycle.exit_codes import EXIT_FAILED, EXIT_LOST_TRAINER
 from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import newest_sound
 from tandem_files.ledger.life import read_life
@@ -236,6 +237,20 @@ async def test_a_restarted_coordinator_goes_on_with_min_replicas(
         fleet.registries["rollout-1"].withdraw()
         assert await asyncio.wait_for(conduct(config, environment, resume=True, stop=asyncio.Event()), 40) == 0
         assert fleet.rollout_services[1].requests == []
+    assert len(rows(environment)) == 6
+
+
+async def test_a_coordinator_that_was_killed_waits_for_no_replica_that_is_away(
+    config: RunConfig, environment: ServiceEnvironment
+) -> None:
+    """Its predecessor has led in this Redis: whoever lives is announced there."""
+    config = with_settings(config, run={"startup_timeout_s": 60}, sync={"lease_ttl_s": 60.0})
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
+        fleet.trainer_service.faults.extend([None, None, NotFinite("planted")])
+        assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == EXIT_FAILED
+        fleet.registries["rollout-1"].withdraw()
+        async with asyncio.timeout(30.0):
+            assert await conduct(config, environment, resume=True, stop=asyncio.Event()) == 0
     assert len(rows(environment)) == 6
 
 
