@@ -180,7 +180,7 @@ class Ledger:
         where = {"iteration": wave, "version": version, "first": first, "order": ordered_now, "prompts": len(prompts)}
         if under_way:
             self._put("continued", **where, groups=list(groups))
-        elif left:
+        else:  # also if all are settled: its prompts are taken
             self._put("begun", **where, size=order.num_completions, groups=list(left))
             for name in groups:  # of a log that is lost
                 self._put("finished", groups=[name])
@@ -245,6 +245,7 @@ class Ledger:
         self._first_waves = {number: wave for number, wave in self._first_waves.items() if number >= oldest}
         self._first_waves[state.iteration] = state.wave
         self._has_checkpoint = True
+        self._account.forget(state.iteration)  # this process does not go back
         try:
             await self._on_thread(self._files.sync)
         except OSError as error:

@@ -69,6 +69,7 @@ class Account:
         orders: of these waves, what their groups were sampled from, and the version of the policy.
         trained: the version from which each iteration on the run's line was trained, from KEPT_VERSIONS before that
             checkpoint on.
+        begins: by iteration of a checkpoint or a resume, the first wave that had groups under way then, or came next.
         renamed: iterations after which a resume gave the policy another version: iteration, former version, new one.
         problems: what cannot be true of the records so far, which count as far as they can; None: one is an error.
     """
@@ -79,6 +80,7 @@ class Account:
     firsts: dict[int, int] = field(default_factory=dict)
     orders: dict[int, tuple[str, int]] = field(default_factory=dict)
     trained: dict[int, int] = field(default_factory=dict)
+    begins: dict[int, int] = field(default_factory=dict)
     renamed: list[tuple[int, int, int]] = field(default_factory=list)
     problems: list[str] | None = None
     _groups: dict[str, _Group] = field(default_factory=dict)
@@ -145,8 +147,20 @@ class Account:
         return {group.wave for group in self._groups.values()}
 
     def needed_waves(self, iteration: int) -> set[int]:
-        """Return the waves with groups that are under way, or that a step after an iteration has settled."""
-        return {group.wave for group in self._groups.values() if group.settled_in > iteration or _OPEN in group.fates}
+        """Return the waves that a process which continues after an iteration, or after a later one, may begin.
+
+        These are the first with groups that are under way, or that a step after it has settled, and all after that:
+        those that are settled already must not begin anew.
+        """
+        waves = [group.wave for group in self._groups.values() if group.settled_in > iteration or _OPEN in group.fates]
+        waves += [self.begins[number] for number in sorted(self.begins) if number <= iteration][-1:]
+        first = min(waves, default=math.inf)
+        return {group.wave for group in self._groups.values() if group.wave >= first}
+
+    def forget(self, iteration: int) -> None:
+        """Forget the groups of which no process asks that continues after an iteration, or after a later one."""
+        waves = self.needed_waves(iteration)
+        self._groups = {name: group for name, group in self._groups.items() if group.wave in waves}
 
     def names_of(self, iteration: int, version: int) -> set[int]:
         """Return all versions that the policy after an iteration has had: a resume may give it a new one.
@@ -175,6 +189,7 @@ class Account:
             "position": vars(self.position),
             "settled_until": settled_until,
             "trained": self.trained,
+            "begins": dict([one for one in sorted(self.begins.items()) if one[0] <= settled_until][-1:]),
             "renamed": self.renamed,
             "firsts": {wave: first for wave, first in self.firsts.items() if wave in waves},
             "orders": {wave: order for wave, order in self.orders.items() if wave in waves},
@@ -195,6 +210,7 @@ class Account:
         self.firsts = {int(wave): first for wave, first in said.get("firsts", {}).items()}
         self.orders = {int(iteration): tuple(order) for iteration, order in said.get("orders", {}).items()}
         self.trained = {int(iteration): version for iteration, version in said.get("trained", {}).items()}
+        self.begins = {int(iteration): wave for iteration, wave in said.get("begins", {}).items()}
         self.renamed = [(iteration, version, now) for iteration, version, now in said.get("renamed", ())]
         for name, (wave, is_finished, fates, *more) in said.get("groups", {}).items():
             places = bytearray(map(self._place, fates))
@@ -261,9 +277,11 @@ class Account:
                 f"the checkpoint of iteration {fields['iteration']} was made after other steps than the ledger has"
             )
         # What no resume goes back to needs no names any more.
-        oldest = fields["oldest"]
-        waves = self.needed_waves(oldest)
-        self._groups = {name: group for name, group in self._groups.items() if group.wave in waves}
+        oldest, iteration = fields["oldest"], fields["iteration"]
+        self.begins = {number: wave for number, wave in self.begins.items() if number >= oldest}
+        self.begins[iteration] = fields.get("wave", iteration + 1)
+        self.forget(oldest)
+        waves = self.waves()
         self.firsts = {wave: first for wave, first in self.firsts.items() if wave in waves}
         self.orders = {wave: order for wave, order in self.orders.items() if wave in waves}
         named = oldest - KEPT_VERSIONS
@@ -290,6 +308,7 @@ class Account:
         if first != fields["first"]:
             self._wrong(f"wave {wave} began with prompt {first}, and begins with {fields['first']} now")
         self.firsts = {number: first for number, first in self.firsts.items() if number < wave}
+        self.begins = {number: first for number, first in self.begins.items() if number < iteration} | {iteration: wave}
         self.trained = {number: version for number, version in self.trained.items() if number <= iteration}
         self.position = Position(
             iteration=iteration, next_prompt=fields["first"], step_id=fields["last"], digest=fields["digest"]

@@ -1,21 +1,25 @@
-"""The order in which a ledger's thread writes: a slow disk delays records, and moves none before another."""
+"""The order of records and of waves: a slow disk moves no record, and what is settled does not begin anew."""
 
 import asyncio
 import threading
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from coordinator.data.cursor import CursorState
+from coordinator.data.cursor import CursorState, SourcePosition
 from coordinator.ledger.ledger import Ledger
 from coordinator.record.state import RunState
-from tandem_clients.flow import Completion, Group, Order, Prompt, Sampling
-from tandem_files.ledger.reading import LedgerContent, read_ledger
+from tandem_clients.flow import Completion, Group, Order, Prompt, Sampling, TrainBatch
+from tandem_files.atomic import no_check
+from tandem_files.checkpoints import mark_complete, step_folder
+from tandem_files.ledger.reading import read_ledger
 from tandem_files.ledger.records import segment, segments
 
-PROMPTS = {f"i1.g{row}.row{row}": Prompt(row=row, token_ids=array("I", [row]), answer="") for row in range(3)}
+PROMPT = Prompt(row=0, token_ids=array("I", [5]), answer="")
+PROMPTS = {f"i1.g{row}.row{row}": PROMPT for row in range(3)}
 ORDER = Order(
     policy_version=0,
     num_completions=1,
@@ -33,7 +37,7 @@ def group(name: str) -> Group:
         version_spans=((1, 0),),
         loss_mask=None,
     )
-    return Group(group_id=name, prompt=PROMPTS[name], completions=(completion,))
+    return Group(group_id=name, prompt=PROMPT, completions=(completion,))
 
 
 class SlowDisk:
@@ -50,12 +54,20 @@ class SlowDisk:
         assert self.writes.wait(30.0)
 
 
+def state_after(iteration: int, digest: str = "", *, waves: int = 0, taken: int = 0) -> RunState:
+    cursor = CursorState(sources=(SourcePosition(epoch=0, position=taken, num_prompts=10**6),), waves=waves)
+    line = {"iteration": iteration, "policy_version": iteration, "steps_digest": digest}
+    return RunState(cursor=cursor, batch_rng={}, model_fingerprint="", **line)
+
+
+def ledger_of(run_dir: Path, check: Callable[[], None] = no_check) -> Ledger:
+    found = read_ledger(run_dir)
+    kept = {"max_mib": 1, "max_staleness": 3, "waves_ahead": 3}
+    return Ledger(run_dir=run_dir, run_id="mine", found=found, model="", warn=pytest.fail, check=check, **kept)
+
+
 async def begun(run_dir: Path, check: Callable[[], None]) -> tuple[Ledger, RunState]:
-    cursor = CursorState(sources=(), waves=0)
-    state = RunState(cursor=cursor, batch_rng={}, model_fingerprint="")
-    ledger = Ledger(
-        run_dir=run_dir, run_id="mine", found=LedgerContent(), max_mib=1, model="", warn=pytest.fail, check=check
-    )
+    ledger, state = ledger_of(run_dir, check), state_after(0)
     await ledger.open(state, saved=0)
     await ledger.begin(1, PROMPTS, ORDER, 0)
     return ledger, state
@@ -80,3 +92,69 @@ async def test_what_happens_while_a_segment_begins_is_in_that_segment(tmp_path: 
     whole = read_ledger(tmp_path)
     segment(tmp_path, 1).unlink()  # what nothing needs any more
     assert read_ledger(tmp_path).account.open_groups(1) == whole.account.open_groups(1) == dict.fromkeys(PROMPTS, True)
+
+
+def wave(number: int) -> dict[str, Prompt]:
+    """A wave of one prompt."""
+    return {f"i{number}.g0.row{number}": PROMPT}
+
+
+async def trained(ledger: Ledger, iteration: int, name: str) -> None:
+    ledger.finished(ledger._account.wave_of(name), group(name))
+    ledger._trained = {name: None}
+    await ledger.step(iteration, TrainBatch(step_id=f"i{iteration}", policy_version=iteration - 1, updates=()))
+
+
+async def checkpoint(run_dir: Path, ledger: Ledger, state: RunState) -> None:
+    await ledger.checkpoint(state)
+    folder = step_folder(run_dir, state.iteration)
+    folder.mkdir(parents=True)
+    mark_complete(folder)
+    ledger.done(state.wave)
+
+
+@pytest.mark.parametrize("seals", [False, True])
+async def test_a_wave_that_is_settled_before_an_older_one_does_not_begin_anew(tmp_path: Path, seals: bool) -> None:
+    """schedule.window: groups of wave 1 are slow, and all of wave 2 were trained before them."""
+    first, second, third = wave(1), wave(2), wave(3)
+    ledger = ledger_of(tmp_path)
+    await ledger.open(state_after(0), saved=0)
+    await ledger.begin(1, first, ORDER, 0)
+    await ledger.begin(2, second, ORDER, 1)
+    await trained(ledger, 1, *second)
+    state = state_after(1, ledger.digest)
+    await checkpoint(tmp_path, ledger, state)
+    if seals:  # the segment before is not needed any more
+        await ledger._begin_segment()
+        ledger.done(1)
+    await ledger.close()
+    assert list(segments(tmp_path)) == ([2] if seals else [1])
+    order = replace(ORDER, policy_version=1)
+    ledger = ledger_of(tmp_path)
+    await ledger.open(state, saved=1)
+    await ledger.begin(1, first, order, 0)
+    await trained(ledger, 2, *first)
+    await checkpoint(tmp_path, ledger, state_after(2, ledger.digest, waves=1, taken=1))  # wave 2 comes next
+    assert ledger.past.size_of(2, settled=True) == 1
+    assert (await ledger.begin(2, second, order, 1)).settled == {*second}
+    await ledger.begin(3, third, order, 2)
+    await ledger.close()
+    ledger = ledger_of(tmp_path)
+    assert ledger._found.problems == []
+    assert ledger._found.account.settled_groups(2) == {*second}
+    assert (ledger._found.account.counts["begun"], ledger._found.account.under_way) == (3, 1)
+    await ledger.close()
+
+
+async def test_a_process_forgets_what_it_has_settled_however_old_its_oldest_checkpoint_is(tmp_path: Path) -> None:
+    """That of the best policy is kept for good."""
+    ledger = ledger_of(tmp_path)
+    await ledger.open(state_after(0), saved=0)
+    for number in range(1, 20):
+        prompts = wave(number)
+        await ledger.begin(number, prompts, replace(ORDER, policy_version=number - 1), number - 1)
+        await trained(ledger, number, *prompts)
+        await checkpoint(tmp_path, ledger, state_after(number, ledger.digest, waves=number, taken=number))
+    assert len(ledger._account.waves()) <= 1
+    await ledger.close()
+    assert read_ledger(tmp_path).account.waves() == set(range(2, 20))
