@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from coordinator.leader_lease import LeaderCheck
-from servicekit.errors import TandemError
+from servicekit.errors import ConfigError, TandemError
 from servicekit.logs import get_logger
 from tandem_clients.replica import Replica
 from tandem_files.atomic import append_json
 from tandem_files.ledger.life import LIFE_FILE, LifeEntry, read_life
-from tandem_files.run_folder import STATE_FILE, read_state
+from tandem_files.run_folder import STATE_FILE, read_scale, read_state
 
 Loss = Literal["replica lost", "trainer lost", "disk full", "redis lost"]
 Return = Literal["replica back", "trainer back", "disk room", "redis back"]
@@ -156,9 +156,18 @@ class Life:
         self.write()
 
     def _note_gone(self, name: str, before: Replica | None, why: str) -> None:
-        if before is None:
+        if before is None and self._is_too_many(name):
+            self.note("replica left", "fewer were asked for before the coordinator began", who=name)
+        elif before is None:
             self.note("replica lost", "it did not serve when the coordinator began", who=name)
         elif before.left:
             self.note("replica left", before.why or "it was asked to end", who=name, tokens=before.cut[1])
         else:
             self.note("replica lost", before.why or why, who=name, tokens=before.cut[1], since_s=before.cut[0])
+
+    def _is_too_many(self, name: str) -> bool:
+        """Whether its number says that it is none of as many replicas as there should be."""
+        with contextlib.suppress(ConfigError, ValueError):
+            scale = None if self._run_dir is None else read_scale(self._run_dir)
+            return scale is not None and int(name.rpartition("-")[2]) >= scale.replicas
+        return False

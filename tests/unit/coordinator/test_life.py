@@ -22,6 +22,7 @@ from coordinator.watch.life import SHOWN, Life
 from servicekit.errors import Fenced, Unavailable
 from tandem_clients.replica import Replica
 from tandem_files.ledger.life import LIFE_FILE, read_life
+from tandem_files.run_folder import Scale, write_scale
 from tests.fakes.sole_lead import SoleLead
 
 REFUSED = "connection refused"
@@ -293,3 +294,16 @@ def test_of_what_another_release_has_written_the_rest_is_read(run_dir: Path) -> 
     assert [entry.who for entry in read_life(run_dir, 10)] == ["moon"]
     (run_dir / LIFE_FILE).write_bytes(b'[]\n{"kind": 1}\n\xff\xfe\nnull\n')
     assert read_life(run_dir, 10) == []
+
+
+async def test_a_replica_of_which_there_is_no_need_since_a_resume_has_left_and_is_not_lost(run_dir: Path) -> None:
+    working(run_dir).look([replica(f"rollout-{number}") for number in range(3)], {})
+    write_scale(run_dir, Scale(replicas=2, configured=2))  # what the next launch begins with
+    life = led(run_dir)
+    life.look([replica("rollout-0")], {})
+    life.begin(0, 0)
+    assert said(run_dir)[3:] == [
+        "rollout-1 lost: it did not serve when the coordinator began",
+        "rollout-2 left: fewer were asked for before the coordinator began",
+    ]
+    assert read_life(run_dir, 1)[0].lost.keys() == {"rollout-1"}
