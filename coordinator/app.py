@@ -104,7 +104,11 @@ async def conduct(
             if over is not None or stop.is_set():
                 log.info("standby ends without having led the run", why="by a signal" if over is None else over.why)
                 return exits.interrupted if over is None else over.code
-            app = await as_leader(app)
+            try:
+                app = await as_leader(app)
+            except BaseException:  # it is no spare beside another, and must not be taken for one
+                await _close(app)
+                raise
         return await _serve_and_run(app, stop, scrapes, metrics_port)
 
 
@@ -166,12 +170,17 @@ async def _stand_by(app: App, stop: asyncio.Event) -> RunOver | None:
         metrics.STANDBY.set(0)
         await server.drain(0.0)
         if not leads:
-            if app.cluster is not None:
-                app.cluster.close()
-            await asyncio.to_thread(app.lead.close)
-            await asyncio.to_thread(app.registry.close)
+            await _close(app)
     app.control.show()
     return over
+
+
+async def _close(app: App) -> None:
+    """Let go of the cluster, of the lead, and of Redis."""
+    if app.cluster is not None:
+        app.cluster.close()
+    await asyncio.to_thread(app.lead.close)
+    await asyncio.to_thread(app.registry.close)
 
 
 async def _serve_and_run(app: App, stop: asyncio.Event, scrapes: Scrapes, metrics_port: int) -> int:

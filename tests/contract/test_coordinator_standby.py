@@ -16,10 +16,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from servicekit.environment import ServiceEnvironment
+from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG
 from servicekit.redis import client as redis_client
 from tandem_config.schema import ASYNC_DEFAULTS, RunConfig
 from tandem_files.leader import FAILURES_FILE, LEADER_FILE, read_leader
 from tandem_files.ledger.reading import read_ledger
+from tandem_files.ledger.records import FORMAT, Record, framed, segment
 from tests.contract.coordinator_runs import (
     groups_asked,
     rows,
@@ -33,6 +35,7 @@ from tests.fakes.fake_fleet import FakeFleet, announced_fleet
 from tests.fakes.fake_trainer import FakeTrainer
 from tests.kit.processes import free_port
 from tests.kit.waiting import until
+from weightsync.membership.rendezvous import COORDINATOR_SLOT, Rendezvous
 
 TTL_S = 1.0
 DEADLINE_S = 90.0
@@ -281,6 +284,24 @@ async def test_a_failed_attempt_is_repeated_by_the_standby(coordinators: Coordin
         held.set()
         assert await code_of(first) == 75
         await coordinators.advance()
+
+
+async def test_a_standby_that_leads_and_cannot_read_the_run_says_that_it_ends(coordinators: Coordinators) -> None:
+    """It is no spare then, and no lease of its own says that the run continues without it."""
+    environment = coordinators.environment
+    async with announced_fleet(environment.redis_url, environment.run_id):
+        leader = coordinators.start()
+        await coordinators.advance()
+        standby = coordinators.standby("--retry-exit", "75")
+        await coordinators.waits(1)
+        head = Record(kind="segment", fields={"format": FORMAT + 1, "account": {}})
+        segment(environment.run_dir, 10**6).write_bytes(framed(head))
+        leader.kill()
+        assert await code_of(standby) == EXIT_BAD_CONFIG
+    assert "was written by a newer release of Tandem" in coordinators.log(1)
+    assert "the run continues without it" not in coordinators.log(1)
+    group = Rendezvous(environment.redis_url, f"tandem:{environment.run_id}")
+    assert COORDINATOR_SLOT not in group.snapshot().members
 
 
 async def refused(coordinators: Coordinators, options: tuple[str, ...], code: int, **given: Any) -> str:
