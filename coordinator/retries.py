@@ -37,7 +37,7 @@ from servicekit.errors import (
     in_part,
     is_known,
 )
-from servicekit.lifecycle.exit_codes import EXIT_FAILED, EXIT_GIVEN_UP, EXIT_OK
+from servicekit.lifecycle.exit_codes import EXIT_GIVEN_UP, EXIT_OK
 from servicekit.lifecycle.tasks import cancel, end_of, first_of
 from servicekit.logs import get_logger
 from tandem_config.loading import dump_resolved
@@ -74,7 +74,7 @@ async def run_or_stop(app: App, stop: asyncio.Event) -> int:
     if first.name == "lost":
         await cancel(work)
         await _end(app, State.FAILED, f"{app.lost.exception()}; another coordinator leads the run")
-        return EXIT_FAILED
+        return app.exits.replaced
     if first.name == "stop" and await app.leaving.leave(work, app.config.run.stop_timeout_s):
         await _end(app, State.INTERRUPTED, "by a signal")
         return app.exits.interrupted
@@ -94,7 +94,7 @@ async def run_or_stop(app: App, stop: asyncio.Event) -> int:
     await _end(app, State.FAILED, why)
     code = exit_code_of(error)
     if isinstance(error, AlreadyExists | Evicted | Fenced):  # the run and its count are another coordinator's
-        return code
+        return code if isinstance(error, AlreadyExists) else app.exits.replaced
     code = await asyncio.to_thread(
         code_after_failure, app.environment.run_dir, began, app.exits, otherwise=code, leading=app.leading
     )

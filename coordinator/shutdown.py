@@ -49,6 +49,11 @@ class Exits:
     interrupted: int = EXIT_OK
     retry: int | None = None
 
+    @property
+    def replaced(self) -> int:
+        """The code of one whose place another coordinator has taken: no failure of the run, so a Job counts none."""
+        return EXIT_FAILED if self.retry is None else self.retry
+
 
 class TrainerLost(Unavailable):
     """The run failed, and the trainer does not answer: whatever failed first, the trainer must be restarted."""
