@@ -77,6 +77,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         self._fence = FenceGuard()
         self._steps: OrderedDict[str, asyncio.Task[pb.TrainStepResponse]] = OrderedDict()
         self._receiving = 0
+        self._round_id = ""  # of the last phase
         # Id of the last step that was done since the policy was loaded or restored.
         self._step_id = ""
         # The version that a checkpoint or the initial model has.
@@ -120,6 +121,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         """Refuse older coordinators from now on; answer when the work that they started is done."""
         engine = self._ready()
         await self._fence.admit_soon(request.fence)
+        await asyncio.to_thread(self._interrupt, self._round_id)  # no one else ends it, if a peer of it is lost too
         await self._command(Command.NOOP, b"")  # commands run one at a time: this one waits for theirs
         await self._settled(engine)
         return pb.TakeOverResponse(policy_version=engine.policy_version)
@@ -213,6 +215,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         if only_phase(request) not in RULES:
             raise InvalidRequest(f"phase {request.phase} is no phase of a round")
         await self._fence.admit_soon(request.round.fence)
+        self._round_id = request.round.round_id
         if request.phase == ABORT:
             # Bypasses the queue: a running command that waits for a lost peer would delay this one until its deadline.
             await asyncio.to_thread(self._interrupt, request.round.round_id)

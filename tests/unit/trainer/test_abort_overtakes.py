@@ -1,17 +1,23 @@
-"""ABORT of a round reaches a trainer whose ranks are in that round's TRANSFER, and hang there."""
+"""ABORT of a round, and a new coordinator, reach a trainer whose ranks are in that round's TRANSFER, and hang there."""
 
 import asyncio
 import threading
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TypeVar
 
 import pytest
 
 from servicekit.errors import PeerLost
+from tandem_api.common.v1 import common_pb2
+from tandem_api.trainer.v1 import trainer_pb2
 from tandem_api.weights.v1 import weights_pb2
 from tests.fakes.trainer_servicer import TrainerServicer
 from trainer_service.ranks.commands import Command, Commander, Wire
 
+T = TypeVar("T")
 TRANSFER, ABORT = weights_pb2.ROUND_PHASE_TRANSFER, weights_pb2.ROUND_PHASE_ABORT
 
 
@@ -46,23 +52,35 @@ def request(phase: "weights_pb2.RoundPhase.ValueType") -> weights_pb2.RunPhaseRe
     return weights_pb2.RunPhaseRequest(phase=phase, round=round_)
 
 
-def test_an_abort_ends_the_transfer_that_it_would_wait_behind(tmp_path: Path) -> None:
+def behind_a_transfer(run_dir: Path, call: Callable[[TrainerServicer], Awaitable[T]]) -> T:
+    """What a call answers that comes while a TRANSFER hangs, which ends by it."""
     rank, commander = HangingRank(), Commander()
-    threading.Thread(
-        target=commander.run, args=(NoWire(), {Command.PUBLISH: rank.publish}), name="ranks", daemon=True
-    ).start()
-    servicer = TrainerServicer(commander, max_samples=1, run_dir=tmp_path, interrupt=rank.interrupt)
-    servicer._engine = object()  # type: ignore[assignment]
+    handlers = {Command.PUBLISH: rank.publish, Command.NOOP: lambda _: b""}
+    threading.Thread(target=commander.run, args=(NoWire(), handlers), name="ranks", daemon=True).start()
+    servicer = TrainerServicer(commander, max_samples=1, run_dir=run_dir, interrupt=rank.interrupt)
+    servicer._engine = SimpleNamespace(saving=None, policy_version=7)  # type: ignore[assignment]
 
-    async def both() -> weights_pb2.RunPhaseResponse:
+    async def both() -> T:
         transfer = asyncio.create_task(servicer.RunPhase(request(TRANSFER), None))
         await asyncio.to_thread(rank.begun.wait, 10)
         async with asyncio.timeout(5):
-            reply = await servicer.RunPhase(request(ABORT), None)
+            reply = await call(servicer)
         with pytest.raises(PeerLost, match="round-7 was given up"):
             await transfer
         return reply
 
-    reply = asyncio.run(both())
-    commander.submit(Command.STOP)
+    try:
+        return asyncio.run(both())
+    finally:
+        commander.submit(Command.STOP)
+
+
+def test_an_abort_ends_the_transfer_that_it_would_wait_behind(tmp_path: Path) -> None:
+    reply = behind_a_transfer(tmp_path, lambda servicer: servicer.RunPhase(request(ABORT), None))
     assert [report.policy_version for report in reply.reports] == [7]
+
+
+def test_a_new_coordinator_ends_the_transfer_whose_coordinator_is_lost_with_a_replica(tmp_path: Path) -> None:
+    fence = common_pb2.CoordinatorFence(worker_id="b", token=8)
+    taken = trainer_pb2.TakeOverRequest(fence=fence)
+    assert behind_a_transfer(tmp_path, lambda servicer: servicer.TakeOver(taken, None)).policy_version == 7
