@@ -159,10 +159,10 @@ async def _work(app: App) -> None:
     """
     if not app.stood_by:
         with in_part("lease"):
-            before = await asyncio.to_thread(app.lead.rendezvous.leader)
+            last = await asyncio.to_thread(app.lead.rendezvous.leader)
             await asyncio.to_thread(app.lead.claim, 2 * app.config.sync.lease_ttl_s)
         # A cluster keeps its Redis while nothing of the run is there: its pods say who comes.
-        app = replace(await as_leader(app), follows=before.token > 0 and app.cluster is None)
+        app = replace(await as_leader(app), follows=last.token > 0 and app.cluster is None)
     if not app.owner.is_launched:
         resolved = dump_resolved(app.config)
         await asyncio.to_thread(note_config, app.environment.run_dir, resolved, app.leading.check)

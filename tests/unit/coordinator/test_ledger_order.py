@@ -56,14 +56,23 @@ class SlowDisk:
 
 def state_after(iteration: int, digest: str = "", *, waves: int = 0, taken: int = 0) -> RunState:
     cursor = CursorState(sources=(SourcePosition(epoch=0, position=taken, num_prompts=10**6),), waves=waves)
-    line = {"iteration": iteration, "policy_version": iteration, "steps_digest": digest}
-    return RunState(cursor=cursor, batch_rng={}, model_fingerprint="", **line)
+    made = RunState(cursor=cursor, batch_rng={}, model_fingerprint="", iteration=iteration, steps_digest=digest)
+    made.policy_version = iteration
+    return made
 
 
 def ledger_of(run_dir: Path, check: Callable[[], None] = no_check) -> Ledger:
-    found = read_ledger(run_dir)
-    kept = {"max_mib": 1, "max_staleness": 3, "waves_ahead": 3}
-    return Ledger(run_dir=run_dir, run_id="mine", found=found, model="", warn=pytest.fail, check=check, **kept)
+    return Ledger(
+        run_dir=run_dir,
+        run_id="mine",
+        found=read_ledger(run_dir),
+        max_mib=1,
+        model="",
+        max_staleness=3,
+        waves_ahead=3,
+        check=check,
+        warn=pytest.fail,
+    )
 
 
 async def begun(run_dir: Path, check: Callable[[], None]) -> tuple[Ledger, RunState]:

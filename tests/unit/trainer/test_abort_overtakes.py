@@ -58,7 +58,7 @@ def behind_a_transfer(run_dir: Path, call: Callable[[TrainerServicer], Awaitable
     handlers = {Command.PUBLISH: rank.publish, Command.NOOP: lambda _: b""}
     threading.Thread(target=commander.run, args=(NoWire(), handlers), name="ranks", daemon=True).start()
     servicer = TrainerServicer(commander, max_samples=1, run_dir=run_dir, interrupt=rank.interrupt)
-    servicer._engine = SimpleNamespace(saving=None, policy_version=7)  # type: ignore[assignment]
+    servicer._engine = SimpleNamespace(saving=None, policy_version=7)
 
     async def both() -> T:
         transfer = asyncio.create_task(servicer.RunPhase(request(TRANSFER), None))
