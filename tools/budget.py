@@ -24,7 +24,7 @@ REPO = Path(__file__).resolve().parent.parent
 # their own (750), with metrics (50) and adapters of other libraries (690); by 32: a trainer that comes
 # back (540), a standby (590), scaling (690), replicas that seed others (650), the run's life (300), bounds of calls and
 # of histories (160).
-PRODUCT_LINES = 80_400
+PRODUCT_LINES = 80_000
 # Modules with one importer that are short and no extension point: each is a door to a closet.
 CLOSETS, CLOSET_LINES = 25, 60
 # Lines of the two paths, so that each can be read in an afternoon. Raised by 29: what becomes of a prompt is noted,

@@ -69,12 +69,13 @@ class Services:
         if self.guard is not None:
             await self.guard.wait_for_return(error)
         else:
+            address = self.trainer.address
             try:
                 await self.trainer.status()
             except (DeadlineExceeded, Unavailable) as silent:
                 # The kernel accepts connections for a frozen process.
-                is_there = await asyncio.to_thread(listens, self.trainer.address)
-                if is_there or isinstance(silent, DeadlineExceeded):
+                takes = isinstance(silent, DeadlineExceeded) or bool(await asyncio.to_thread(listens, address))
+                if takes and address == self.trainer.address:  # else it is announced at another one meanwhile
                     raise TrainerLost(f"{error}; the trainer does not answer: {silent}") from error
             except TandemError:
                 pass

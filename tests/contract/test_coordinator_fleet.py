@@ -4,6 +4,7 @@ import asyncio
 from array import array
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
@@ -227,6 +228,23 @@ async def test_a_frozen_trainer_is_lost_and_not_waited_for(announcer: list[Regis
     with pytest.raises(TrainerLost, match=r"waited 0\.1 s for another"):  # it is dead, and may be started again
         await replace(services, startup_timeout_s=0.1).until_back(Unavailable("stream"))
     await trainer.close()
+
+
+async def test_a_trainer_that_is_announced_again_while_it_is_asked_is_not_frozen(
+    announcer: list[Registry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fake_fleet() as old, fake_fleet() as new:
+        real, address = old.trainer.status, new.addresses["trainer"]
+
+        async def status(**options: Any) -> Any:
+            monkeypatch.setattr(old.trainer, "status", real)
+            await old.trainer.move_to(address)
+            raise Unavailable("our connection to it was closed: it is lost")
+
+        monkeypatch.setattr(old.trainer, "status", status)
+        services = Services(trainer=old.trainer, fleet=WatchedFleet(announcer[0], old.trainer), startup_timeout_s=5.0)
+        await services.until_back(Unavailable("stream"))
+        assert await services.trainer_answers()
 
 
 async def test_a_run_goes_on_without_a_replica_and_takes_it_back(

@@ -150,12 +150,13 @@ async def test_generation_continues_up_to_its_bound_while_the_trainer_is_away(
         async def before(number: int) -> None:
             if number == 4 and not away.is_set():
                 away.set()
-                await fleet.servers["trainer"].drain(0.0)
+                await asyncio.Event().wait()  # until its server, which does not wait for it, has cancelled it
 
         fleet.trainer_service.before_step = before
         run = asyncio.create_task(attempt(config, environment, resume=False))
         async with asyncio.timeout(60.0):
             await away.wait()
+            await fleet.servers["trainer"].drain(0.0)
         begun = {"sync": 4, "async": 5}[kind] * PROMPTS  # async: schedule.depth batches wait beside the one in training
         await asyncio.to_thread(until, lambda: len(groups_asked(fleet)) >= begun, 60.0)
         assert not run.done()

@@ -1,7 +1,7 @@
 import subprocess
 import sys
 
-MODULES = "coordinator.app, coordinator.__main__, tandem_files.rows.reading, coordinator.rewards.math_verify"
+MODULES = "coordinator.app, coordinator.__main__, tandem_files.rows.reading, coordinator.workers.tasks"
 
 
 def test_the_coordinator_loads_neither_torch_nor_an_engine() -> None:
