@@ -16,6 +16,7 @@ import xxhash
 
 from coordinator.environments.pool import EnvironmentPool, EpisodeFailed, row_of
 from coordinator.environments.remote import EpisodeHost, OpenEpisode, RemoteEnvironment
+from coordinator.environments.slot import LIMIT
 from coordinator.environments.tree import Tree
 from coordinator.watch import metrics
 from coordinator.workers.episodes.replies import AssistantTurn, Message
@@ -218,13 +219,16 @@ class _Conversation:
         failure = ""
         context: array[int] = array("I")
         try:
-            async with asyncio.timeout_at(self.due_s):
+            async with asyncio.timeout_at(self.due_s) as limit:
+                LIMIT.set(limit)
                 context, said.end = await self._answer(completion)
+            self.due_s = limit.when() or self.due_s
         except TimeoutError:
             said.end = "timeout"
         except (EpisodeFailed, TemplateFailure) as error:
             said.end, said.error = "failed", str(error)
             failure = error.kind if isinstance(error, EpisodeFailed) else "template"
+        LIMIT.set(None)
         if said.end:
             metrics.observe_episode(said, failure)
         completion.truncated = said.end in ("timeout", "max_turns", "max_tokens")

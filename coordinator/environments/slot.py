@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from coordinator.watch import metrics
@@ -14,6 +15,8 @@ from servicekit.logs import get_logger
 
 # Calls at a time in a worker, if a method is `async def`; else one.
 CONCURRENCY = 64
+# The time that the episode has whose call waits for its turn.
+LIMIT: ContextVar[asyncio.Timeout | None] = ContextVar("LIMIT", default=None)
 
 log = get_logger(__name__)
 
@@ -24,6 +27,21 @@ class CallLost(Exception):
     def __init__(self, lost: WorkerLost, *, guilty: bool | None) -> None:
         super().__init__(lost.why)
         self.answer, self.why, self.guilty = lost.answer, lost.why, guilty
+
+
+@contextlib.contextmanager
+def _not_counted() -> Iterator[None]:
+    """Let the block, which is a wait for other episodes, take nothing of this one's time."""
+    limit, now_s = LIMIT.get(), asyncio.get_running_loop().time
+    due_s, begun_s = None if limit is None else limit.when(), now_s()
+    if limit is None or due_s is None:
+        yield
+        return
+    limit.reschedule(None)
+    try:
+        yield
+    finally:
+        limit.reschedule(due_s + now_s() - begun_s)
 
 
 class WorkerSlot:
@@ -63,7 +81,8 @@ class WorkerSlot:
         self._lonely += alone
         try:
             self._let_begin()
-            await future
+            with _not_counted():
+                await future
             yield
         finally:
             self._lonely -= alone

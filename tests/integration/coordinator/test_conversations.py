@@ -405,6 +405,24 @@ async def test_an_episode_that_is_cut_off_is_truncated(
         assert (policy.ended()[0], policy.ended()[2]) == (end, True)
 
 
+async def test_the_wait_for_other_episodes_of_a_worker_takes_no_time_of_an_episode(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Eight steps of 0.3 s, one after the other: a worker does one at a time if no method is `async def`."""
+    slow = GUESS.replace("async def", "def").replace("await asyncio.sleep(60)", "__import__('time').sleep(0.3)")
+    (tmp_path / "env.py").write_text(slow)
+    async with environments(tokenizer, function=f"{tmp_path}/env.py:Guess", episode_timeout_s=1.2) as made:
+        opened = (await made.opened({"g": prompt()}))["g"]
+
+        async def play() -> str:
+            policy = Policy(tokenizer, made, opened)
+            assert await policy.says("sleep") is not None
+            assert await policy.says("7") is None
+            return str(policy.ended()[0])
+
+        assert await asyncio.gather(*(play() for _ in range(8))) == ["done"] * 8
+
+
 async def test_a_turn_that_the_limit_cuts_off_is_answered_and_is_the_last(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "env.py").write_text(GUESS)
     async with environments(tokenizer, function=f"{tmp_path}/env.py:Guess") as made:
