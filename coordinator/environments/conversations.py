@@ -10,6 +10,7 @@ from array import array
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Any
 
 import xxhash
@@ -261,6 +262,8 @@ class _Conversation:
         with metrics.ENVIRONMENT_STEP_SECONDS.time():
             reply = await episode.step(AssistantTurn(**given))
         said.rewards.append(reply.reward)
+        if not isfinite(said.reward or 0.0):
+            raise EpisodeFailed(self.name, "bad_reply", f"the rewards of its turns add up to {said.reward}")
         if unknown := own.renderer.codec.unknown(reply.token_ids):
             text = f"step returned the token id {unknown[0]}, for which the tokenizer has no token"
             raise EpisodeFailed(self.name, "bad_reply", text)

@@ -49,6 +49,13 @@ def read_ledger(run_dir: Path, run_id: str = "") -> LedgerContent:
         run_id: of the run; "": not compared.
     Raises: ConfigError: it is another run's, or a newer release wrote it; nothing was changed. OSError.
     """
+    try:
+        return _read(run_dir, run_id)
+    except FileNotFoundError:  # a run that works has removed its oldest segment meanwhile
+        return _read(run_dir, run_id)
+
+
+def _read(run_dir: Path, run_id: str) -> LedgerContent:
     ledger, paths = LedgerContent(), segments(run_dir)
     firsts = {number: next(read_records(path), None) for number, path in paths.items()}
     for number, path in paths.items():

@@ -210,4 +210,7 @@ def _plain(value: Any) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
+    try:
+        return str(error).strip().partition("\n")[0]
+    except Exception:  # noqa: BLE001 - of a user's class
+        return ""

@@ -405,13 +405,23 @@ async def test_an_episode_that_is_cut_off_is_truncated(
         assert (policy.ended()[0], policy.ended()[2]) == (end, True)
 
 
+async def test_rewards_of_turns_that_add_up_to_infinity_fail_the_episode(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "env.py").write_text(GUESS.replace("-0.25", "-1e308"))
+    async with environments(tokenizer, function=f"{tmp_path}/env.py:Guess") as made:
+        policy = Policy(tokenizer, made, (await made.opened({"g": prompt()}))["g"])
+        assert await policy.says("what") is not None
+        assert await policy.says("what") is None
+        assert policy.transcript.end == "failed"
+        assert policy.transcript.error.endswith("the rewards of its turns add up to -inf")
+
+
 async def test_the_wait_for_other_episodes_of_a_worker_takes_no_time_of_an_episode(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """Eight steps of 0.3 s, one after the other: a worker does one at a time if no method is `async def`."""
-    slow = GUESS.replace("async def", "def").replace("await asyncio.sleep(60)", "__import__('time').sleep(0.3)")
+    """Eight steps of 0.5 s, one after the other: a worker does one at a time if no method is `async def`."""
+    slow = GUESS.replace("async def", "def").replace("await asyncio.sleep(60)", "__import__('time').sleep(0.5)")
     (tmp_path / "env.py").write_text(slow)
-    async with environments(tokenizer, function=f"{tmp_path}/env.py:Guess", episode_timeout_s=1.2) as made:
+    async with environments(tokenizer, function=f"{tmp_path}/env.py:Guess", episode_timeout_s=2.5) as made:
         opened = (await made.opened({"g": prompt()}))["g"]
 
         async def play() -> str:

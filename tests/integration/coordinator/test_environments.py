@@ -520,6 +520,13 @@ async def look(up: str) -> dict:
 def fails() -> None:
     raise OSError("disk")
 
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+def fails_mutely() -> None:
+    raise Mute()
+
 def counts() -> dict:
     import numpy
     return {"a": numpy.int64(2), "b": numpy.arange(2)}
@@ -539,10 +546,12 @@ def call(name: str, arguments: Any, number: str = "") -> dict[str, Any]:
     return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-NAMES = ("add", "look", "fails", "counts", "long", "sleeps", "waits")
+NAMES = ("add", "look", "fails", "fails_mutely", "counts", "long", "sleeps", "waits")
 
 
-@pytest.mark.parametrize("names", [NAMES, ("add", "fails", "counts", "long", "sleeps")], ids=["async", "plain"])
+@pytest.mark.parametrize(
+    "names", [NAMES, ("add", "fails", "fails_mutely", "counts", "long", "sleeps")], ids=["async", "plain"]
+)
 async def test_calls_of_tools_are_answered_in_order_whatever_they_do(
     tmp_path: Path, hosted: Hosting, names: Sequence[str]
 ) -> None:
@@ -553,6 +562,7 @@ async def test_calls_of_tools_are_answered_in_order_whatever_they_do(
         (call("add", {"b": "x", "c": 1}), "error: a: Missing required argument; b: Input should be a valid integer"),
         (call("add", "a=2"), "error: the arguments are a str, not an object"),
         (call("fails", {}), "error: OSError: disk"),
+        (call("fails_mutely", {}), "error: Mute: "),
         (call("counts", {}), '{"a": 2, "b": [0, 1]}'),
         (call("long", {}), "error: ValueError: the result has 33554432 characters; at most 1048576 can be read"),
         (call("sub", {}), f"error: there is no tool 'sub'; there are {', '.join(names)}"),

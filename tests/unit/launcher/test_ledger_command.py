@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 from launcher.cli import app
 from servicekit.lifecycle.exit_codes import EXIT_BAD_CONFIG
 from tandem_files.checkpoints import COORDINATOR_FILE, mark_complete, step_folder
+from tandem_files.ledger import reading
 from tandem_files.ledger.account import Account, chained
-from tandem_files.ledger.records import FORMAT, Record, framed, segment
+from tandem_files.ledger.records import FORMAT, Record, framed, segment, segments
 
 DIGEST = chained("", "i1.v0.a", 0, {"i1.g1.row2": None})
 HEAD = {"format": FORMAT, "run_id": "mine", "number": 1, "after": 0, "account": Account().snapshot()}
@@ -96,6 +97,17 @@ def test_a_folder_without_one_is_told(tmp_path: Path) -> None:
     code, lines = ledger(tmp_path)
     assert code == EXIT_BAD_CONFIG
     assert lines == [f"{tmp_path} has no ledger: it is of a release before it, or no run's"]
+
+
+def test_a_segment_that_a_run_removes_meanwhile_is_not_read(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed, gone = segments, segment(run_dir, 0)
+
+    def once(folder: Path) -> dict[int, Path]:
+        monkeypatch.setattr(reading, "segments", listed)
+        return {0: gone, **listed(folder)}
+
+    monkeypatch.setattr(reading, "segments", once)
+    assert ledger(run_dir, "--verify")[0] == 0
 
 
 def test_another_runs_is_refused(run_dir: Path) -> None:
