@@ -84,7 +84,7 @@ PARTS: dict[str, tuple[Place, tuple[str, ...]]] = {
     "checkpoint": ((writing, "mark_complete"), ("checkpoint step-0000000",)),
     "evaluation": ((Evaluator, "evaluate"), ("evaluation",)),
     "rows": ((MetricsFile, "append"), ("iteration",)),
-    "state": ((RunState, "note"), ("iteration",)),
+    "state": ((RunState, "save"), ("iteration",)),
     "progress": ((Progress, "advance"), ("iteration",)),
     "samples": ((SampleSink, "take"), ()),  # ends no run
 }
