@@ -4,7 +4,7 @@ The run continues without a checkpoint that could not be written, with alarms, u
 """
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from coordinator.checkpoints.loading import set_damaged_aside
@@ -76,6 +76,7 @@ class RunCheckpoints:
     ledger: Ledger
     lead: LeaderCheck
     every: int
+    _extra: set[int] = field(default_factory=set, init=False)  # iterations with one that only the ledger wanted
 
     def __post_init__(self) -> None:
         self.checkpointer.newest = self.state.iteration if self.state.iteration else -1
@@ -99,13 +100,23 @@ class RunCheckpoints:
         """Begin the checkpoint of an iteration. Returns: whether that worked, or the checkpoint is missed."""
         await self.settle()
         await self.lead.confirm()
+        if self.ledger.wants_checkpoint and number % self.every:
+            self._extra.add(number)
         self.ledger.checkpoint_begins()
         try:
             await self.checkpointer.save_trainer(number)
         except NotWritten as error:
-            self.missed.note(number, error)
+            self._note_missed(number, error)
             return False
         return True
+
+    def _note_missed(self, number: int, error: NotWritten) -> None:
+        """Note one that was not written. Raises: NotWritten: that is one too many of those that are due."""
+        if number not in self._extra:
+            self.missed.note(number, error)
+            return
+        what = f"a checkpoint of iteration {number}, in place of steps that are not kept, was not written"
+        self.progress.warn("missed_checkpoint", f"{what}: {error}")
 
     async def complete(self) -> None:
         """Complete the checkpoint of the last iteration, when the trainer's part is written, or miss it."""
@@ -114,7 +125,7 @@ class RunCheckpoints:
             await self.ledger.checkpoint(self.state)
             await self.checkpointer.complete(self.state, self.lead.confirm)
         except NotWritten as error:
-            self.missed.note(self.state.iteration, error)
+            self._note_missed(self.state.iteration, error)
         if not self.checkpointer.writing:
             await self.settle()
 
@@ -126,7 +137,7 @@ class RunCheckpoints:
         try:
             await self.checkpointer.settle()
         except NotWritten as error:
-            self.missed.note(running.iteration, error)
+            self._note_missed(running.iteration, error)
         else:
             self.missed.none()
             # One that was being written when it became the best could not be marked then.

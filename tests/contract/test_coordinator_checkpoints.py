@@ -1,12 +1,14 @@
 """Checkpoints of a run: those that cannot be written, and those that are written while it trains."""
 
 import asyncio
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coordinator.app import conduct
+from coordinator.ledger.ledger import Ledger
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import Internal
 from tandem_api.trainer.v1 import trainer_pb2 as pb
@@ -168,3 +170,17 @@ async def test_the_fake_trainer_answers_as_the_real_one(
     assert engine.begun == [beside]
     assert fake == pb.SaveCheckpointResponse.FromString(real)
     assert fake.writing is beside
+
+
+@pytest.mark.parametrize("beside", [False, True])
+async def test_checkpoints_that_only_the_ledger_wants_may_be_missed_without_end(
+    config: RunConfig, environment: ServiceEnvironment, monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
+    """A full disk has room for a step now and then: each time a checkpoint is tried, and does not fit."""
+    config = with_settings(config, run={"checkpoint_every": 100, "evaluate_every": 100, "checkpoint_async": beside})
+    monkeypatch.setattr(Ledger, "wants_checkpoint", property(lambda ledger: True))
+    trainer = FakeTrainer(save_faults=deque([FULL] * 5))
+    async with announced_fleet(environment.redis_url, environment.run_id, trainer):
+        assert await conduct(config, environment, resume=False, stop=asyncio.Event()) == 0
+    assert complete(environment) == [6]
+    assert saved_state(environment)["missed_checkpoints"] == []
