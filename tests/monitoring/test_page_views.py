@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     life = Life(folder)
     life.load(LeaderCheck(lease=SoleLead(), patience_s=0.0))
-    life.note("replica lost", "out of memory", who="rollout-1", tokens=345)
+    life.note("replica lost", "out of memory", who="rollout-1", tokens=345, since_s=time.time() - 12.0)
     life.note("replica back", "a new process", who="rollout-1")
     samples = SampleFolder(folder)
     for number, text in ((1, "the sum is 3"), (4, "the right sum is 4")):
@@ -87,7 +88,7 @@ def test_no_view_is_wider_than_its_screen(page: Browser, url: str, width: int) -
 def test_the_life_of_the_run_is_shown_with_reasons_and_costs(page: Browser, url: str) -> None:
     page.open(f"{url}#key=secret", ready="document.querySelectorAll('#life li').length === 2")
     newest, oldest = page.eval("[...document.querySelectorAll('#life li')].map(one => one.textContent)")
-    assert "rollout-1 back: a new process (" in newest
+    assert "rollout-1 back: a new process (12" in newest
     assert oldest.endswith("rollout-1 lost: out of memory (345 tokens)")
     totals = page.eval("document.querySelector('#life-totals').textContent")
     assert totals.startswith("replica lost 1× (345 tokens) · replica back 1× (")
