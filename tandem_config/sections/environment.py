@@ -39,7 +39,8 @@ class EnvironmentSection(Section):
     """Seconds for a call of the environment, or for all calls of tools in a turn; with address, for the server's reply,
     its queue included; the server has a limit of its own."""
     episode_timeout_s: Timeout = setting(600.0, "ten turns that take all of their time", "s")
-    """Seconds for an episode, from its reset to its end, without its waits for a worker that is busy with others."""
+    """Seconds for an episode, from its reset to its end, without its waits for a worker that is busy with others; with
+    address those count."""
     history: Literal["template", "keep"] = setting(
         "template", "the policy is used with its chat template, which leaves out earlier thinking"
     )
