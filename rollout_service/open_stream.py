@@ -38,6 +38,8 @@ class OpenStream:
         self._admission, self._max_groups, self._until_it_serves = admission, max_groups, until_it_serves
         self._left: dict[str, set[int]] = {}  # by group, the completions that have not ended
         self._tokens: Counter[str] = Counter()  # by group
+        self._prompts: dict[str, bytes] = {}  # those that are kept, by group
+        self._num_accepted = 0  # groups that the engine has taken
         self._began_s: float | None = None
         self._reading: asyncio.Task[None] | None = None
 
@@ -46,10 +48,10 @@ class OpenStream:
         """Number of groups that run."""
         return len(self._left)
 
-    @property
-    def engine_s(self) -> float:
-        """Seconds from the first submission until now."""
-        return 0.0 if self._began_s is None else time.perf_counter() - self._began_s
+    def response(self, load: pb.ReplicaLoad | None = None) -> pb.GenerateResponse:
+        """Return a response with what the stream has accepted, and the time that it has taken."""
+        engine_s = 0.0 if self._began_s is None else time.perf_counter() - self._began_s
+        return pb.GenerateResponse(load=load, engine_s=engine_s, accepted=self._num_accepted)
 
     @asynccontextmanager
     async def reading(
@@ -64,23 +66,32 @@ class OpenStream:
             await cancel(self._reading)
             self._reading = None  # its error holds its frame, which holds this stream
             self._stream.close()
-            self._admission.leave(len(self._left), self._tokens.total())
+            kept = sum(map(_tokens_in, self._prompts.values()))
+            self._admission.leave(len(self._left), self._tokens.total() + kept)
 
     async def _read(self, request: pb.GenerateRequest | None, requests: AsyncIterator[pb.GenerateRequest]) -> None:
         while request is not None:
             for group_id in request.cancel:
-                self._stream.cancel(group_id)
+                if group_id in self._left:
+                    self._stream.cancel(group_id)
+                self._admission.leave(0, _tokens_in(self._prompts.pop(group_id, b"")))
             if request.groups:
+                for message in request.groups:
+                    message.prompt_ids_u32 = message.prompt_ids_u32 or self._prompts.get(message.group_id, b"")
                 groups = read_groups(request.groups, self._sampling, self._limits, self._max_groups, self._left)
                 await self._until_it_serves(request)
                 tokens = {group.group_id: _tokens_of(group) for group in groups}
-                caches = _CACHES * self._limits.kv_tokens
-                self._admission.enter(len(tokens.keys() - self._left), sum(tokens.values()), caches)
+                keep = {one.group_id: one.prompt_ids_u32 for one in request.groups if one.keeps_prompt}
+                keep = {name: prompt for name, prompt in keep.items() if name not in self._prompts}
+                held = sum(tokens.values()) + sum(map(_tokens_in, keep.values()))
+                self._admission.enter(len(tokens.keys() - self._left), held, _CACHES * self._limits.kv_tokens)
                 self._tokens.update(tokens)
+                self._prompts |= keep
                 for group in groups:
                     self._left.setdefault(group.group_id, set()).update(group.starts())
                 self._began_s = self._began_s or time.perf_counter()
                 await self._stream.submit(groups)
+                self._num_accepted += len(groups)
             del request
             request = await anext(requests, None)
 
@@ -106,6 +117,10 @@ class OpenStream:
                 del self._left[name]
                 self._admission.leave(1, self._tokens.pop(name))
         return [SampledGroup(group_id=name, completions=found) for name, found in groups.items()]
+
+
+def _tokens_in(prompt_ids_u32: bytes) -> int:
+    return len(prompt_ids_u32) // 4
 
 
 def _tokens_of(group: GroupRequest) -> int:

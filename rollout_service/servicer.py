@@ -114,15 +114,15 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.
         with self._observe_call(time.perf_counter()):
             async with stream.reading(first, requests):
                 del first  # the stream decides how long it lives
-                yield pb.GenerateResponse(load=await self._load())
+                yield stream.response(await self._load())
                 load_due_s, has_said = time.perf_counter() + NEWS_S, self._leaving
                 async for news in self._admission.until_evicted(stream.news(NEWS_S)):
                     for part in _split(news):
                         self._count_tokens(part)
-                        yield _fill(pb.GenerateResponse(engine_s=stream.engine_s), part)
+                        yield _fill(stream.response(), part)
                     if (now_s := time.perf_counter()) >= load_due_s or self._leaving > has_said:
                         load_due_s, has_said = now_s + NEWS_S, self._leaving
-                        yield pb.GenerateResponse(engine_s=stream.engine_s, load=await self._load())
+                        yield stream.response(await self._load())
                     if has_said and not stream.num_groups:
                         return
 

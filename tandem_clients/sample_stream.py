@@ -193,12 +193,15 @@ class SampleStream:
         self._name, self._call, self._order, self._timeout_s = name, call, order, timeout_s
         self._highest = None if newer else order.policy_version
         self._open: dict[str, OpenGroup] = {}
-        self._written_s = self.read_s = 0.0
-        self._has_asked = False
+        # Groups whose prompts the replica keeps, from that submission on; and how many of all these it has accepted.
+        self._kept: dict[str, tuple[OpenGroup, int]] = {}
+        self._num_submitted = self._num_accepted = 0
+        self._renewed_s = self.read_s = 0.0
         self._writes = asyncio.Lock()
 
     async def begin(self) -> None:
         """Open the stream: the replica answers with its load."""
+        self._renewed_s = asyncio.get_running_loop().time()
         await self._write(pb.GenerateRequest(sampling=pb.SamplingParams(**asdict(self._order.sampling))))
 
     async def submit(self, parts: Sequence[tuple[OpenGroup, Sequence[int]]]) -> None:
@@ -213,17 +216,32 @@ class SampleStream:
 
     async def hand_over(self) -> None:
         """Ask for what runs to come back as it is."""
+        for group_id in self._open:
+            self._kept.pop(group_id, None)
         await self._write(pb.GenerateRequest(cancel=list(self._open)))
+
+    async def _renew(self) -> None:
+        """Show that we are there, and name groups whose prompts need not be kept any more."""
+        self._renewed_s = self.read_s
+        whole = [group_id for group_id, (group, _) in self._kept.items() if group.is_whole()]
+        for group_id in whole:
+            del self._kept[group_id]
+        await self._write(pb.GenerateRequest(cancel=whole))
 
     def _message(self, group: OpenGroup, indices: Sequence[int]) -> pb.PromptGroup:
         self._open[group.group_id] = group
-        self._has_asked = True
+        self._num_submitted += 1
+        kept, keeps = self._kept.get(group.group_id), bool(group.waiting) or group.takes_turns
+        is_kept = kept is not None and kept[1] <= self._num_accepted
         message = pb.PromptGroup(
             group_id=group.group_id,
-            prompt_ids_u32=packed("prompt_ids_u32", group.prompt.token_ids),
+            prompt_ids_u32=b"" if is_kept else packed("prompt_ids_u32", group.prompt.token_ids),
             num_completions=group.num_completions,
             seed=self._order.group_seed(group.group_id),
+            keeps_prompt=keeps,
         )
+        if keeps:
+            self._kept.setdefault(group.group_id, (group, self._num_submitted))
         if group.found or len(indices) < group.num_completions:
             for index in indices:
                 prompt_ids, token_ids = group.held(index)
@@ -233,10 +251,9 @@ class SampleStream:
     @property
     def _is_idle(self) -> bool:
         """Whether everything that was asked for has come: environments may take their time to answer it."""
-        return self._has_asked and not self._open
+        return self._num_submitted > 0 and not self._open
 
     async def _write(self, request: pb.GenerateRequest) -> None:
-        self._written_s = asyncio.get_running_loop().time()
         # A call that has ended says why to its reader.
         async with self._writes:
             with contextlib.suppress(asyncio.InvalidStateError), rpc_errors(self._name):
@@ -264,11 +281,12 @@ class SampleStream:
             if response.groups or self._is_idle:
                 due_s = self.read_s + self._timeout_s
             yield self._read(response)
-            if self.read_s - self._written_s > RENEW_S:
-                await self._write(pb.GenerateRequest())
+            if self.read_s - self._renewed_s > RENEW_S:
+                await self._renew()
 
     def _read(self, response: pb.GenerateResponse) -> News:
         load = response.load if response.HasField("load") else None
+        self._num_accepted = response.accepted
         news = News(whole=[], aborted=[], num_ended=0, engine_s=response.engine_s, load=load)
         for result in response.groups:
             group = self._open.get(result.group_id)

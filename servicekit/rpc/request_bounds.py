@@ -139,6 +139,7 @@ BOUNDS: Table = {
         "num_completions": Number(low=0, high=2**16),
         "seed": Number(low=0, high=2**64),
         "samples": Items(most=2**16, each=SubMessage()),
+        "keeps_prompt": Flag(),
     },
     "tandem_api.rollout.v1.SamplePrefix": {
         "index": Number(low=0, high=2**16),

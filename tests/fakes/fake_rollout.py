@@ -100,11 +100,14 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
     async def Generate(
         self, requests: AsyncIterator[pb.GenerateRequest], context: Any
     ) -> AsyncIterator[pb.GenerateResponse]:
-        sampling, num_done = (await anext(requests)).sampling, 0
+        sampling, num_done, num_taken = (await anext(requests)).sampling, 0, 0
+        prompts: dict[str, bytes] = {}
         yield pb.GenerateResponse(load=pb.ReplicaLoad(kv_tokens=self.kv_tokens))
         async for request in requests:
+            _keep_prompts(request, prompts)
             if not request.groups:
                 continue
+            num_taken += len(request.groups)
             request.sampling.CopyFrom(sampling)
             self.requests.append(request)
             self.asked.set()
@@ -117,16 +120,16 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
                 groups = request.groups[start : min(good, start + self.groups_per_response)]
                 num_done += len(groups)
                 results = [self._group(group, sampling) for group in groups]
-                yield pb.GenerateResponse(groups=results, engine_s=self.engine_s * num_done)
+                yield pb.GenerateResponse(groups=results, engine_s=self.engine_s * num_done, accepted=num_taken)
             if fault is not None:
                 rest = request.groups[good:]
                 if fault.partial:
                     results = [self._group(group, sampling, num_tokens=fault.partial) for group in rest]
-                    yield pb.GenerateResponse(groups=results)
+                    yield pb.GenerateResponse(groups=results, accepted=num_taken)
                 if fault.error is not None:
                     raise fault.error
                 if fault.abort:
-                    yield pb.GenerateResponse(groups=[self._aborted(group) for group in rest])
+                    yield pb.GenerateResponse(groups=[self._aborted(one) for one in rest], accepted=num_taken)
 
     def _check_serves(self, request: pb.GenerateRequest) -> None:
         if self.state != weights_pb2.REPLICA_STATE_SERVING:
@@ -242,6 +245,16 @@ class FakeRollout(rollout_pb2_grpc.RolloutServiceServicer, weights_pb2_grpc.Roun
         indexes = [sample.index for sample in group.samples] or range(group.num_completions)
         aborted = [pb.Completion(index=index, finish_reason=pb.FINISH_REASON_ABORT) for index in indexes]
         return pb.GroupResult(group_id=group.group_id, completions=aborted)
+
+
+def _keep_prompts(request: pb.GenerateRequest, prompts: dict[str, bytes]) -> None:
+    """Fill in prompts that are kept, and keep those that shall be."""
+    for name in request.cancel:
+        prompts.pop(name, None)
+    for group in request.groups:
+        group.prompt_ids_u32 = group.prompt_ids_u32 or prompts[group.group_id]
+        if group.keeps_prompt:
+            prompts[group.group_id] = group.prompt_ids_u32
 
 
 def _last(ids: "array[int]", token_id: int) -> int:

@@ -6,6 +6,7 @@ The tokens of a completion are a function of its group, index and place, so that
 import asyncio
 import random
 import zlib
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -48,6 +49,8 @@ class FakeSampler:
         sampled: tokens, also those that nobody got.
         running: completions now, and the most there were.
         turn_tokens: each token at such a distance ends a turn; 0: none does.
+        submitted: groups, with their prompt (True) and without it.
+        most_kept: prompts.
     """
 
     name: str
@@ -61,6 +64,8 @@ class FakeSampler:
     turn_tokens: int = 0
     cut: tuple[float | None, int] = (None, 0)
     sampled: int = 0
+    submitted: Counter[bool] = field(default_factory=Counter)
+    most_kept: int = 0
     running: int = 0
     most: int = 0
     calls: list["_Call"] = field(default_factory=list)
@@ -104,26 +109,34 @@ class FakeSampler:
     def abort(self) -> None:
         """As a pause that aborts does."""
         for call in self.calls:
-            call.abort()
+            call.abort(*call.aborts)
 
 
 class _Call:
     def __init__(self, sampler: FakeSampler, order: Order) -> None:
         self.sampler, self.order = sampler, order
         self.responses: asyncio.Queue[pb.GenerateResponse | None] = asyncio.Queue()
-        self.aborts = asyncio.Event()
+        self.aborts: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self.tasks: set[asyncio.Task[None]] = set()
+        self.kept: set[str] = set()
+        self.num_taken = 0
 
     async def write(self, request: pb.GenerateRequest) -> None:
         if request.HasField("sampling"):
             self.say_load()
-        if request.cancel:  # of all that runs: the coordinator asks for nothing else
-            self.abort()
+        self.kept.difference_update(request.cancel)
+        self.abort(*request.cancel)
         if request.groups:
             served = self.sampler.policy_version
             highest = request.max_policy_version if request.HasField("max_policy_version") else served
             assert request.min_policy_version <= served <= highest, "another version is served"
         for group in request.groups:
+            assert group.prompt_ids_u32 or group.group_id in self.kept, "its prompt is not kept"
+            self.num_taken += 1
+            self.sampler.submitted[bool(group.prompt_ids_u32)] += 1
+            if group.keeps_prompt:
+                self.kept.add(group.group_id)
+                self.sampler.most_kept = max(self.sampler.most_kept, len(self.kept))
             prefixes = {sample.index: len(sample.token_ids_u32) // 4 for sample in group.samples}
             for index, first in (prefixes or dict.fromkeys(range(group.num_completions), 0)).items():
                 task = asyncio.create_task(self._sample(group.group_id, index, first))
@@ -138,7 +151,8 @@ class _Call:
         return response
 
     async def _sample(self, group: str, index: int, at: int) -> None:
-        sampler, length, aborts = self.sampler, length_of(group, index, self.order.sampling.max_new_tokens), self.aborts
+        sampler, aborts = self.sampler, self.aborts[group]
+        length = length_of(group, index, self.order.sampling.max_new_tokens)
         sampler.running += 1
         sampler.most = max(sampler.most, sampler.running)
         try:
@@ -171,19 +185,18 @@ class _Call:
             finish_reason=reason,
             version_spans=[span],
         )
-        self.responses.put_nowait(
-            pb.GenerateResponse(groups=[pb.GroupResult(group_id=group, completions=[completion])])
-        )
+        result = pb.GroupResult(group_id=group, completions=[completion])
+        self.responses.put_nowait(pb.GenerateResponse(groups=[result], accepted=self.num_taken))
         if self.sampler.random.random() < 0.1:
             self.say_load()
 
-    def abort(self) -> None:
-        self.aborts.set()
-        self.aborts = asyncio.Event()
+    def abort(self, *groups: str) -> None:
+        for group in groups:
+            self.aborts.pop(group, asyncio.Event()).set()
 
     def say_load(self) -> None:
         load = pb.ReplicaLoad(kv_tokens=self.sampler.kv_tokens, leaving=self.sampler.is_leaving)
-        self.responses.put_nowait(pb.GenerateResponse(load=load))
+        self.responses.put_nowait(pb.GenerateResponse(load=load, accepted=self.num_taken))
 
     async def close(self) -> None:
         await cancel(*self.tasks)

@@ -122,8 +122,11 @@ def done(arena: Arena, fault: Fault) -> Iterator[None]:
             yield
 
 
-def harmed(arena: Arena, story: Story, fault: Fault) -> bool:
-    """Do harm, and measure how long the run takes to continue. Returns: whether it does."""
+def harmed(arena: Arena, story: Story, fault: Fault, logs: Path) -> bool:
+    """Do harm, and measure how long the run takes to continue; keep the logs of one that is late.
+
+    Returns: whether it does.
+    """
     passed(fault.waits_s)
     before, begun_s = arena.iteration(), time.monotonic()
     try:
@@ -136,17 +139,19 @@ def harmed(arena: Arena, story: Story, fault: Fault) -> bool:
         return True
     except (TimeoutError, RuntimeError, LookupError) as error:
         story.wrong.append(f"{fault.kind.name}, {fault.lasts_s:.0f} s, in iteration {before + 1}: {error}")
+        arena.keep_logs(logs)
         return not isinstance(error, RuntimeError)
     seconds = time.monotonic() - begun_s
-    story.measured.append(
-        Measured(
-            kind=fault.kind.name,
-            lasts_s=fault.lasts_s,
-            seconds=seconds,
-            usual_s=2 * median(float(row["iteration_s"] or 0.0) for row in arena.rows()[1:]),
-            promise_s=fault.kind.promise_s,
-        )
+    measured = Measured(
+        kind=fault.kind.name,
+        lasts_s=fault.lasts_s,
+        seconds=seconds,
+        usual_s=2 * median(float(row["iteration_s"] or 0.0) for row in arena.rows()[1:]),
+        promise_s=fault.kind.promise_s,
     )
+    story.measured.append(measured)
+    if measured.is_late:
+        arena.keep_logs(logs)
     print(
         f"{arena.name}: {fault.kind.name} for {fault.lasts_s:.1f} s in iteration {before + 1}: {seconds:.1f} s",
         flush=True,
@@ -197,15 +202,15 @@ def grown(sizes: list[dict[str, float]]) -> Iterator[str]:
             yield f"{name} has grown from {first:.0f} to {last:.0f}"
 
 
-def story_of(name: str, faults: list[Fault], deadline_s: float) -> Story:
-    """Run one of SETUPS under these faults."""
+def story_of(name: str, faults: list[Fault], deadline_s: float, out: Path) -> Story:
+    """Run one of SETUPS under these faults. Logs of what is late are kept in out/logs."""
     story, setup = Story(name=name), SETUPS[name]
     with Arena(name, [*SETTINGS, *setup.settings], setup.file, setup.runs) as arena:
         arena.start()
         for fault in faults:
             if time.monotonic() > deadline_s:
                 break
-            if not harmed(arena, story, fault):
+            if not harmed(arena, story, fault, out / "logs" / f"{name}-{len(story.measured)}"):
                 break
             story.sizes.append(arena.sizes())
         judged(arena, story)
@@ -234,7 +239,7 @@ def main() -> int:
         end_s = begun_s + options.minutes * 60.0 * (place + 1) / len(runs)
         there = tuple(kind for kind in kinds if kind.victim not in SETUPS[name].spares)
         number = len(there) if options.short else -(-options.faults // len(runs))
-        stories.append(story_of(name, drawn(options.seed + place, number, there), end_s))
+        stories.append(story_of(name, drawn(options.seed + place, number, there), end_s, options.out))
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "chaos.json").write_text(json.dumps([asdict(story) for story in stories], indent=1))
     print(written(stories, options.out))

@@ -219,6 +219,14 @@ class Arena:
         self._end_redis()
         self.start_redis()
 
+    def keep_logs(self, folder: Path) -> None:
+        """Copy what the run has logged so far, and its rows."""
+        for file in [*self.folder.rglob("*.log"), *self.run_dir.glob("*.jsonl")]:
+            with contextlib.suppress(OSError):
+                kept = folder / file.relative_to(self.folder)
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, kept)
+
     def keys(self) -> int:
         """The number of keys in Redis."""
         return int(redis.Redis(unix_socket_path=str(self._socket)).dbsize())

@@ -147,6 +147,7 @@ class PromptGroup(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     PROMPT_IDS_U32_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    KEEPS_PROMPT_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     num_completions: _builtins.int
     seed: _builtins.int
@@ -154,7 +155,9 @@ class PromptGroup(_message.Message):
     the rounding of its log-probs. Not with min_p, on GPUs not with top_p and top_k either. Unset: random.
     """
     prompt_ids_u32: _builtins.bytes
-    """The prompt's ids, little-endian."""
+    """The prompt's ids, little-endian. Empty: those that the replica keeps of this group."""
+    keeps_prompt: _builtins.bool
+    """More of the group is submitted later, without the prompt once this is accepted: it is kept until a cancel names it."""
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SamplePrefix]:
         """Which of the num_completions are asked for. Empty: all, from their beginnings."""
@@ -167,10 +170,11 @@ class PromptGroup(_message.Message):
         seed: _builtins.int | None = ...,
         prompt_ids_u32: _builtins.bytes = ...,
         samples: _abc.Iterable[Global___SamplePrefix] | None = ...,
+        keeps_prompt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "group_id", b"group_id", "num_completions", b"num_completions", "prompt_ids_u32", b"prompt_ids_u32", "samples", b"samples", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "group_id", b"group_id", "keeps_prompt", b"keeps_prompt", "num_completions", b"num_completions", "prompt_ids_u32", b"prompt_ids_u32", "samples", b"samples", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
@@ -235,7 +239,7 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def cancel(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of groups to end: their completions come with FINISH_REASON_ABORT and the tokens that they have, those that are
-        finished or unknown do not come.
+        finished or unknown do not come. Their prompts are kept no more.
         """
 
     def __init__(
@@ -304,8 +308,11 @@ class GenerateResponse(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     ENGINE_S_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
     engine_s: _builtins.float
     """Seconds from the first submission to this response."""
+    accepted: _builtins.int
+    """How many of the groups that were submitted the engine has taken, in their order. Unset: the replica keeps no prompts."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupResult]:
         """The completions that have something new: the tokens since the last response, and their spans, which begin with 0.
@@ -320,12 +327,15 @@ class GenerateResponse(_message.Message):
         groups: _abc.Iterable[Global___GroupResult] | None = ...,
         engine_s: _builtins.float = ...,
         load: Global___ReplicaLoad | None = ...,
+        accepted: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_accepted", b"_accepted", "accepted", b"accepted", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_s", b"engine_s", "groups", b"groups", "load", b"load"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted", b"_accepted", "accepted", b"accepted", "engine_s", b"engine_s", "groups", b"groups", "load", b"load"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__accepted: _TypeAlias = _typing.Literal["accepted"]  # noqa: Y015
+    _WhichOneofArgType__accepted: _TypeAlias = _typing.Literal["_accepted", b"_accepted"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__accepted) -> _WhichOneofReturnType__accepted | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 

@@ -61,8 +61,8 @@ SCRIPTS = {
     "SUCCEEDS_AFTER_TRAINER": _COUNTED + "wait(lambda: starts('trainer-0'))",
     # One that succeeds when all trainers have started again.
     "SUCCEEDS_WHEN_THE_TRAINER_IS_BACK": _COUNTED
-    + "trainers = [file.stem for file in folder.glob('trainer-*.pid')]\n"
-    + "wait(lambda: trainers and all(starts(each) > 1 for each in trainers))",
+    + "trainers = lambda: [starts(file.stem) for file in folder.glob('trainer-*.pid')]\n"
+    + "wait(lambda: min(trainers(), default=0) > 1)",
     "SUCCEEDS_WHEN_THE_REPLICA_IS_BACK": _COUNTED + "wait(lambda: starts('rollout-0') > 1 and starts('trainer-0'))",
     # One that is killed at its first start, once the others have had theirs, and ends well at its second.
     "KILLED_ONCE": _COUNTED

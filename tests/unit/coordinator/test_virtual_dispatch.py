@@ -317,6 +317,18 @@ def test_a_replica_has_as_many_tokens_as_its_cache_holds_until_nothing_waits() -
     assert fleet.members[0].most <= 2 * SIZE
 
 
+def test_a_group_that_is_submitted_in_parts_brings_its_prompt_once() -> None:
+    fleet = Fleet(random.Random(0), num=1, kv_tokens=2 * MOST + 3)
+    (sampler,) = fleet.members
+    sampler.tokens_per_s = 3.0
+    generation, finished = run(generate(fleet, order_of(), ()))
+    check(generation, finished)
+    # Twice where the second part follows before the replica has accepted the first one.
+    assert GROUPS <= sampler.submitted[True] < 1.5 * GROUPS
+    assert sampler.submitted[False] >= 8
+    assert sampler.most_kept < GROUPS  # those of whole groups are not kept for long
+
+
 def test_a_fleet_without_any_replica_ends_in_time_with_a_reason() -> None:
     fleet = Fleet(random.Random(0), num=1, kv_tokens=0)
     fleet.members[0].is_dead = True

@@ -52,6 +52,7 @@ class FakeEngine:
         self.rank_addresses = [f"unix:rank{rank}" for rank in range(num_ranks)]
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.calls: list[str] = []
+        self.submitted: list[GroupRequest] = []
         self.version = 0
         self.ignores_aborts = False
         self._held: asyncio.Event | None = None
@@ -151,6 +152,7 @@ class FakeStream:
         self._news: asyncio.Queue[list[SampledCompletion]] = asyncio.Queue()
 
     async def submit(self, groups: Sequence[GroupRequest]) -> None:
+        self._engine.submitted += groups
         for group in groups:
             task = self._tasks[group.group_id] = asyncio.create_task(self._run(group))
             self._engine.running.add(task)

@@ -97,6 +97,13 @@ def group(name: str, num: int = 2, prefixes: dict[int, list[int]] | None = None,
     )
 
 
+def bare(name: str, num: int, prefixes: dict[int, list[int]]) -> pb.PromptGroup:
+    """A group without its prompt."""
+    asked = group(name, num, prefixes)
+    asked.prompt_ids_u32 = b""
+    return asked
+
+
 def other_prompt(ids: list[int]) -> pb.PromptGroup:
     """A group of which the second completion follows another prompt."""
     samples = [pb.SamplePrefix(index=0), pb.SamplePrefix(index=1, prompt_ids_u32=packed("prompt_ids_u32", ids))]
@@ -174,6 +181,30 @@ async def test_other_completions_of_a_group_that_runs_can_be_submitted(served: S
         found = [one for result in await stream.results(2) for one in result.completions]
         assert {one.index: len(one.token_ids_u32) // 4 for one in found} == {0: TOKENS, 2: TOKENS - 1}
         assert (await served.stub.GetStatus(pb.GetStatusRequest(), timeout=5.0)).running_groups == 0
+
+
+async def test_a_prompt_comes_once_and_is_kept_for_what_follows_until_a_cancel(served: Served) -> None:
+    served.engine.hold()
+    async with stream_of(served) as (stream, _):
+        await stream.submit(group("a", 3, {0: []}, keeps_prompt=True))
+        while (response := await stream.call.read()).accepted < 1:
+            assert isinstance(response, pb.GenerateResponse)
+        await stream.submit(bare("a", 3, {2: [1]}))
+        while len(served.engine.running) < 2:
+            assert isinstance(await stream.call.read(), pb.GenerateResponse)
+        assert {tuple(one.prompt_ids) for one in served.engine.submitted} == {(1, 2)}
+        held = served.servicer._admission.held_tokens
+        served.engine.release()
+        await stream.results(2)
+        assert 0 < served.servicer._admission.held_tokens == 2 < held  # the prompt's, nothing else
+        await stream.submit(bare("a", 3, {1: []}))  # none of it runs, and still
+        await stream.results(1)
+        await stream.call.write(pb.GenerateRequest(cancel=["a"]))
+        await stream.submit(bare("a", 3, {1: []}))
+        code, _, text = await stream.refusal()
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "group 'a': prompt_ids is empty" in text
+    assert served.servicer._admission.held_tokens == 0
 
 
 async def test_a_completion_that_runs_is_refused(served: Served) -> None:
