@@ -364,7 +364,7 @@ class Registry:
         """Turn any error of the call inside into Aborted if close() has disconnected it: redis-py has none for that."""
         try:
             yield
-        except (TandemError, OSError, ValueError) as error:
+        except (TandemError, OSError, ValueError, TypeError, AttributeError) as error:
             if self._closed.is_set():
                 raise Aborted(_CLOSED) from error
             raise

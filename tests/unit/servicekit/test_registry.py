@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import random
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -185,6 +187,26 @@ def test_closing_ends_a_wait(redis_server: str, open_registry: OpenRegistry) -> 
         registry.close()
         with pytest.raises(Aborted):
             waiting.result(10)
+
+
+def test_closing_in_the_midst_of_a_command_ends_the_wait_in_the_same_way(
+    redis_server: str, open_registry: OpenRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("servicekit.redis.registry._FIRST_POLL_S", 1e-4)
+    monkeypatch.setattr("servicekit.redis.registry._LONGEST_POLL_S", 1e-4)
+    chance, before_s = random.Random(0), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with futures.ThreadPoolExecutor(1) as pool:
+            for _ in range(300):
+                registry = open_registry(redis_server)
+                waiting = pool.submit(registry.wait_for, "rollout", 1, 60)
+                futures.wait([waiting], timeout=chance.uniform(0.0, 0.005))
+                registry.close()
+                with pytest.raises(Aborted):
+                    waiting.result(10)
+    finally:
+        sys.setswitchinterval(before_s)
 
 
 def test_values_are_waited_for_and_expire(redis_server: str, open_registry: OpenRegistry) -> None:
