@@ -33,7 +33,7 @@ from trainer_service.ranks.commands import Command, Commander
 from trainer_service.ranks.handlers import check_version
 from weightsync.round import deadlines
 from weightsync.round.client import only_phase
-from weightsync.round.phases import ABORT, RULES, name_of
+from weightsync.round.phases import ABORT, PREPARE, RULES, name_of
 
 # While it leaves, a coordinator that has not asked for the status for so long saves nothing; it asks every second.
 SILENT_S = 5.0
@@ -215,10 +215,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         if only_phase(request) not in RULES:
             raise InvalidRequest(f"phase {request.phase} is no phase of a round")
         await self._fence.admit_soon(request.round.fence)
-        self._round_id = request.round.round_id
-        if request.phase == ABORT:
+        before, self._round_id = self._round_id, request.round.round_id
+        is_next = request.phase == PREPARE and before not in ("", self._round_id)
+        if request.phase == ABORT or is_next:
             # Bypasses the queue: a running command that waits for a lost peer would delay this one until its deadline.
-            await asyncio.to_thread(self._interrupt, request.round.round_id)
+            await asyncio.to_thread(self._interrupt, before if is_next else self._round_id)
         with metrics.PUBLISH_SECONDS.labels(phase=name_of(request.phase)).time():
             # Ranks keep to the round's deadlines: one that is late is frozen, and must not delay the fleet.
             replies = await self._command(

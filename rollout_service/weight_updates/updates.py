@@ -162,9 +162,9 @@ class WeightUpdates(RunsPhases):
     @to_its_end
     async def run_phase(self, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
         """Run one phase. Returns: one report per rank, with the state. Raises: as the table; errors of the ranks."""
-        if phase == ABORT and self._guard.is_open(round_) and self._lock.locked():
+        if self._lock.locked() and (ended := self._guard.ended_by(phase, round_)) is not None:
             # End the ranks' waits in the phase under way, instead of waiting for its deadline.
-            await self._steps.interrupt(round_)
+            await self._steps.interrupt(ended.message)
         async with self._lock:
             try:
                 reports = self._guard.answer(phase, round_)

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from servicekit.errors import Aborted, PhaseOrder
 from tandem_api.weights.v1 import weights_pb2 as pb
-from weightsync.round.phases import PREPARE, RULES, Phase, Role, name_of, required
+from weightsync.round.phases import ABORT, PREPARE, RULES, Phase, Role, name_of, required
 
 # Rounds whose replies are kept; a lost reply is requested again within its round.
 KEPT_ROUNDS = 4
@@ -109,6 +109,14 @@ class PhaseGuard(Generic[Open, Reply]):
         if isinstance(answer, Exception):
             raise _without_frames(answer)
         return answer
+
+    def ended_by(self, phase: Phase, round_: pb.Round) -> Open | None:
+        """Return the open round that a phase will end, whose own phase need not be waited for; None: it ends none."""
+        if self.current is None or self.is_open(round_):
+            return self.current if phase == ABORT else None
+        is_over, (ours, other) = round_.round_id in self._over, (self.current.message, round_)
+        is_older = (other.epoch, other.policy_version) < (ours.epoch, ours.policy_version)
+        return self.current if phase == PREPARE and not is_over and not is_older else None
 
     def superseded_by(self, round_: pb.Round) -> Open | None:
         """Return the open round that PREPARE of this one ends: its coordinator is lost, or would have ended it.

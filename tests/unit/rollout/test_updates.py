@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import time
 from typing import Any
 
@@ -11,7 +12,7 @@ from rollout_service.weight_updates.updates import WeightUpdates
 from servicekit.errors import DigestMismatch, NotReady, PeerLost, PhaseOrder, Poisoned, StaleVersion, TandemError
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.unit.rollout.fake_engine import FakeEngine, FakeRanks, generate_groups
-from weightsync.round.phases import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY
+from weightsync.round.phases import ABORT, COMMIT, PAUSE, PREPARE, TRANSFER, VERIFY, Phase
 
 UNSEEDED, SERVING = pb.REPLICA_STATE_UNSEEDED, pb.REPLICA_STATE_SERVING
 PAUSED, POISONED = pb.REPLICA_STATE_PAUSED, pb.REPLICA_STATE_POISONED
@@ -291,6 +292,47 @@ async def test_a_new_round_takes_the_place_of_one_that_its_coordinator_left() ->
     assert rig.ranks.phases[:3] == ["PREPARE", "ABORT", "PREPARE"]
     with pytest.raises(PhaseOrder):
         await rig.run(TRANSFER, round_=a_round("left"))
+
+
+class HangingRanks(FakeRanks):
+    """Wait for a peer in the round `left`, which was cut off from us, until an ABORT ends that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits, self.aborted = asyncio.Event(), asyncio.Event()
+
+    async def run_phase(self, phase: Phase, round_: pb.Round) -> list[pb.PhaseReport]:
+        if round_.round_id == "left":
+            self.waits.set()
+            if phase == ABORT:
+                self.aborted.set()
+            else:
+                await asyncio.wait_for(self.aborted.wait(), 20.0)
+                raise PeerLost("trainer/0 went away")
+        return await super().run_phase(phase, round_)
+
+
+@pytest.mark.parametrize(
+    ("older", "epoch", "ends"),
+    [(a_round("new", 3), 0, True), (a_round("older", 1), 0, False), (a_round("new", 3), 1, False)],
+)
+async def test_a_new_round_ends_the_wait_of_one_whose_abort_never_came(older: pb.Round, epoch: int, ends: bool) -> None:
+    rig = Rig()
+    await rig.seed()
+    rig.updates._steps._ranks = ranks = HangingRanks()
+    left = asyncio.create_task(rig.run(PREPARE, round_=a_round("left", 2, epoch=epoch)))
+    await asyncio.wait_for(ranks.waits.wait(), 10.0)
+    following = asyncio.create_task(rig.run(PREPARE, round_=older))
+    if ends:
+        assert await asyncio.wait_for(following, 10.0) == SERVING
+    else:
+        assert not (await asyncio.wait({following}, timeout=0.1))[0]
+        assert not ranks.aborted.is_set()
+        await rig.run(ABORT, round_=a_round("left"))
+        with pytest.raises(TandemError) if epoch else contextlib.nullcontext():
+            await following
+    with pytest.raises(PeerLost):
+        await left
 
 
 async def test_a_prepare_that_comes_after_its_abort_does_not_open_the_round() -> None:

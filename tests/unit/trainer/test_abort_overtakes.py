@@ -18,7 +18,11 @@ from tests.fakes.trainer_servicer import TrainerServicer
 from trainer_service.ranks.commands import Command, Commander, Wire
 
 T = TypeVar("T")
-TRANSFER, ABORT = weights_pb2.ROUND_PHASE_TRANSFER, weights_pb2.ROUND_PHASE_ABORT
+PREPARE, TRANSFER, ABORT = (
+    weights_pb2.ROUND_PHASE_PREPARE,
+    weights_pb2.ROUND_PHASE_TRANSFER,
+    weights_pb2.ROUND_PHASE_ABORT,
+)
 
 
 class NoWire(Wire):
@@ -47,8 +51,8 @@ class HangingRank:
         return weights_pb2.PhaseReport(policy_version=7).SerializeToString()
 
 
-def request(phase: "weights_pb2.RoundPhase.ValueType") -> weights_pb2.RunPhaseRequest:
-    round_ = weights_pb2.Round(round_id="round-7", formation_timeout_s=60, transfer_timeout_s=60)
+def request(phase: "weights_pb2.RoundPhase.ValueType", round_id: str = "round-7") -> weights_pb2.RunPhaseRequest:
+    round_ = weights_pb2.Round(round_id=round_id, formation_timeout_s=60, transfer_timeout_s=60)
     return weights_pb2.RunPhaseRequest(phase=phase, round=round_)
 
 
@@ -77,6 +81,11 @@ def behind_a_transfer(run_dir: Path, call: Callable[[TrainerServicer], Awaitable
 
 def test_an_abort_ends_the_transfer_that_it_would_wait_behind(tmp_path: Path) -> None:
     reply = behind_a_transfer(tmp_path, lambda servicer: servicer.RunPhase(request(ABORT), None))
+    assert [report.policy_version for report in reply.reports] == [7]
+
+
+def test_the_next_round_ends_the_transfer_of_one_whose_abort_never_came(tmp_path: Path) -> None:
+    reply = behind_a_transfer(tmp_path, lambda servicer: servicer.RunPhase(request(PREPARE, "round-8"), None))
     assert [report.policy_version for report in reply.reports] == [7]
 
 
