@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -118,7 +119,8 @@ def done(arena: Arena, fault: Fault) -> Iterator[None]:
         with arena.frozen(victim.pid):
             yield
     else:
-        with arena.cut(victim.pid, resets=kind.action == "reset"):
+        cuts = arena.cut_in_sync if kind.action == "part" else partial(arena.cut, resets=kind.action == "reset")
+        with cuts(victim.pid):
             yield
 
 
@@ -239,7 +241,8 @@ def main() -> int:
         end_s = begun_s + options.minutes * 60.0 * (place + 1) / len(runs)
         there = tuple(kind for kind in kinds if kind.victim not in SETUPS[name].spares)
         number = len(there) if options.short else -(-options.faults // len(runs))
-        stories.append(story_of(name, drawn(options.seed + place, number, there), end_s, options.out))
+        faults = drawn(options.seed + place, number, there, brief=options.short)
+        stories.append(story_of(name, faults, end_s, options.out))
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "chaos.json").write_text(json.dumps([asdict(story) for story in stories], indent=1))
     print(written(stories, options.out))

@@ -25,6 +25,8 @@ MARK = "TANDEM_CHAOS"
 DISK_MIB = 1024
 _STARTS_S, _ENDS_S = 300.0, 120.0
 LOOK_S = 0.05
+# Within so long a sync begins.
+HANGS_S = 4.0
 
 
 class Arena:
@@ -141,7 +143,7 @@ class Arena:
     @contextlib.contextmanager
     def frozen(self, pid: int) -> Iterator[None]:
         """Stop a process and all below it."""
-        pids = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+        pids = _below(pid)
         for one in pids:
             _signal(one, signal.SIGSTOP)
         try:
@@ -153,20 +155,31 @@ class Arena:
     @contextlib.contextmanager
     def cut(self, pid: int, *, resets: bool = False) -> Iterator[None]:
         """Drop all packets of the connections of a process, or answer them with a reset."""
-        below = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
-        ports = {port for one in below for port in _ports(one)}
+        ports = {own for one in _below(pid) for own, _ in _connections(one)}
         target = ["REJECT", "--reject-with", "tcp-reset"] if resets else ["DROP"]
-        rules = [
-            ["INPUT", "-p", "tcp", side, port, "-j", *target]
-            for port in sorted(ports)
-            for side in ("--dport", "--sport")
-        ]
-        for rule in rules:
-            _do(*self._inside(["iptables", "-w", "-I", *rule]))
         try:
+            self._rule(ports, *target)
             yield
         finally:
             _do(*self._inside(["iptables", "-w", "-F", "INPUT"]))
+
+    @contextlib.contextmanager
+    def cut_in_sync(self, pid: int) -> Iterator[None]:
+        """Cut a replica off in the midst of a weight sync: from the trainer first, until a sync hangs there."""
+        trainer = {own for process in self.named("trainer") for own, _ in _connections(process.pid)}
+        links = {own for one in _below(pid) for own, other in _connections(one) if other in trainer}
+        try:
+            self._rule(links, "DROP")
+            passed(HANGS_S)
+            with self.cut(pid):
+                yield
+        finally:
+            _do(*self._inside(["iptables", "-w", "-F", "INPUT"]))
+
+    def _rule(self, ports: set[str], *target: str) -> None:
+        for port in sorted(ports):
+            for side in ("--dport", "--sport"):
+                _do(*self._inside(["iptables", "-w", "-I", "INPUT", "-p", "tcp", side, port, "-j", *target]))
 
     @contextlib.contextmanager
     def full_disk(self) -> Iterator[None]:
@@ -300,8 +313,13 @@ def _is(victim: str, command: list[str]) -> bool:
     return "-m" in command and module in command
 
 
-def _ports(pid: int) -> set[str]:
-    """Return the TCP ports of a process, by the table of its own network."""
+def _below(pid: int) -> list[int]:
+    """Return a process and all below it."""
+    return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+
+
+def _connections(pid: int) -> set[tuple[str, str]]:
+    """Return the TCP ports of a process, and those at the other ends, by the table of its own network."""
     inodes = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -312,7 +330,8 @@ def _ports(pid: int) -> set[str]:
         for table in ("tcp", "tcp6")
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
     ]
-    return {str(int(words[1].rpartition(":")[2], 16)) for words in lines if words[9] in inodes}
+    ports = [[str(int(end.rpartition(":")[2], 16)) for end in words[1:3]] for words in lines if words[9] in inodes]
+    return {(own, other) for own, other in ports}
 
 
 def _do(*command: str) -> None:

@@ -49,6 +49,8 @@ KINDS = (
     Kind(name="freeze scheduler", promise_s=None, lasts_s=(3, 25)),
     Kind(name="freeze redis", promise_s=None, lasts_s=(2, 12)),
     Kind(name="cut rollout", promise_s=LEASE_S + MARGIN_S, lasts_s=(1, 20)),
+    # In the midst of a weight sync (arena.py).
+    Kind(name="part rollout", promise_s=LEASE_S + MARGIN_S, lasts_s=(8, 20)),
     Kind(name="cut trainer", promise_s=None, lasts_s=(1, 12)),
     Kind(name="cut coordinator", promise_s=None, lasts_s=(1, 12)),
     Kind(name="reset rollout", promise_s=LEASE_S + MARGIN_S, lasts_s=(1, 5)),
@@ -73,8 +75,8 @@ class Fault:
     choice: float
 
 
-def drawn(seed: int, number: int, kinds: tuple[Kind, ...] = KINDS) -> list[Fault]:
-    """Draw faults: all kinds in a random order, then all again.
+def drawn(seed: int, number: int, kinds: tuple[Kind, ...] = KINDS, *, brief: bool = False) -> list[Fault]:
+    """Draw faults: all kinds in a random order, then all again. brief: as short as they may be.
 
     >>> [fault.kind.name for fault in drawn(1, 2)] == [fault.kind.name for fault in drawn(1, 3)][:2]
     True
@@ -85,8 +87,8 @@ def drawn(seed: int, number: int, kinds: tuple[Kind, ...] = KINDS) -> list[Fault
             found.append(
                 Fault(
                     kind=kind,
-                    waits_s=chance.uniform(0.0, 3.0),
-                    lasts_s=chance.uniform(*kind.lasts_s),
+                    waits_s=chance.uniform(0.0, 1.0 if brief else 3.0),
+                    lasts_s=kind.lasts_s[0] if brief else chance.uniform(*kind.lasts_s),
                     choice=chance.random(),
                 )
             )
