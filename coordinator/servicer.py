@@ -48,6 +48,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._progress = progress
         self._fleet = fleet
         self._overview = overview
+        self._sent: tuple[dict[str, Any], pb.GetOverviewResponse] | None = None
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         """Report the run's state and progress, serving replicas and troubles."""
@@ -65,7 +66,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     async def GetOverview(self, request: pb.GetOverviewRequest, context: Any) -> pb.GetOverviewResponse:
         """Send a snapshot of the run, as the web page shows it."""
-        return ParseDict({"overview": self._overview()}, pb.GetOverviewResponse())
+        overview = self._overview()
+        if self._sent is None or self._sent[0] is not overview:  # 40 ms of the loop for 170 kB
+            self._sent = overview, ParseDict({"overview": overview}, pb.GetOverviewResponse())
+        return self._sent[1]
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
         """Stream the events after a sequence number, then new ones."""

@@ -16,7 +16,9 @@ from prometheus_client import REGISTRY
 
 from coordinator.data.cursor import CursorState
 from coordinator.fleet.lending import LendingFleet
+from coordinator.fleet.view import FleetView
 from coordinator.record.state import RunState
+from coordinator.servicer import CoordinatorServicer
 from coordinator.watch.control import RunControl, State
 from coordinator.watch.events import EventKind, EventLog
 from coordinator.watch.fleet_recorder import FleetRecorder
@@ -27,6 +29,7 @@ from coordinator.web.page_data import CURVES
 from coordinator.web.server import DATA, SAMPLES, PageServer, on_loop
 from coordinator.web.snapshot import Source
 from servicekit.errors import ConfigError, PeerLost
+from tandem_api.coordinator.v1.coordinator_pb2 import GetOverviewRequest
 from tandem_clients.fleet import FixedFleet
 from tandem_clients.flow import ReplicaOutcome, SyncResult
 from tandem_clients.replica import Replica
@@ -429,3 +432,20 @@ async def test_a_stuck_loop_is_said(source: Source, monkeypatch: pytest.MonkeyPa
     assert connection.getresponse().status == 503  # we hold the loop
     connection.close()
     await asyncio.to_thread(server.close)
+
+
+async def test_a_snapshot_becomes_a_message_once_however_many_ask(source: Source) -> None:
+    taken = [source.snapshot(), source.snapshot()]
+    servicer = CoordinatorServicer(
+        run="r",
+        total_iterations=1,
+        control=source.control,
+        events=EventLog(),
+        progress=source.state,
+        fleet=FleetView(),
+        overview=lambda: taken[0],
+    )
+    sent = [await servicer.GetOverview(GetOverviewRequest(), None) for _ in range(3)]
+    assert sent[0] is sent[1] is sent[2]
+    del taken[0]
+    assert await servicer.GetOverview(GetOverviewRequest(), None) is not sent[0]
