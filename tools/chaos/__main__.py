@@ -119,7 +119,7 @@ def done(arena: Arena, fault: Fault) -> Iterator[None]:
         with arena.frozen(victim.pid):
             yield
     else:
-        cuts = arena.cut_in_sync if kind.action == "part" else partial(arena.cut, resets=kind.action == "reset")
+        cuts = arena.cut_in_sync if kind.action == "part" else partial(arena.cut, how=kind.action)
         with cuts(victim.pid):
             yield
 

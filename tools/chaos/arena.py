@@ -27,6 +27,12 @@ _STARTS_S, _ENDS_S = 300.0, 120.0
 LOOK_S = 0.05
 # Within so long a sync begins.
 HANGS_S = 4.0
+# What is done to packets. A fifth of them lost is a delay: TCP sends them again after 0.2 s, 0.6, 1.4, ...
+_TARGETS = {
+    "cut": ("-j", "DROP"),
+    "reset": ("-j", "REJECT", "--reject-with", "tcp-reset"),
+    "delay": ("-m", "statistic", "--mode", "random", "--probability", "0.2", "-j", "DROP"),
+}
 
 
 class Arena:
@@ -153,12 +159,11 @@ class Arena:
                 _signal(one, signal.SIGCONT)
 
     @contextlib.contextmanager
-    def cut(self, pid: int, *, resets: bool = False) -> Iterator[None]:
-        """Drop all packets of the connections of a process, or answer them with a reset."""
+    def cut(self, pid: int, how: str = "cut") -> Iterator[None]:
+        """Do what _TARGETS says to the packets of the connections of a process."""
         ports = {own for one in _below(pid) for own, _ in _connections(one)}
-        target = ["REJECT", "--reject-with", "tcp-reset"] if resets else ["DROP"]
         try:
-            self._rule(ports, *target)
+            self._rule(ports, how)
             yield
         finally:
             _do(*self._inside(["iptables", "-w", "-F", "INPUT"]))
@@ -169,17 +174,17 @@ class Arena:
         trainer = {own for process in self.named("trainer") for own, _ in _connections(process.pid)}
         links = {own for one in _below(pid) for own, other in _connections(one) if other in trainer}
         try:
-            self._rule(links, "DROP")
+            self._rule(links, "cut")
             passed(HANGS_S)
             with self.cut(pid):
                 yield
         finally:
             _do(*self._inside(["iptables", "-w", "-F", "INPUT"]))
 
-    def _rule(self, ports: set[str], *target: str) -> None:
+    def _rule(self, ports: set[str], how: str) -> None:
         for port in sorted(ports):
             for side in ("--dport", "--sport"):
-                _do(*self._inside(["iptables", "-w", "-I", "INPUT", "-p", "tcp", side, port, "-j", *target]))
+                _do(*self._inside(["iptables", "-w", "-I", "INPUT", "-p", "tcp", side, port, *_TARGETS[how]]))
 
     @contextlib.contextmanager
     def full_disk(self) -> Iterator[None]:

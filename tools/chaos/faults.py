@@ -15,13 +15,11 @@ class Kind:
         name: what is done to whom, as in `kill trainer`.
         promise_s: most seconds from the fault to the next iteration, by the documents; None: they promise an end only.
         lasts_s: how long it lasts, from and to; a kill is over immediately.
-        is_harmless: the run may continue while it lasts.
     """
 
     name: str
     promise_s: float | None
     lasts_s: tuple[float, float] = (0.0, 0.0)
-    is_harmless: bool = False
 
     @property
     def action(self) -> str:
@@ -53,10 +51,13 @@ KINDS = (
     Kind(name="part rollout", promise_s=LEASE_S + MARGIN_S, lasts_s=(8, 20)),
     Kind(name="cut trainer", promise_s=None, lasts_s=(1, 12)),
     Kind(name="cut coordinator", promise_s=None, lasts_s=(1, 12)),
+    Kind(name="delay rollout", promise_s=LEASE_S + MARGIN_S, lasts_s=(5, 20)),
+    Kind(name="delay trainer", promise_s=None, lasts_s=(5, 20)),
+    Kind(name="delay coordinator", promise_s=None, lasts_s=(5, 20)),
     Kind(name="reset rollout", promise_s=LEASE_S + MARGIN_S, lasts_s=(1, 5)),
-    Kind(name="fill disk", promise_s=None, lasts_s=(3, 12), is_harmless=True),
-    Kind(name="slow disk", promise_s=None, lasts_s=(5, 12), is_harmless=True),
-    Kind(name="move clock", promise_s=None, lasts_s=(5, 12), is_harmless=True),
+    Kind(name="fill disk", promise_s=None, lasts_s=(3, 12)),
+    Kind(name="slow disk", promise_s=None, lasts_s=(5, 12)),
+    Kind(name="move clock", promise_s=None, lasts_s=(5, 12)),
 )
 
 
