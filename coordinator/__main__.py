@@ -10,13 +10,10 @@ cannot work end a run that another coordinator leads.
 
 import argparse
 import asyncio
+import gc
 import sys
 from pathlib import Path
 
-from coordinator.app import conduct
-from coordinator.leader_lease import is_led
-from coordinator.retries import code_after_failure
-from coordinator.shutdown import Exits
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError
 from servicekit.lifecycle.exit_codes import EXIT_FAILED, EXIT_OK
@@ -29,6 +26,12 @@ log = get_logger(__name__)
 
 def main() -> int:
     """Parse the command line and run the coordinator to its exit code."""
+    gc.disable()  # until it has started (app.py)
+    from coordinator.app import conduct
+    from coordinator.leader_lease import is_led
+    from coordinator.retries import code_after_failure
+    from coordinator.shutdown import Exits
+
     parser = argparse.ArgumentParser(prog="coordinator", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="resolved configuration (YAML)")
     parser.add_argument("--resume", action="store_true", help="resume from the newest complete checkpoint")

@@ -33,6 +33,7 @@ from coordinator.web.snapshot import Source
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, TandemError
 from servicekit.lifecycle.announcing import announce
+from servicekit.lifecycle.garbage import collect_from_now_on
 from servicekit.lifecycle.tasks import cancel, failing, first_of
 from servicekit.lifecycle.termination import watch
 from servicekit.logs import get_logger
@@ -191,6 +192,7 @@ async def _serve_and_run(app: App, stop: asyncio.Event, scrapes: Scrapes, metric
         _note_arrivals(app, stack)
         await _serve_page(app, overview, stack)
         server = await _serve(app, overview, stop, metrics_port, stack)
+        collect_from_now_on()
         try:
             code = await run_or_stop(app, stop)
         finally:

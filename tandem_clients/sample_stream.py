@@ -22,12 +22,8 @@ from tandem_clients.probing import ProbedService
 # The service ends a stream that is silent for longer.
 RENEW_S = STREAM_SILENCE_S / 5
 # Whether a completion with this reason has ended. That of an aborted one continues elsewhere.
-_ENDS = {
-    pb.FINISH_REASON_STOP: True,
-    pb.FINISH_REASON_LENGTH: True,
-    pb.FINISH_REASON_ABORT: False,
-    pb.FINISH_REASON_UNSPECIFIED: False,
-}
+_ENDS = dict.fromkeys((pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH), True)
+_ENDS |= dict.fromkeys((pb.FINISH_REASON_ABORT, pb.FINISH_REASON_UNSPECIFIED), False)
 
 
 class MalformedReply(Internal):
@@ -216,23 +212,21 @@ class SampleStream:
 
     async def hand_over(self) -> None:
         """Ask for what runs to come back as it is."""
-        for group_id in self._open:
-            self._kept.pop(group_id, None)
+        self._kept = {name: kept for name, kept in self._kept.items() if name not in self._open}
         await self._write(pb.GenerateRequest(cancel=list(self._open)))
 
     async def _renew(self) -> None:
         """Show that we are there, and name groups whose prompts need not be kept any more."""
         self._renewed_s = self.read_s
-        whole = [group_id for group_id, (group, _) in self._kept.items() if group.is_whole()]
-        for group_id in whole:
-            del self._kept[group_id]
+        whole = [name for name, (group, _) in self._kept.items() if group.is_whole()]
+        self._kept = {name: kept for name, kept in self._kept.items() if not kept[0].is_whole()}
         await self._write(pb.GenerateRequest(cancel=whole))
 
     def _message(self, group: OpenGroup, indices: Sequence[int]) -> pb.PromptGroup:
         self._open[group.group_id] = group
         self._num_submitted += 1
-        kept, keeps = self._kept.get(group.group_id), bool(group.waiting) or group.takes_turns
-        is_kept = kept is not None and kept[1] <= self._num_accepted
+        keeps = bool(group.waiting) or group.takes_turns
+        is_kept = self._kept.get(group.group_id, (group, self._num_submitted))[1] <= self._num_accepted
         message = pb.PromptGroup(
             group_id=group.group_id,
             prompt_ids_u32=b"" if is_kept else packed("prompt_ids_u32", group.prompt.token_ids),

@@ -1,6 +1,7 @@
 """`python -m trainer_service --config FILE [--resume]`: one rank of the trainer (RANK, WORLD_SIZE, LOCAL_RANK)."""
 
 import argparse
+import gc
 import os
 import sys
 from pathlib import Path
@@ -13,16 +14,18 @@ from servicekit.logs import configure_logging, get_logger
 from servicekit.redis.failures import record_failure
 from tandem_config.loading import load_config
 from tandem_files.run_folder import claim_run_dir
-from trainer_service import app
-from trainer_service.ranks.liveness import failure_name
-from trainer_service.ranks.world import Place, overlap_collectives
-from trainer_service.worker import WorkerSettings
-from weightsync.membership.nccl_settings import settle_nccl_settings
-from weightsync.transfer.devices import gpu_name
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the rank. Returns: 2 for a bad configuration; otherwise app.run ends the process."""
+    gc.disable()  # until the model is loaded (worker.py)
+    from trainer_service import app
+    from trainer_service.ranks.liveness import failure_name
+    from trainer_service.ranks.world import Place, overlap_collectives
+    from trainer_service.worker import WorkerSettings
+    from weightsync.membership.nccl_settings import settle_nccl_settings
+    from weightsync.transfer.devices import gpu_name
+
     parser = argparse.ArgumentParser(prog="python -m trainer_service", description="One rank of the Megatron trainer.")
     parser.add_argument("--config", type=Path, required=True, help="resolved configuration file (YAML)")
     parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint")

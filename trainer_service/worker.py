@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import Aborted, ConfigurationSkew, TandemError
+from servicekit.lifecycle.garbage import collect_from_now_on
 from servicekit.logs import get_logger
 from servicekit.redis.records import AgreedSettings
 from servicekit.redis.registry import SETTINGS_ADVICE, Registry
@@ -122,6 +123,7 @@ class Worker:
         member = self._member = self._make_member(engine)
         member.start()
         self.liveness.on_interrupt = member.interrupt
+        collect_from_now_on()
         self.loaded.set_result(engine)
         try:
             publisher = Publisher(member.run_phase, engine.weights)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import logging
 import multiprocessing
 import os
@@ -30,6 +29,7 @@ from rollout_service.sglang_engine.rank_errors import explain
 from rollout_service.sglang_engine.receiver import ReceiverSettings
 from servicekit.cuda import WITHOUT_COMPILERS, Compilers, compilers_here
 from servicekit.errors import ConfigError
+from servicekit.lifecycle.garbage import collect_from_now_on
 from servicekit.lifecycle.temporary import OwnedFolder, remove_orphans, shared_memory_of
 from servicekit.logs import get_logger
 from tandem_config.schema import RunConfig
@@ -101,9 +101,7 @@ class SglangProcesses:
         self._start_job = self._starter.submit(self._start_blocking)
         await asyncio.wrap_future(self._start_job)
         self._watch = ChildWatch(self.engine.get_all_child_pids(), self._rank_died)
-        gc.collect()
-        gc.freeze()  # a full collection of what start-up made would stop the loop for 0.3 s
-        gc.enable()
+        collect_from_now_on()
 
     def _start_blocking(self) -> None:
         import torch

@@ -1,6 +1,5 @@
 """Tandem's hooks in SGLang's processes (entry point group `sglang.srt.plugins`); inactive outside of Tandem."""
 
-import gc
 import logging
 import os
 import sys
@@ -19,6 +18,7 @@ from rollout_service.sglang_engine.receiver import ReceiverSettings
 from rollout_service.sglang_engine.scheduler import seeds
 from rollout_service.sglang_engine.scheduler.flips import begun_first, read_last_result, rekey_waiting, skip_stand_in
 from rollout_service.sglang_engine.scheduler.stops import give_stop_text
+from servicekit.lifecycle.garbage import collect_from_now_on
 
 _MODEL_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 # SGLang's CPU path pads FFN and KV heads for AMX kernels. Tandem uses plain torch, with the same shapes as on a GPU.
@@ -140,9 +140,7 @@ def _finish_reading(updater: Any, *args: Any, **kwargs: Any) -> None:
 
 def _freeze_start_up_objects(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """Exclude objects of the start-up from garbage collection, which would stop generation for 0.3 s."""
-    gc.collect()
-    gc.freeze()
-    gc.enable()
+    collect_from_now_on()
 
 
 def _sleep_while_paused(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:

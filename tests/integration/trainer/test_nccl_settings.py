@@ -11,9 +11,10 @@ pytestmark = pytest.mark.integration
 
 TRAINER = """
 import sys
-from trainer_service import __main__ as trainer
-trainer.app.run = lambda settings: 0
-trainer.settle_nccl_settings = lambda **_: print("settled")
+from trainer_service import __main__ as trainer, app
+from weightsync.membership import nccl_settings
+app.run = lambda settings: 0
+nccl_settings.settle_nccl_settings = lambda **_: print("settled")
 sys.exit(trainer.main(["--config", sys.argv[1]]))
 """
 
