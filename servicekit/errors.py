@@ -33,173 +33,107 @@ class TandemError(Exception):
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     reason: ClassVar[str] = "INTERNAL"
 
+    def __init_subclass__(cls, code: grpc.StatusCode | None = None, reason: str = "") -> None:
+        """Take status and reason of a class; what is left out is as in its base."""
+        cls.code, cls.reason = code or cls.code, reason or cls.reason
 
-class InvalidRequest(TandemError):
+
+class InvalidRequest(TandemError, code=grpc.StatusCode.INVALID_ARGUMENT, reason="INVALID_REQUEST"):
     """The request can never succeed as it is."""
 
-    code = grpc.StatusCode.INVALID_ARGUMENT
-    reason = "INVALID_REQUEST"
 
-
-class ConfigError(TandemError):
+class ConfigError(TandemError, code=grpc.StatusCode.INVALID_ARGUMENT, reason="CONFIG"):
     """The configuration or the environment is wrong; nothing was started."""
 
-    code = grpc.StatusCode.INVALID_ARGUMENT
-    reason = "CONFIG"
 
-
-class NotReady(TandemError):
+class NotReady(TandemError, code=grpc.StatusCode.FAILED_PRECONDITION, reason="NOT_READY"):
     """The service is not in a state to do this yet (no weights, still starting)."""
 
-    code = grpc.StatusCode.FAILED_PRECONDITION
-    reason = "NOT_READY"
 
-
-class StaleVersion(TandemError):
+class StaleVersion(TandemError, code=grpc.StatusCode.FAILED_PRECONDITION, reason="STALE_VERSION"):
     """An older policy version was asked for than the service has."""
 
-    code = grpc.StatusCode.FAILED_PRECONDITION
-    reason = "STALE_VERSION"
 
-
-class WrongVersion(TandemError):
+class WrongVersion(TandemError, code=grpc.StatusCode.FAILED_PRECONDITION, reason="WRONG_VERSION"):
     """The request names another policy version than the current one."""
 
-    code = grpc.StatusCode.FAILED_PRECONDITION
-    reason = "WRONG_VERSION"
 
-
-class PhaseOrder(TandemError):
+class PhaseOrder(TandemError, code=grpc.StatusCode.FAILED_PRECONDITION, reason="PHASE_ORDER"):
     """A phase of a weight-sync round came out of order."""
 
-    code = grpc.StatusCode.FAILED_PRECONDITION
-    reason = "PHASE_ORDER"
 
-
-class Poisoned(TandemError):
+class Poisoned(TandemError, code=grpc.StatusCode.FAILED_PRECONDITION, reason="POISONED"):
     """Weights were partly written; only a full sync helps."""
 
-    code = grpc.StatusCode.FAILED_PRECONDITION
-    reason = "POISONED"
 
-
-class Fenced(TandemError):
+class Fenced(TandemError, code=grpc.StatusCode.FAILED_PRECONDITION, reason="FENCED"):
     """The caller no longer leads the run: a newer coordinator has taken over. The caller must end without changes."""
 
-    code = grpc.StatusCode.FAILED_PRECONDITION
-    reason = "FENCED"
 
-
-class ReleaseSkew(TandemError):
+class ReleaseSkew(TandemError, code=grpc.StatusCode.FAILED_PRECONDITION, reason="RELEASE_SKEW"):
     """The services of a run are of different releases; it may pass while the run is being upgraded."""
 
-    code = grpc.StatusCode.FAILED_PRECONDITION
-    reason = "RELEASE_SKEW"
 
-
-class ConfigurationSkew(TandemError):
+class ConfigurationSkew(TandemError, code=grpc.StatusCode.FAILED_PRECONDITION, reason="CONFIGURATION_SKEW"):
     """The services of a run have read different configurations; it passes when the ones with the old are restarted."""
 
-    code = grpc.StatusCode.FAILED_PRECONDITION
-    reason = "CONFIGURATION_SKEW"
 
-
-class AlreadyExists(TandemError):
+class AlreadyExists(TandemError, code=grpc.StatusCode.ALREADY_EXISTS, reason="ALREADY_EXISTS"):
     """Another process holds the name."""
 
-    code = grpc.StatusCode.ALREADY_EXISTS
-    reason = "ALREADY_EXISTS"
 
-
-class NotFound(TandemError):
+class NotFound(TandemError, code=grpc.StatusCode.NOT_FOUND, reason="NOT_FOUND"):
     """What is asked for is not here: begin it again."""
 
-    code = grpc.StatusCode.NOT_FOUND
-    reason = "NOT_FOUND"
 
-
-class TooLarge(TandemError):
+class TooLarge(TandemError, code=grpc.StatusCode.RESOURCE_EXHAUSTED, reason="TOO_LARGE"):
     """A message or a batch is over its limit."""
 
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
-    reason = "TOO_LARGE"
 
-
-class Unavailable(TandemError):
+class Unavailable(TandemError, code=grpc.StatusCode.UNAVAILABLE, reason="UNAVAILABLE"):
     """The peer is unreachable; the same call may be repeated."""
 
-    code = grpc.StatusCode.UNAVAILABLE
-    reason = "UNAVAILABLE"
 
-
-class Overloaded(Unavailable):
+class Overloaded(Unavailable, code=grpc.StatusCode.RESOURCE_EXHAUSTED, reason="OVERLOADED"):
     """The service has as much to do as it takes; nothing was done of this call, which may be repeated later."""
 
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
-    reason = "OVERLOADED"
     after_s = 1.0
 
 
-class Aborted(TandemError):
+class Aborted(TandemError, code=grpc.StatusCode.ABORTED, reason="ABORTED"):
     """The transaction was given up; start a new one."""
 
-    code = grpc.StatusCode.ABORTED
-    reason = "ABORTED"
 
-
-class PeerLost(TandemError):
+class PeerLost(TandemError, code=grpc.StatusCode.ABORTED, reason="PEER_LOST"):
     """A participant of a collective operation is lost."""
 
-    code = grpc.StatusCode.ABORTED
-    reason = "PEER_LOST"
 
-
-class SlotTaken(Aborted):
+class SlotTaken(Aborted, reason="SLOT_TAKEN"):
     """Another process holds the rank's slot in the weight group: the rank takes it again, or it ends."""
 
-    reason = "SLOT_TAKEN"
 
-
-class DigestMismatch(TandemError):
+class DigestMismatch(TandemError, code=grpc.StatusCode.DATA_LOSS, reason="DIGEST_MISMATCH"):
     """Bytes that were installed are not the bytes that were sent."""
 
-    code = grpc.StatusCode.DATA_LOSS
-    reason = "DIGEST_MISMATCH"
 
-
-class DeadlineExceeded(TandemError):
+class DeadlineExceeded(TandemError, code=grpc.StatusCode.DEADLINE_EXCEEDED, reason="DEADLINE_EXCEEDED"):
     """A wait has exceeded its deadline; the message names what was waited for."""
 
-    code = grpc.StatusCode.DEADLINE_EXCEEDED
-    reason = "DEADLINE_EXCEEDED"
 
-
-class NotFinite(TandemError):
+class NotFinite(TandemError, code=grpc.StatusCode.OUT_OF_RANGE, reason="NOT_FINITE"):
     """A loss, a gradient or a weight is NaN or infinite."""
 
-    code = grpc.StatusCode.OUT_OF_RANGE
-    reason = "NOT_FINITE"
 
-
-class PermissionDenied(TandemError):
+class PermissionDenied(TandemError, code=grpc.StatusCode.PERMISSION_DENIED, reason="PERMISSION_DENIED"):
     """The operation is switched off here."""
 
-    code = grpc.StatusCode.PERMISSION_DENIED
-    reason = "PERMISSION_DENIED"
 
-
-class Unauthenticated(TandemError):
+class Unauthenticated(TandemError, code=grpc.StatusCode.UNAUTHENTICATED, reason="UNAUTHENTICATED"):
     """The caller has not shown that it belongs to the run."""
 
-    code = grpc.StatusCode.UNAUTHENTICATED
-    reason = "UNAUTHENTICATED"
 
-
-class Internal(TandemError):
+class Internal(TandemError, code=grpc.StatusCode.INTERNAL, reason="INTERNAL"):
     """A bug, or an unexpected error."""
-
-    code = grpc.StatusCode.INTERNAL
-    reason = "INTERNAL"
 
 
 # All classes above, in their order.

@@ -53,10 +53,8 @@ class Evicted(SlotTaken):
     """Another worker has this worker's slot, so this one must not act in the group; on the wire it is a SlotTaken."""
 
 
-class LeaseExpired(Aborted):
+class LeaseExpired(Aborted, reason="LEASE_EXPIRED"):
     """This worker's slot is free: its lease expired, or Redis lost its data. It may take the slot again."""
-
-    reason = "LEASE_EXPIRED"
 
 
 class Rendezvous:
