@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
@@ -24,65 +24,41 @@ def open_channel(
     Raises: ValueError: TLS without a peer; and every call without `timeout=` seconds.
     """
     if address.startswith("unix:"):
-        return DeadlineChannel(_PlainSource(address))
-    token = own_token() if token is None else token
-    if identity is None:
-        return DeadlineChannel(_PlainSource(address), token)
-    if not peer:
+        return DeadlineChannel(_Source(address))
+    if identity is not None and not peer:
         raise ValueError(f"channel to {address} with TLS, but without the role of the peer")
-    return DeadlineChannel(_TlsSource(address, identity, peer), token)
+    return DeadlineChannel(_Source(address, identity, peer), own_token() if token is None else token)
 
 
-class ChannelSource(Protocol):
-    """Provides a DeadlineChannel with channels."""
-
-    def current(self) -> grpc.aio.Channel:
-        """Return the channel for the next call."""
-
-    async def close(self, grace_s: float | None) -> None:
-        """Close all channels that current() has returned."""
-
-
-class _PlainSource:
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-
-    def current(self) -> grpc.aio.Channel:
-        return self._channel
-
-    async def close(self, grace_s: float | None) -> None:
-        """Close the channel; running calls get `grace` seconds."""
-        await self._channel.close(grace_s)
-
-
-class _TlsSource:
-    """Makes a new channel for a new certificate, because the credentials of a channel cannot change.
+class _Source:
+    """Provides channels: with TLS a new one for a new certificate, because the credentials of a channel cannot change.
 
     Running calls continue on the old channel, which is kept until the next change.
     """
 
-    def __init__(self, address: str, identity: Identity, peer: str) -> None:
-        self._address = address
-        self._identity = identity
-        self._options = (*CHANNEL_OPTIONS, name_option(peer))
-        self._material = identity.material()
+    def __init__(self, address: str, identity: Identity | None = None, peer: str = "") -> None:
+        self._address, self._identity, self._peer = address, identity, peer
+        self._material = None if identity is None else identity.material()
         self._channels = [self._open()]
 
     def current(self) -> grpc.aio.Channel:
-        newest = self._identity.material()
+        """Return the channel for the next call."""
+        newest = None if self._identity is None else self._identity.material()
         if newest is not self._material:
             self._material = newest
             self._channels = [self._open(), self._channels[0]]
         return self._channels[0]
 
     async def close(self, grace_s: float | None) -> None:
-        """Close the channel; running calls get `grace` seconds."""
+        """Close all channels; running calls get `grace_s` seconds."""
         for channel in self._channels:
             await channel.close(grace_s)
 
     def _open(self) -> grpc.aio.Channel:
-        credentials = channel_credentials(self._material)
-        return grpc.aio.secure_channel(self._address, credentials, options=self._options)
+        if self._material is None:
+            return grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+        options = (*CHANNEL_OPTIONS, name_option(self._peer))
+        return grpc.aio.secure_channel(self._address, channel_credentials(self._material), options=options)
 
 
 class DeadlineChannel(grpc.aio.Channel):
@@ -92,7 +68,7 @@ class DeadlineChannel(grpc.aio.Channel):
     stream.
     """
 
-    def __init__(self, source: ChannelSource, token: str = "") -> None:
+    def __init__(self, source: _Source, token: str = "") -> None:
         self._source = source
         self._metadata = ((METADATA_KEY, token),) if token else ()
 
