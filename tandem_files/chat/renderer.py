@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile, zip_longest
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from tandem_files.chat.parsing import ParsedTurn, parse_turn
 from tandem_files.chat.template import ChatTemplate, TemplateFailure
@@ -30,32 +30,6 @@ _THOUGHT_KEYS = ("reasoning_content", "thinking")
 _OPENING = 16
 
 
-class Renderer(Protocol):
-    """Turns messages into token ids, and sampled ids into a turn."""
-
-    def render(self, messages: Sequence[Message]) -> list[int]:
-        """Return the prompt of the first turn. Raises: TemplateFailure: the template refuses the messages."""
-        ...
-
-    def parse(self, sampled_ids: Sequence[int], behind: Sequence[int] | None = None) -> ParsedTurn:
-        """Read a turn from its sampled ids, with the one that ends it if that was sampled.
-
-        Args:
-            behind: what `bridge` returned before them; None: the turn is the first.
-        """
-        ...
-
-    def bridge(self, sampled_ids: Sequence[int], turn: ParsedTurn, messages: Sequence[Message]) -> list[int]:
-        """Return the ids to put behind the prompt's and the sampled ones; then the next turn can be sampled.
-
-        Args:
-            turn: the parsed `sampled_ids`.
-            messages: what follows the turn: of tools, the user, the system.
-        Raises: TemplateFailure: the template refuses them. ValueError: there are none, or one is the assistant's.
-        """
-        ...
-
-
 class _Ending(NamedTuple):
     """How a template ends a turn: the rest of a call, and the special token; "": the mark of the next role ends it."""
 
@@ -64,7 +38,7 @@ class _Ending(NamedTuple):
 
 
 class TemplateRenderer:
-    """Renders with a chat template.
+    """Turns messages into token ids, and sampled ids into a turn, with a chat template.
 
     Args:
         tools: JSON schemas; None: there are none.
@@ -110,7 +84,7 @@ class TemplateRenderer:
             self._dummy_tools = tools
 
     def render(self, messages: Sequence[Message]) -> list[int]:
-        """Return the prompt of the first turn: the ids that a row with these messages has."""
+        """Return the prompt of the first turn: the ids that a row with these messages has. Raises: TemplateFailure."""
         return self.codec.encode_rendered([self.text(messages)])[0]
 
     def text(self, messages: Sequence[Message]) -> str:
@@ -118,7 +92,12 @@ class TemplateRenderer:
         return self.template.render([*map(self._taken, messages)], self.tools)
 
     def parse(self, sampled_ids: Sequence[int], behind: Sequence[int] | None = None) -> ParsedTurn:
-        """Read a turn from the text of its ids; where they are no UTF-8, that has replacement characters."""
+        """Read a turn from the text of its ids; where they are no UTF-8, that has replacement characters.
+
+        Args:
+            sampled_ids: with the one that ends the turn, if that was sampled.
+            behind: what `bridge` returned before them; None: the turn is the first.
+        """
         end = self._texts.get(sampled_ids[-1], "") if sampled_ids else ""
         ended = bool(end) and end in self._stops
         sequences = [sampled_ids[:-1] if ended else sampled_ids, () if behind is None else behind[-_OPENING:]]
@@ -128,7 +107,13 @@ class TemplateRenderer:
         return replace(turn, raw=text + end * ended, truncated=not ended)
 
     def bridge(self, sampled_ids: Sequence[int], turn: ParsedTurn, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of the template's text behind the turn, as one text for all messages."""
+        """Return the ids of the template's text behind the turn, as one text for all messages.
+
+        Args:
+            turn: the parsed `sampled_ids`.
+            messages: what follows the turn: of tools, the user, the system.
+        Raises: TemplateFailure: the template refuses them. ValueError: there are none, or one is the assistant's.
+        """
         return self.codec.encode_rendered([self.bridge_text(sampled_ids, turn, messages)])[0]
 
     def bridge_text(self, sampled_ids: Sequence[int], turn: ParsedTurn, messages: Sequence[Message]) -> str:

@@ -21,12 +21,11 @@ import ctypes
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -66,7 +65,7 @@ class _Memory:
 
     storages: list[UntypedStorage]
     sizes: list[int]
-    copies: "Copies | None"
+    copies: "LockedCopies | FileCopies | None"
     is_away: bool = False
     users: int = 0
     changed: bool = True
@@ -224,18 +223,8 @@ GIB = 2**30
 _REST = 2**26
 
 
-class Copies(Protocol):
-    """A copy of each storage of a list, which has its place from the beginning."""
-
-    def store(self, number: int, storage: UntypedStorage) -> None:
-        """Copy a storage to its place. Raises: OSError: it cannot be written."""
-
-    def load(self, number: int, storage: UntypedStorage) -> None:
-        """Copy its bytes back into a storage, which has its size again. Raises: OSError: they cannot be read."""
-
-
 class LockedCopies:
-    """Copies in host memory, page-locked, so that a GPU copies at full speed. The caller waits for the GPU.
+    """Copies of storages in host memory, page-locked, so that a GPU copies at full speed. The caller waits for the GPU.
 
     In pieces of powers of two, as blocks of host memory are: one storage may have all parameters (ZeRO-1).
     """
@@ -262,7 +251,7 @@ def _pieces(size: int) -> list[int]:
 
 
 class FileCopies:
-    """Copies in one file without a name."""
+    """Copies of storages in one file without a name."""
 
     def __init__(self, sizes: Sequence[int], folder: Path) -> None:
         self._begins = [sum(sizes[:number]) for number in range(len(sizes))]
@@ -277,7 +266,7 @@ class FileCopies:
         """Read its bytes back. Raises: OSError."""
         self._transfer(number, storage, lambda file, part, begin: os.preadv(file, [part], begin))
 
-    def _transfer(self, number: int, storage: UntypedStorage, some: "_Some") -> None:
+    def _transfer(self, number: int, storage: UntypedStorage, some: Callable[[int, memoryview, int], int]) -> None:
         """Move all bytes; Linux moves at most 2 GiB in a call."""
         left, begin = memory_of(bytes_of(storage)), self._begins[number]
         while len(left) > 0:
@@ -287,14 +276,7 @@ class FileCopies:
             left, begin = left[moved:], begin + moved
 
 
-class _Some(Protocol):
-    """Moves some bytes between a file and memory."""
-
-    def __call__(self, file: int, part: memoryview, begin: int, /) -> int:
-        """Return how many."""
-
-
-def copies_for(what: str, sizes: Sequence[int], device: torch.device, folder: Path | None) -> Copies:
+def copies_for(what: str, sizes: Sequence[int], device: torch.device, folder: Path | None) -> LockedCopies | FileCopies:
     """Reserve the place of a state's bytes.
 
     Args:
