@@ -19,6 +19,4 @@ def cross_check(config: RunConfig, usable: Callable[..., bool]) -> Iterator[Conf
     """
     for check in CHECKS:
         if usable(*check.keys):
-            found = check.find(config)
-            if found is not None:
-                yield found
+            yield from check.find(config)

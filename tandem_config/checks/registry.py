@@ -1,12 +1,13 @@
 """The list of all checks across keys, which the modules next to this one fill when they are imported."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tandem_config.problems import ConfigProblem
 from tandem_config.schema import RunConfig
 
-Find = Callable[[RunConfig], ConfigProblem | None]
+Problems = Iterator[ConfigProblem]
+Find = Callable[[RunConfig], Problems]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,7 @@ CHECKS: list[Check] = []
 
 
 def check(*keys: str) -> Callable[[Find], Find]:
-    """Register a function that finds a problem between keys that are valid on their own; it reads only these keys."""
+    """Register a function that finds problems between keys that are valid on their own; it reads only these keys."""
 
     def register(find: Find) -> Find:
         CHECKS.append(Check(keys=keys, find=find))
