@@ -1,7 +1,7 @@
 """The header of a message: its plan, version and sequence, and the digest of its payload."""
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -118,13 +118,9 @@ def read_header(buffer: Bytes) -> Header:
     )
 
 
-def check_header(got: Header, *, plan_digest: str, policy_version: int, sequence: int, payload_bytes: int) -> None:
+def check_header(got: Header, expected: Header) -> None:
     """Raise DigestMismatch, naming the field, if the header differs from what the plan says."""
-    for field, expected in (
-        ("plan_digest", plan_digest),
-        ("policy_version", policy_version),
-        ("sequence", sequence),
-        ("payload_bytes", payload_bytes),
-    ):
-        if getattr(got, field) != expected:
-            raise DigestMismatch(f"message {sequence}: {field} is {getattr(got, field)}, expected {expected}")
+    for field in fields(Header):
+        found, wanted = getattr(got, field.name), getattr(expected, field.name)
+        if found != wanted:
+            raise DigestMismatch(f"message {expected.sequence}: {field.name} is {found}, expected {wanted}")

@@ -89,10 +89,10 @@ class Transfer:
     def close(self) -> None:
         """Close transport and communicator."""
         self._links.close()
-        self._communicators.close()
+        self._communicators.drop()
 
     def _prepare(self, round_: pb.Round) -> pb.PhaseReport:
-        self._communicators.under_way = round_.round_id
+        self._communicators.begin(round_.round_id)
         started = time.monotonic()
         try:
             terms = self._terms(round_)
@@ -123,6 +123,7 @@ class Transfer:
             raise PhaseOrder(f"{shard.slot}: no round is prepared")
         wait_for_device(shard.device)  # what the engine has queued may still read or write the parameters
         self._written = shard.memory(round_)
+        start = time.monotonic()
         job = TransferJob(
             model=shard.spec.fingerprint(),
             round_id=round_.round_id,
@@ -131,14 +132,15 @@ class Transfer:
             packer=shard.packer(self._written, round_),
             policy_version=round_.policy_version,
             bucket_bytes=self._bucket_bytes(round_, prepared.participants),
-            deadline=time.monotonic() + round_.transfer_timeout_s,
+            deadline=start + round_.transfer_timeout_s,
             timeout_s=round_.transfer_timeout_s,
         )
         late, run = f"transfer not finished in {job.timeout_s:g} s", prepared.transport.run
         self._stats = run_watched(prepared.communicator, lambda: run(job), job.deadline, lambda: late)
+        seconds = time.monotonic() - start
         if not shard.sends(round_):
             shard.complete(self._written)
-        return self._stats.report(shard.num_bytes)
+        return self._stats.report(shard.num_bytes, seconds)
 
     def _verify(self, round_: pb.Round) -> pb.PhaseReport:
         start = time.monotonic()
@@ -158,7 +160,7 @@ class Transfer:
         return report
 
     def _rest(self) -> None:
-        self._communicators.under_way = ""
+        self._communicators.begin("")
         self._written = self._shard.tensors
         self._stats = TransferStats()
 

@@ -46,7 +46,7 @@ def test_an_abort_ends_the_wait_for_a_rank_that_never_comes(four: Fleet) -> None
     with ThreadPoolExecutor(2) as pool:
         there = ("trainer/0", "trainer/1")
         waiting = [pool.submit(four.members[slot].run_phase, pb.ROUND_PHASE_PREPARE, round_) for slot in there]
-        until(lambda: all(four.members[slot]._transfer._communicators.under_way for slot in there))
+        until(lambda: all(four.members[slot]._transfer._communicators._under_way for slot in there))
         for slot in there:
             four.members[slot].run_phase(pb.ROUND_PHASE_ABORT, round_)
         assert all(isinstance(each.exception(timeout=DEADLINE_S), PeerLost) for each in waiting)

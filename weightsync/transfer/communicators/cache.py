@@ -36,14 +36,8 @@ class CommunicatorCache:
         self._under_way = ""
         self._given_up = ""
 
-    @property
-    def under_way(self) -> str:
-        """Id of the round that may be interrupted; empty for none."""
-        return self._under_way
-
-    @under_way.setter
-    def under_way(self, round_id: str) -> None:
-        """Set the round that may be interrupted."""
+    def begin(self, round_id: str) -> None:
+        """Set the round that may be interrupted; "": none."""
         with self._interrupting:
             self._under_way = round_id
 
@@ -118,10 +112,6 @@ class CommunicatorCache:
             self._given_up = round_id
             if self._current is not None:
                 self._current.abort(f"round {round_id} was given up")
-
-    def close(self) -> None:
-        """Drop the communicator at the end of the process."""
-        self.drop()
 
     def _compare(self, round_: pb.Round, participants: Participants) -> None:
         """Compare the ranks' facts before they connect: ranks that do not match could hang while connecting."""

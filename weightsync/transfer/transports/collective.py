@@ -21,7 +21,7 @@ from weightsync.transfer.communicators.communicator import Communicator, Pending
 from weightsync.transfer.communicators.watched import run_watched
 from weightsync.transfer.digest import HEADER_BYTES, PayloadDigest
 from weightsync.transfer.transports.packing import Packer, Segment
-from weightsync.transfer.transports.transport import TransferJob, TransferStats, Waits
+from weightsync.transfer.transports.transport import TransferJob, TransferStats
 
 
 @dataclass(kw_only=True)
@@ -139,14 +139,12 @@ class _Walk:
     def __init__(self, communicator: Communicator, job: TransferJob, hops: Sequence[Hop], buffers: Buffers) -> None:
         self._comm = communicator
         self._job = job
-        self._waits = Waits(communicator, job)
         self._packer: Packer = job.packer
         self._hops, self._buffers = hops, buffers
         self._flights: dict[int, _Flight] = {}  # by sequence
         self._stats = TransferStats()
 
     def run(self) -> TransferStats:
-        start = time.monotonic()
         number = self._buffers.resize(
             max((self._packer.staged_bytes(hop.message) for hop in self._hops), default=0),
             max((self._packer.payload_bytes(hop.message) for hop in self._hops), default=0),
@@ -163,7 +161,6 @@ class _Walk:
         }
         for step, hop in walk(self._comm.rank, self._hops, number, self._needs_buffer):
             actions[step](hop)
-        self._stats.seconds = time.monotonic() - start
         self._stats.staging_bytes = self._buffers.peak_bytes
         return self._stats
 
@@ -186,8 +183,7 @@ class _Walk:
         flight.works = [self._comm.send(part, hop.receiver, hop.message.sequence, lane=hop.hop) for part in parts]
 
     def _sent(self, hop: Hop) -> None:
-        for work in self._flights[hop.message.sequence].works:
-            self._waits.wait(work, hop.receiver)
+        self._job.wait(self._comm, [(work, hop.receiver) for work in self._flights[hop.message.sequence].works])
         self._stats.num_messages += 1
         self._stats.bytes_sent += self._packer.payload_bytes(hop.message)
         self._release(hop)
@@ -203,10 +199,10 @@ class _Walk:
         """Wait for a message and check its header; the digest of its bytes is checked here, or else in VERIFY."""
         message, flight = hop.message, self._flights[hop.message.sequence]
         for part, work in zip(flight.parts, flight.works[:-1], strict=True):
-            self._waits.wait(work, hop.sender)
+            self._job.wait(self._comm, [(work, hop.sender)])
             if digest is not None:
                 digest.update(part)
-        self._waits.wait(flight.works[-1], hop.sender)
+        self._job.wait(self._comm, [(flight.works[-1], hop.sender)])
         expected = self._job.digest_in(flight.head, message)
         if digest is not None and digest.digest() != expected:
             raise DigestMismatch(

@@ -5,7 +5,6 @@ memory holds the round's version, and copies while the trainer hashes; the heade
 have read. Headers and acknowledgements go over the communicator: that is how a lost peer is noticed.
 """
 
-import time
 from collections.abc import Sequence
 
 import torch
@@ -19,7 +18,7 @@ from weightsync.transfer.devices import wait_for_stream
 from weightsync.transfer.digest import HEADER_BYTES
 from weightsync.transfer.transports.packing import Packer
 from weightsync.transfer.transports.shared_memory import Exposure, OpenedMemory
-from weightsync.transfer.transports.transport import TransferJob, TransferStats, Waits, message_digest
+from weightsync.transfer.transports.transport import TransferJob, TransferStats, message_digest
 
 _SIGNAL_TAG = 2**31 - 2  # of "begin" and "done"; larger than any message's sequence
 
@@ -35,7 +34,6 @@ class MemorySource:
 
     def run(self, job: TransferJob) -> TransferStats:
         """Signal the readers, send the headers, and wait for the acknowledgements: see Transport."""
-        start = time.monotonic()
         stats = TransferStats()
         offers = offers_of(job.plan, job.participants, self._comm.rank)
         readers = sorted({reader for _, its_readers in offers for reader in its_readers})
@@ -51,10 +49,7 @@ class MemorySource:
             works += [(self._comm.send(head, reader, message.sequence), reader) for reader in its_readers]
             stats.num_messages += 1
             stats.bytes_sent += job.packer.payload_bytes(message)
-        waits = Waits(self._comm, job)
-        for pending, peer in works:
-            waits.wait(pending, peer)
-        stats.seconds = time.monotonic() - start
+        job.wait(self._comm, works)
         return stats
 
     def close(self) -> None:
@@ -74,24 +69,19 @@ class MemoryReader:
 
     def run(self, job: TransferJob) -> TransferStats:
         """Copy this rank's messages, then check them against the headers: see Transport."""
-        start = time.monotonic()
-        waits = Waits(self._comm, job)
         mine = messages_for(job.plan, job.participants, self._comm.rank)
         begins = {source: self._receive(1, source, _SIGNAL_TAG) for source in sorted({m.src for m in mine})}
         heads = [self._receive(HEADER_BYTES, message.src, message.sequence) for message in mine]
-        for source, (_, pending) in begins.items():
-            waits.wait(pending, source)
+        job.wait(self._comm, [(pending, source) for source, (_, pending) in begins.items()])
         for message in mine:
             self._copy(job, message)
         wait_for_stream(job.packer.device)  # "done" says that the memory was read
         stats = TransferStats()
         for message, (head, pending) in zip(mine, heads, strict=True):
-            waits.wait(pending, message.src)
+            job.wait(self._comm, [(pending, message.src)])
             stats.accept(job, message, head)
         done = torch.ones(1, dtype=torch.uint8)
-        for source, pending in [(source, self._comm.send(done, source, _SIGNAL_TAG)) for source in begins]:
-            waits.wait(pending, source)
-        stats.seconds = time.monotonic() - start
+        job.wait(self._comm, [(self._comm.send(done, source, _SIGNAL_TAG), source) for source in begins])
         return stats
 
     def _receive(self, size: int, source: int, tag: int) -> tuple[torch.Tensor, Pending]:

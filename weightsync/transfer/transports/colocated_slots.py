@@ -3,10 +3,8 @@
 For parameters that cannot be exposed themselves: a cast at the source, no room in /dev/shm.
 """
 
-import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -16,16 +14,10 @@ from weightsync.transfer.devices import wait_for_stream
 from weightsync.transfer.digest import HEADER_BYTES
 from weightsync.transfer.transports.colocated import all_messages, messages_for, offers_of
 from weightsync.transfer.transports.shared_memory import Exposure, OpenedMemory
-from weightsync.transfer.transports.transport import TransferJob, TransferStats, Waits, message_digest
+from weightsync.transfer.transports.transport import TransferJob, TransferStats, message_digest
 
 SLOTS = 2
 WINDOW = 64  # messages whose headers are awaited: 4 KiB
-
-
-@dataclass(kw_only=True)
-class _Offered:
-    message: Message
-    works: list[tuple[Pending, int]]  # sends of the header and receives of the acknowledgement, each with its peer
 
 
 class SlotSource:
@@ -41,22 +33,22 @@ class SlotSource:
 
     def run(self, job: TransferJob) -> TransferStats:
         """Pack this rank's messages into the slots in turn: see Transport."""
-        start = time.monotonic()
-        waits = Waits(self._comm, job)
         stats = TransferStats(staging_bytes=self._slots * self._slot_bytes)
-        offered: deque[_Offered] = deque()
+        offered: deque[list[tuple[Pending, int]]] = deque()
         for number, (message, readers) in enumerate(offers_of(job.plan, job.participants, self._comm.rank)):
             while len(offered) >= self._slots:
-                self._finish(offered.popleft(), waits)
+                job.wait(self._comm, offered.popleft())
             offered.append(self._offer(job, message, readers, number))
             stats.num_messages += 1
             stats.bytes_sent += job.packer.payload_bytes(message)
         while offered:
-            self._finish(offered.popleft(), waits)
-        stats.seconds = time.monotonic() - start
+            job.wait(self._comm, offered.popleft())
         return stats
 
-    def _offer(self, job: TransferJob, message: Message, readers: Sequence[int], number: int) -> _Offered:
+    def _offer(
+        self, job: TransferJob, message: Message, readers: Sequence[int], number: int
+    ) -> list[tuple[Pending, int]]:
+        """Pack a message. Returns: receives of the acknowledgement and sends of the header, each with its peer."""
         begin = number % self._slots * self._slot_bytes
         payload = self._exposure.tensors[0][begin : begin + job.packer.payload_bytes(message)]
         job.packer.pack(message, payload)
@@ -67,11 +59,7 @@ class SlotSource:
             acknowledgement = torch.empty(1, dtype=torch.uint8)
             works.append((self._comm.receive(acknowledgement, reader, message.sequence), reader))
             works.append((self._comm.send(head, reader, message.sequence), reader))
-        return _Offered(message=message, works=works)
-
-    def _finish(self, offered: _Offered, waits: Waits) -> None:
-        for pending, peer in offered.works:
-            waits.wait(pending, peer)
+        return works
 
     def close(self) -> None:
         """Close the exposure."""
@@ -90,8 +78,6 @@ class SlotReader:
 
     def run(self, job: TransferJob) -> TransferStats:
         """Copy this rank's messages from the slots, each after its header: see Transport."""
-        start = time.monotonic()
-        waits = Waits(self._comm, job)
         stats = TransferStats()
         numbers = self._numbered(job)
         mine = messages_for(job.plan, job.participants, self._comm.rank)
@@ -102,14 +88,12 @@ class SlotReader:
                 head = torch.empty(HEADER_BYTES, dtype=torch.uint8)
                 heads.append((head, self._comm.receive(head, coming.src, coming.sequence)))
             head, pending = heads[index]
-            waits.wait(pending, message.src)
+            job.wait(self._comm, [(pending, message.src)])
             stats.accept(job, message, head)
             self._copy(job, message, numbers[message.sequence])
             done = torch.ones(1, dtype=torch.uint8)
             acknowledgements.append((self._comm.send(done, message.src, message.sequence), message.src))
-        for pending, peer in acknowledgements:
-            waits.wait(pending, peer)
-        stats.seconds = time.monotonic() - start
+        job.wait(self._comm, acknowledgements)
         return stats
 
     def _copy(self, job: TransferJob, message: Message, number: int) -> None:

@@ -47,7 +47,6 @@ class DiskTransport:
 
     def run(self, job: TransferJob) -> TransferStats:
         """Write this rank's boxes, or read its slices: see Transport."""
-        start = time.monotonic()
         version = self._folder / f"v{job.policy_version}-{job.round_id}"
         if not VERSION.fullmatch(version.name) or version.parent != self._folder:
             raise InvalidRequest(f"round id {job.round_id!r} cannot be part of a folder's name; letters, digits, . _ -")
@@ -62,7 +61,6 @@ class DiskTransport:
         if self._comm.rank >= trainers:
             self._read(job, version, stats)
         self._exchange(job, b"")  # no rank returns before all have read: the next version removes old ones
-        stats.seconds = time.monotonic() - start
         return stats
 
     def close(self) -> None:

@@ -41,29 +41,33 @@ class TransferJob:
     def header(self, message: Message, digest: bytes) -> torch.Tensor:
         """Make the header of a message of this round, as bytes to send."""
         head = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
-        write_header(
-            head.numpy(),
-            Header(
-                plan_digest=self.plan.digest,
-                policy_version=self.policy_version,
-                sequence=message.sequence,
-                payload_bytes=self.packer.payload_bytes(message),
-                payload_digest=digest,
-            ),
-        )
+        write_header(head.numpy(), self._header_of(message, digest))
         return head
 
     def digest_in(self, head: torch.Tensor, message: Message) -> bytes:
         """Return a header's payload digest. Raises: DigestMismatch: it is of another message, plan or version."""
         header = read_header(head.numpy())
-        check_header(
-            header,
+        check_header(header, self._header_of(message, header.payload_digest))
+        return header.payload_digest
+
+    def _header_of(self, message: Message, digest: bytes) -> Header:
+        return Header(
             plan_digest=self.plan.digest,
             policy_version=self.policy_version,
             sequence=message.sequence,
             payload_bytes=self.packer.payload_bytes(message),
+            payload_digest=digest,
         )
-        return header.payload_digest
+
+    def wait(self, communicator: Communicator, works: Iterable[tuple[Pending, int]]) -> None:
+        """Wait for operations, each with its peer. Raises: DeadlineExceeded, PeerLost: naming the peer."""
+        for pending, peer in works:
+            remaining = self.deadline - time.monotonic()
+            if remaining <= 0:
+                raise DeadlineExceeded(
+                    f"transfer not finished in {self.timeout_s:g} s; waiting for {communicator.slots[peer]}"
+                )
+            communicator.wait(pending, peer, remaining)
 
 
 @dataclass(kw_only=True)
@@ -80,7 +84,6 @@ class TransferStats:
     bytes_received: int = 0
     num_messages: int = 0
     staging_bytes: int = 0
-    seconds: float = 0.0
     received: list[tuple[Message, bytes]] = field(default_factory=list)
 
     def accept(self, job: TransferJob, message: Message, head: torch.Tensor) -> None:
@@ -89,8 +92,8 @@ class TransferStats:
         self.num_messages += 1
         self.bytes_received += job.packer.payload_bytes(message)
 
-    def report(self, shard_bytes: int) -> pb.PhaseReport:
-        """Make the report of TRANSFER."""
+    def report(self, shard_bytes: int, seconds: float) -> pb.PhaseReport:
+        """Make the report of TRANSFER, which took `seconds`."""
         report = pb.PhaseReport(
             bytes_sent=self.bytes_sent,
             bytes_received=self.bytes_received,
@@ -98,25 +101,8 @@ class TransferStats:
             num_messages=self.num_messages,
             staging_bytes=self.staging_bytes,
         )
-        report.seconds["transfer"] = self.seconds
+        report.seconds["transfer"] = seconds
         return report
-
-
-class Waits:
-    """Waits on a communicator within a job's deadline."""
-
-    def __init__(self, communicator: Communicator, job: TransferJob) -> None:
-        self._comm = communicator
-        self._job = job
-
-    def wait(self, pending: Pending, peer: int) -> None:
-        """Wait for an operation. Raises: DeadlineExceeded, PeerLost: naming the peer."""
-        remaining = self._job.deadline - time.monotonic()
-        if remaining <= 0:
-            raise DeadlineExceeded(
-                f"transfer not finished in {self._job.timeout_s:g} s; waiting for {self._comm.slots[peer]}"
-            )
-        self._comm.wait(pending, peer, remaining)
 
 
 class Transport(Protocol):
