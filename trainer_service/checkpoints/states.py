@@ -17,7 +17,7 @@ from trainer_service.checkpoints.shards import SavedShards
 from weightsync.layouts.layout import Layout
 from weightsync.model.megatron_names import in_local_spelling
 from weightsync.model.spec import ModelSpec
-from weightsync.transfer.coverage import check_coverage, zero_padding
+from weightsync.transfer.coverage import Coverage
 from weightsync.transfer.transports.packing import as_matrix
 
 
@@ -39,7 +39,7 @@ class SavedStates:
         self._shards, self._layout, self._rank = shards, layout, rank
         self._shaped, self._numbers = _by_kind(spec, tensors)
         for kind, held in self._shaped.items():
-            check_coverage(layout, rank, shapes_of(held), f"{kind} of rank {rank}")
+            Coverage(layout, rank, f"{kind} of rank {rank}").check(shapes_of(held))
         # At the same layout every rank reads its own file again.
         self._ops = shards.plan_to(layout.only(rank), near=rank).ops
         for kind, held in self._shaped.items():
@@ -69,7 +69,7 @@ class SavedStates:
                 whole = {name: value for name, value in held.items() if isinstance(value, Tensor)}
                 self._fill_whole(kind, whole)
                 if whole:
-                    zero_padding(self._layout, self._rank, whole)
+                    Coverage(self._layout, self._rank, kind).zero_padding(whole)
                 self._fill_parts(kind, {name: value for name, value in held.items() if isinstance(value, FlatPart)})
             for tensor, number in self.numbers():
                 tensor.fill_(number)

@@ -42,11 +42,11 @@ class Offers:
         return cls(boxes=ordered[first], ranks=ranks, first=first, count=count, holder_set=holder_set)
 
 
-def one_copy(source: Layout, near: int) -> Layout:
+def one_copy(source: Layout, near: int = -1) -> Layout:
     """Return a layout with one holder of each box, for readers of files, among which no load needs to be shared.
 
     Args:
-        near: the rank that holds a box if it has a copy; of the others the first one does.
+        near: the rank that holds a box if it has a copy; of the others, and with -1, the first one does.
     """
     shards = source.shards[~source.shards["alias"]]
     far = shards["rank"] != near

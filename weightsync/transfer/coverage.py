@@ -48,13 +48,3 @@ def _padding(layout: Layout, rank: int) -> dict[str, int]:
     np.maximum.at(filled, mine["param"], mine["param_row"] + mine["rows"])
     held = layout.rank_params[layout.rank_params[:, 0] == rank, 1]
     return {layout.params[p]: int(filled[p]) for p in held if filled[p] < layout.param_shapes[p][0]}
-
-
-def check_coverage(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor], slot: str) -> None:
-    """Check the layout against the tensors: see Coverage.check."""
-    Coverage(layout, rank, slot).check(tensors)
-
-
-def zero_padding(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Zero the padding: see Coverage.zero_padding."""
-    Coverage(layout, rank, "").zero_padding(tensors)

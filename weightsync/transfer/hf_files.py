@@ -27,7 +27,7 @@ from weightsync.model.megatron_names import in_local_spelling
 from weightsync.model.spec import ModelSpec
 from weightsync.plans.messages import Message, cut_messages
 from weightsync.plans.plan import TransferPlan, make_plan
-from weightsync.transfer.coverage import check_coverage, zero_padding
+from weightsync.transfer.coverage import Coverage
 from weightsync.transfer.transports.packing import Packer
 
 GATHER_ELEMENTS = 2**24
@@ -46,13 +46,14 @@ def load_shards(
         has another output layer; the parameters do not fit the layout.
     """
     tensors = in_local_spelling(spec, tensors)
-    check_coverage(layout, rank, tensors, f"rank {rank}")
+    coverage = Coverage(layout, rank, f"rank {rank}")
+    coverage.check(tensors)
     plan = make_plan(hf_layout(spec), layout)
     with ExitStack() as stack:
         reader = CheckpointReader(Path(folder), stack)
         for op in plan.ops[plan.ops["dst"] == rank]:
             _fill(reader, spec, plan, op, tensors[layout.params[op["dst_param"]]].detach())
-    zero_padding(layout, rank, tensors)
+    coverage.zero_padding(tensors)
 
 
 def stream_shards(

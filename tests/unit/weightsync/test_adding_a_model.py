@@ -21,7 +21,7 @@ from weightsync.layouts.layout import Parallel
 from weightsync.layouts.megatron import megatron_layout
 from weightsync.layouts.sglang import sglang_layout
 from weightsync.plans.plan import make_plan
-from weightsync.transfer.coverage import check_coverage
+from weightsync.transfer.coverage import Coverage
 
 GUIDE = (Path(__file__).parents[3] / "docs" / "adding-a-model.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n# (.*?)\n(.*?)```", GUIDE, re.DOTALL)
@@ -91,7 +91,7 @@ def test_what_the_rules_forget_or_invent_is_named_as_the_guide_shows() -> None:
     carry_out("A family with a norm")
     layout = sglang_layout(tiny_spec("sandwich"), Parallel())
     tensors = empty_like_rank(layout, 0)
-    check_coverage(layout, 0, tensors, "rollout-0/0")
+    Coverage(layout, 0, "rollout-0/0").check(tensors)
     surprise = {**tensors, "model.layers.0.surprise.weight": torch.zeros(2)}
     forgotten = {name: tensor for name, tensor in tensors.items() if name != NORM.format(0)}
     reshaped = {**tensors, "model.norm.weight": torch.zeros(17)}
@@ -101,7 +101,7 @@ def test_what_the_rules_forget_or_invent_is_named_as_the_guide_shows() -> None:
         (reshaped, None),
     ):
         with pytest.raises(ConfigError) as caught:
-            check_coverage(layout, 0, engine, "rollout-0/0")
+            Coverage(layout, 0, "rollout-0/0").check(engine)
         message = str(caught.value)
         assert (message.replace(shown[1], shown[0]) if shown else message) in GUIDE
 

@@ -17,7 +17,7 @@ from weightsync.layouts.sglang import sglang_layout
 from weightsync.model.spec import ModelSpec
 from weightsync.plans.messages import cut_messages, route
 from weightsync.plans.plan import TransferPlan, make_plan
-from weightsync.transfer.coverage import check_coverage, zero_padding
+from weightsync.transfer.coverage import Coverage
 from weightsync.transfer.transports.packing import Packer
 
 # A property moves every element of up to 48 ranks, for many layouts.
@@ -65,7 +65,7 @@ def move(
         senders[message.src].pack(message, payload)
         Packer(target, stores[message.dst], "dst").unpack(message, payload)
     for rank, store in enumerate(stores):
-        zero_padding(target, rank, store)
+        Coverage(target, rank, f"rank {rank}").zero_padding(store)
     return stores
 
 
@@ -185,13 +185,13 @@ def test_both_ends_of_every_hop_walk_the_same_order() -> None:
 def test_coverage_names_what_has_no_rule_and_what_has_no_parameter() -> None:
     layout = sglang_layout(tiny_spec(), Parallel())
     tensors = empty_like_rank(layout, 0)
-    check_coverage(layout, 0, tensors, "rollout-0/0")
+    Coverage(layout, 0, "rollout-0/0").check(tensors)
     moved = {("surprise.buffer" if name == "model.norm.weight" else name): t for name, t in tensors.items()}
     with pytest.raises(ConfigError, match=r"surprise\.buffer.*model\.norm\.weight"):
-        check_coverage(layout, 0, moved, "rollout-0/0")
+        Coverage(layout, 0, "rollout-0/0").check(moved)
     reshaped = {**tensors, "model.norm.weight": torch.zeros(17)}
     with pytest.raises(ConfigError, match=r"model\.norm\.weight has shape \(17,\)"):
-        check_coverage(layout, 0, reshaped, "rollout-0/0")
+        Coverage(layout, 0, "rollout-0/0").check(reshaped)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import ipaddress
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any
 
 import psutil
 
@@ -12,14 +12,6 @@ from servicekit.errors import ConfigError
 # Where gloo's default groups listen: those of torch.distributed, Megatron and SGLang.
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACKS = ("127.0.0.1", "::1")
-
-
-class InterfaceAddress(Protocol):
-    """An address of an interface, of any family, as psutil lists it."""
-
-    @property
-    def address(self) -> str:
-        """The address as text."""
 
 
 def address_of(host: str) -> str:
@@ -33,7 +25,7 @@ def address_of(host: str) -> str:
         raise ConfigError(f"TANDEM_ADVERTISE_HOST={host} has no address: {error}") from None
 
 
-def interface_of(address: str, interfaces: Mapping[str, Sequence[InterfaceAddress]] | None = None) -> str:
+def interface_of(address: str, interfaces: Mapping[str, Sequence[Any]] | None = None) -> str:
     """Return the name of the interface with an address; 127.0.0.2 is on that of 127.0.0.1.
 
     gloo takes the first address of an interface: one of IPv4 if it has any, else a global one of IPv6 before that of

@@ -30,6 +30,7 @@ from tandem_files.atomic import SCRATCH_SUFFIX, remove_each, write_bytes_atomic
 from tandem_files.model.safetensors_header import DamagedFile, TensorInfo, parse_header
 from tandem_files.run_paths import FolderKind
 from weightsync.layouts.layout import SHARD_DTYPE, Ids, Layout
+from weightsync.plans.offers import one_copy
 from weightsync.transfer.tensors import memory_of
 
 FORMAT = 1
@@ -66,13 +67,9 @@ class Box:
 
 def boxes_to_write(layout: Layout, rank: int, matrices: Mapping[str, torch.Tensor]) -> list[Box]:
     """Select the boxes that this rank writes: those of which it is the lowest rank that holds them."""
-    shards = layout.shards[~layout.shards["alias"]]
-    names = ("tensor", "row", "rows", "col", "cols")
-    shards = shards[np.lexsort([shards["rank"], *(shards[name] for name in reversed(names))])]
-    first = np.ones(len(shards), dtype=bool)
-    first[1:] = np.any([shards[name][1:] != shards[name][:-1] for name in names], axis=0)
+    shards = one_copy(layout).shards
     boxes = []
-    for shard in shards[first & (shards["rank"] == rank)]:
+    for shard in shards[shards["rank"] == rank]:
         matrix = matrices[layout.params[shard["param"]]]
         row, col = int(shard["param_row"]), int(shard["param_col"])
         values = matrix[row : row + int(shard["rows"]), col : col + int(shard["cols"])]
@@ -103,7 +100,7 @@ def write_rank(folder: Path, rank: int, boxes: Sequence[Box], dtype: torch.dtype
         file.write(_LENGTH.pack(len(text)) + text)
         for box in boxes:
             digests[box.key] = []
-            for block in _row_blocks(box.values, dtype):
+            for block in box.values.split(_rows_per_block(box.values.shape[1], dtype)):
                 held = block.to(device="cpu", dtype=dtype).contiguous()
                 digests[box.key].append(xxhash.xxh3_128_hexdigest(memory_of(held)))
                 file.write(memory_of(held))
@@ -113,11 +110,6 @@ def write_rank(folder: Path, rank: int, boxes: Sequence[Box], dtype: torch.dtype
     listing = json.dumps({"format": FORMAT, "digests": digests}).encode()
     write_bytes_atomic(folder / f"rank-{rank}.json", listing)
     return xxhash.xxh3_128_hexdigest(listing), size
-
-
-def _row_blocks(values: torch.Tensor, dtype: torch.dtype) -> Iterable[torch.Tensor]:
-    blocks: Iterable[torch.Tensor] = values.split(_rows_per_block(values.shape[1], dtype))
-    return blocks
 
 
 def _rows_per_block(cols: int, dtype: torch.dtype) -> int:
