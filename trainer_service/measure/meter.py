@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from servicekit.logs import get_logger
+from weightsync.transfer.devices import wait_for_device
 
 _PROCESS = Path("/proc/self")
 _RESET_PEAK = "5"  # see proc_pid_clear_refs(5)
@@ -115,6 +116,5 @@ def measured_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
 def _seconds(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> float:
     begun_s = time.perf_counter()
     torch.mm(left, right, out=out)
-    if left.device.type == "cuda":
-        torch.cuda.synchronize(left.device)
+    wait_for_device(left.device)
     return time.perf_counter() - begun_s

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from servicekit.logs import get_logger
 from tandem_config.sections.profile import ProfileSection
 from tandem_files.profiles.folder import step_folder, trace_path
+from weightsync.transfer.devices import wait_for_device
 
 # Micro-batches that are recorded of each part of a step. A layer has some 360 events forward and 980 with its backward
 # pass on a GPU, of 260 bytes each: with 28 layers 150,000. All 184 micro-batches of 1,024 samples of 1,536 tokens would
@@ -123,8 +124,7 @@ class StepProfiler:
     def _record(self, wanted: bool) -> None:
         if self._recorder is None or wanted == (self._since_s is not None):
             return
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # kernels belong to the micro-batch that launched them
+        wait_for_device(self._device)  # kernels belong to the micro-batch that launched them
         self._recorder.toggle_collection_dynamic(wanted, self._activities)
         now_s = time.perf_counter()
         self._recorded_s += 0.0 if self._since_s is None else now_s - self._since_s

@@ -21,6 +21,7 @@ from trainer_service.megatron_engine.attention.packing import RowPacking
 from trainer_service.megatron_engine.head.policy_model import ChosenTokens
 from trainer_service.micro_batches.packed import PackedRow
 from trainer_service.step.backend import TokenFunction
+from weightsync.transfer.devices import wait_for_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +118,7 @@ class MegatronBackend:
         self.optimizer.zero_grad()
         self._through(batches, on_tokens, forward_only=False)
         self._forget_graph()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # else its time would count as the optimizer's
+        wait_for_device(self._device)  # else its time would count as the optimizer's
 
     def gradient_norm(self) -> float:
         """Compute the global L2 norm before clipping."""

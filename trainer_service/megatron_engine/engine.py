@@ -59,36 +59,37 @@ class MegatronEngine:
         trainer, self._config, self._run_dir, self._device = config.trainer, config, run_dir, device
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         # steps are fewer than the version if a restarted run has skipped numbers; updates left out are over the run
-        self._version = self._steps_done = self._skipped_updates = 0
-        self._spec = ModelSpec.from_folder(config.model.path)
-        self._parallel = Parallel(engine=TRAINER_ENGINE, **trainer.parallel_sizes)
+        self.policy_version = self._steps_done = self._skipped_updates = 0
+        self.on_gpus = device.type == "cuda"
+        self.spec = ModelSpec.from_folder(config.model.path)
+        self.parallel = Parallel(engine=TRAINER_ENGINE, **trainer.parallel_sizes)
         # reports every problem of models and sizes before anything is built
-        self._layout = megatron_layout(self._spec, self._parallel)
-        check_reference(config, self._spec)
+        self._layout = megatron_layout(self.spec, self.parallel)
+        check_reference(config, self.spec)
         modules = chosen_modules(trainer)
-        build.initialize_parallel(self._parallel, config.run.seed, trainer.collective_timeout_s)
+        build.initialize_parallel(self.parallel, config.run.seed, trainer.collective_timeout_s)
         self._agreement = RankAgreement(build.outcome_group())
         self._reader = checkpoint.Reader(
-            spec=self._spec,
-            parallel=self._parallel,
+            spec=self.spec,
+            parallel=self.parallel,
             layout=self._layout,
             rank=dist.get_rank(),
-            meta=identity(config, self._spec),
+            meta=identity(config, self.spec),
             device=device,
             agreement=self._agreement,
         )
         self._saver = checkpoint.BackgroundSaver(self._agreement)
         sequence_parallel = trainer.sequence_parallel and trainer.tensor_parallel > 1
-        options = build.layer_options(trainer, self._spec.num_layers)
-        mcore_config = build.transformer_config(self._spec, self._parallel, self._dtype, sequence_parallel, **options)
-        chunks = build.build_chunks(self._spec, mcore_config, config.grpo.temperature, device, modules)
-        self._parameters = build.named_parameters(chunks, self._spec)
+        options = build.layer_options(trainer, self.spec.num_layers)
+        mcore_config = build.transformer_config(self.spec, self.parallel, self._dtype, sequence_parallel, **options)
+        chunks = build.build_chunks(self.spec, mcore_config, config.grpo.temperature, device, modules)
+        self._parameters = build.named_parameters(chunks, self.spec)
         wrapped = build.wrap(chunks, mcore_config, trainer)
         optimizer = build.build_optimizer(wrapped, mcore_config, trainer)
         self._adam = AdamState(self._parameters, optimizer)
         self._ranks = RankShare.of(
-            self._parallel,
-            self._spec,
+            self.parallel,
+            self.spec,
             sequence_parallel=sequence_parallel,
             max_tokens=trainer.max_tokens_per_micro_batch,
             data_rank=parallel_state.get_data_parallel_rank(),
@@ -109,38 +110,18 @@ class MegatronEngine:
             device=device,
             meter=StepMeter(device, self._dtype, trainer.peak_tflops, self._agreement.group),
             agreement=self._agreement,
-            costs=FlopCosts.of(self._spec),
+            costs=FlopCosts.of(self.spec),
             around=self._profiler.part,
             reference=self._reference if config.grpo.kl_in_loss else None,
         )
-
-    @property
-    def policy_version(self) -> int:
-        """Version of the policy."""
-        return self._version
-
-    @property
-    def on_gpus(self) -> bool:
-        """Whether it computes on GPUs."""
-        return bool(self._device.type == "cuda")
-
-    @property
-    def spec(self) -> ModelSpec:
-        """The model's sizes."""
-        return self._spec
-
-    @property
-    def parallel(self) -> Parallel:
-        """The parallel sizes."""
-        return self._parallel
 
     @property
     def limits(self) -> Limits:
         """The limits of samples."""
         grpo = self._config.grpo
         return Limits(
-            vocab_size=self._spec.vocab_size,
-            max_positions=self._spec.max_positions,
+            vocab_size=self.spec.vocab_size,
+            max_positions=self.spec.max_positions,
             max_tokens=self._ranks.max_tokens,
             needs_engine_logprobs=grpo.old_logprobs == "rollout" and grpo.on_non_finite == "fail",
         )
@@ -154,14 +135,14 @@ class MegatronEngine:
                     # padding of the vocabulary is in no file; it stays zero
                     parameter.zero_()
             if initial is None or folder != self._config.model.path:
-                load_shards(folder, self._spec, self._layout, dist.get_rank(), self.tensors())
+                load_shards(folder, self.spec, self._layout, dist.get_rank(), self.tensors())
             else:
                 self._reader.load(initial, weights_only(self._adam.tensors()))
             self._adam.masters_from_weights()
             self._adam.forget()
             self._agreement.meet()  # ranks have read for as long as each needed
             self._adam.gather()
-            self._version = self._steps_done = self._skipped_updates = 0
+            self.policy_version = self._steps_done = self._skipped_updates = 0
             self._load_reference(present=folder if initial is None else None)
 
     def _load_reference(self, present: Path | None = None) -> None:
@@ -177,7 +158,7 @@ class MegatronEngine:
         if source == present:
             self._reference.take()
         else:
-            self._reference.load(source, self._spec, self._layout)
+            self._reference.load(source, self.spec, self._layout)
 
     def train_step(self, samples: Samples, num_updates: int) -> StepResult:
         """Run one GRPO step."""
@@ -196,7 +177,7 @@ class MegatronEngine:
             finally:
                 if EngineState.OPTIMIZER in self._offload and self._device.type == "cpu":
                     self._adam.release_copies()
-            self._version += 1
+            self.policy_version += 1
             self._steps_done += 1
             self._skipped_updates += int(result.metrics["skipped_updates"])
             self._refresh_reference()
@@ -237,13 +218,13 @@ class MegatronEngine:
     def _meta(self) -> dict[str, Any]:
         """Return the entries of the meta.json of a checkpoint; every rank must call this."""
         settings = self._config.trainer
-        about: dict[str, Any] = {"policy_version": self._version, "reference": self._refreshes}
+        about: dict[str, Any] = {"policy_version": self.policy_version, "reference": self._refreshes}
         about |= {OPTIMIZER: settings.checkpoint_optimizer, EXTRA: settings.checkpoint_extra}
         if has_extra(about):
             about |= {"steps_done": self._steps_done, "skipped_updates": self._skipped_updates}
         # The id of one rank: all must write the same.
         about[RUN_ID] = self._agreement.first_text(run_id_of(self._run_dir))
-        return {**self._reader.meta, "parallel": self._parallel.sizes(), **about}
+        return {**self._reader.meta, "parallel": self.parallel.sizes(), **about}
 
     def _tensors_in(self, about: Mapping[str, Any]) -> dict[str, Held]:
         """Return the tensors of a checkpoint. about: the entries of its meta.json."""
@@ -273,15 +254,15 @@ class MegatronEngine:
                 self._adam.forget()
             self._agreement.meet()
             self._adam.gather()
-            self._version = int(saved["policy_version"])
-            self._steps_done = int(saved.get("steps_done", self._version)) if has_extra(saved) else 0
+            self.policy_version = int(saved["policy_version"])
+            self._steps_done = int(saved.get("steps_done", self.policy_version)) if has_extra(saved) else 0
             self._skipped_updates = int(saved.get("skipped_updates", 0))
             if not (self._refreshes and saved.get("reference")):
                 self._load_reference()
 
     def renumber(self, policy_version: int) -> None:
         """Give the same policy another version."""
-        self._version = policy_version
+        self.policy_version = policy_version
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the live parameters, by megatron-core's local names; their bytes are there inside of `weights`."""
@@ -294,14 +275,12 @@ class MegatronEngine:
     def export(self, folder: Path) -> int:
         """Gather the weights on rank 0, which writes the Hugging Face folder."""
         with self.weights():
-            gathered = gather_tensors(
-                self._spec, self._parallel, dist.get_rank(), self.tensors(), self._agreement.group
-            )
+            gathered = gather_tensors(self.spec, self.parallel, dist.get_rank(), self.tensors(), self._agreement.group)
 
         def write() -> int:
             if gathered is None:
                 return 0
-            model, about = self._config.model, {"policy_version": self._version}
+            model, about = self._config.model, {"policy_version": self.policy_version}
             template = noted_template(self._run_dir)
             write_folder(gathered, model.path, folder, tokenizer=model.tokenizer_path, about=about, template=template)
             return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

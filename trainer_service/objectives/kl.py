@@ -14,8 +14,10 @@ KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def kl_estimate(sampled_logprobs: Tensor, other_logprobs: Tensor, estimator: str) -> Tensor:
-    """Estimate KL(sampled || other) per token by k1, k2 or k3; all [t]. The two differ by 20 nats at most.
+def kl_estimate(sampled_logprobs: Tensor, other_logprobs: Tensor, estimator: str = "k3") -> Tensor:
+    """Estimate KL(sampled || other) per token by k1, k2 or k3, which is never negative; all [t].
+
+    The two differ by 20 nats at most.
 
     >>> from torch import tensor
     >>> [round(kl_estimate(tensor([0.0]), tensor([2.0]).log(), name).item(), 4) for name in ("k1", "k2", "k3")]
@@ -23,8 +25,3 @@ def kl_estimate(sampled_logprobs: Tensor, other_logprobs: Tensor, estimator: str
     """
     delta = (other_logprobs - sampled_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return KL_ESTIMATORS[estimator](delta)
-
-
-def kl_k3(sampled_logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """Estimate KL(sampled || other) per token by k3, which is never negative; all [t]."""
-    return kl_estimate(sampled_logprobs, other_logprobs, "k3")

@@ -34,6 +34,7 @@ from servicekit.errors import ConfigError, Internal
 from servicekit.logs import get_logger
 from trainer_service.host_memory import host_bytes
 from trainer_service.step.agreement import RankAgreement
+from weightsync.transfer.devices import wait_for_device
 from weightsync.transfer.tensors import memory_of
 
 log = get_logger(__name__)
@@ -172,7 +173,7 @@ class Offload:
             try:
                 for memory in needed:
                     memory.bring()
-                self._wait()
+                wait_for_device(self._device)
             except RuntimeError as error:  # torch's, of a GPU's memory and of a CPU's
                 wanted = sum(sum(memory.sizes) for memory in needed)
                 raise ConfigError(
@@ -194,18 +195,13 @@ class Offload:
         try:
             for memory in unused:
                 memory.store()
-            self._wait()
+            wait_for_device(self._device)
         except (OSError, RuntimeError) as error:
             log.error("offload failed: the memory stays in use", device=str(self._device), error=str(error))
             return
         for memory in unused:
             memory.free()
         _give_back(self._device)
-
-    def _wait(self) -> None:
-        """Wait for copies."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
 
 def _give_back(device: torch.device) -> None:

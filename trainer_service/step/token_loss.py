@@ -11,7 +11,7 @@ from tandem_config.schema import GrpoSection
 from trainer_service.micro_batches.samples import Samples
 from trainer_service.objectives.aggregation import update_weights
 from trainer_service.objectives.corrections import correct
-from trainer_service.objectives.kl import kl_estimate, kl_k3
+from trainer_service.objectives.kl import kl_estimate
 from trainer_service.objectives.policy import OBJECTIVES
 from trainer_service.objectives.step_metrics import count_by_size, empty_counts
 from trainer_service.objectives.tokens import Sequences, Tokens
@@ -160,7 +160,7 @@ class TokenState:
             loss = loss + self._kl_loss(index, logprobs)
         self._count("trained_tokens", index.numel())
         self._add("ratio", found.ratio)
-        self._add("kl_old", kl_k3(tokens.old_logprobs, logprobs.detach()))
+        self._add("kl_old", kl_estimate(tokens.old_logprobs, logprobs.detach()))
         self._add("clipped_low", found.clipped_low)
         self._add("clipped_high", found.clipped_high)
         self._note_not_finite(index, loss.detach())
@@ -172,7 +172,7 @@ class TokenState:
         """Compute the part of the loss that keeps the policy near the reference, [t]; no correction weights it."""
         reference, grpo = self.reference_logprobs[index], self.grpo
         loss = grpo.kl_coefficient * kl_estimate(logprobs, reference, grpo.kl_estimator)
-        self._add("kl_reference", kl_k3(logprobs.detach(), reference))
+        self._add("kl_reference", kl_estimate(logprobs.detach(), reference))
         self._add("kl_loss", self.weights[index] * loss.detach())
         return loss
 
