@@ -1,7 +1,6 @@
 """Wiring of the coordinator process: its long-lived parts, its servers, and the order in which they end."""
 
 import asyncio
-import uuid
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -38,8 +37,7 @@ from servicekit.lifecycle.tasks import cancel, failing, first_of
 from servicekit.lifecycle.termination import watch
 from servicekit.logs import get_logger
 from servicekit.metrics import Scrapes, export_disk_of, serve_metrics
-from servicekit.redis.records import PAGE_URL, AgreedSettings, ServiceRecord
-from servicekit.redis.registry import Registry
+from servicekit.redis.records import PAGE_URL, AgreedSettings
 from servicekit.rpc.server import GrpcServer
 from servicekit.security.run_token import own_token, page_key
 from servicekit.security.tls import Identity
@@ -121,10 +119,7 @@ async def _assemble(
     inputs: Inputs,
     rewards: list[Part],
 ) -> App:
-    settings = AgreedSettings(agreed_settings(config))
-    registry = await asyncio.to_thread(
-        Registry, environment.redis_url, environment.run_id, wait_s=environment.redis_wait_s, settings=settings
-    )
+    registry = await environment.open_registry(AgreedSettings(agreed_settings(config)))
     lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     group = await asyncio.to_thread(Rendezvous, environment.redis_url, f"tandem:{environment.run_id}")
     events, observed = EventLog(), FleetRecorder(Life(environment.run_dir))
@@ -272,13 +267,7 @@ async def _serve(
     )
     server.add(add_CoordinatorServiceServicer_to_server, servicer, FULL_NAME)
     address = await server.start()
-    record = ServiceRecord(
-        role="coordinator",
-        name="coordinator",
-        address=environment.advertised(address),
-        metrics_address=environment.advertised(metrics_port),
-        worker_id=uuid.uuid4().hex,
-    )
+    record = environment.record("coordinator", "coordinator", address, metrics_port)
     announcing = announce(app.registry, record, app.config.sync.lease_ttl_s, stop, failing(app.lost))
     if app.stood_by:  # whoever led before may have the name for a while, e.g. if it is frozen
         task = asyncio.create_task(announcing, name="announce")

@@ -29,7 +29,6 @@ from servicekit.errors import ConfigError
 from servicekit.lifecycle.tasks import first_of
 from servicekit.lifecycle.termination import run_main
 from servicekit.logs import get_logger
-from servicekit.redis.registry import Registry
 from tandem_clients.fleet import FixedFleet
 from tandem_clients.replica import Replica
 from tandem_config.loading import load_config
@@ -97,9 +96,7 @@ async def evaluate_model(config: RunConfig, environment: ServiceEnvironment) -> 
 
 async def _replicas(config: RunConfig, environment: ServiceEnvironment, stack: AsyncExitStack) -> list[Replica]:
     """Wait for all replicas, and connect to them. Raises: DeadlineExceeded: names those that are missing."""
-    registry = await asyncio.to_thread(
-        Registry, environment.redis_url, environment.run_id, wait_s=environment.redis_wait_s
-    )
+    registry = await environment.open_registry()
     stack.push_async_callback(asyncio.to_thread, registry.close)
     names = [f"rollout-{index}" for index in range(config.rollout.replicas)]
     records = await asyncio.to_thread(registry.wait_for, "rollout", names, config.run.startup_timeout_s)

@@ -4,7 +4,6 @@ Of an engine over several hosts this runs the leader; worker_app.py wires the ot
 """
 
 import asyncio
-import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -25,7 +24,7 @@ from servicekit.lifecycle.tasks import failing, first_of
 from servicekit.lifecycle.termination import run_until_stopped
 from servicekit.logs import get_logger
 from servicekit.metrics import GPUS, serve_metrics
-from servicekit.redis.records import AgreedSettings, ServiceRecord
+from servicekit.redis.records import AgreedSettings
 from servicekit.redis.registry import Registry
 from servicekit.rpc.fence import FenceGuard
 from servicekit.rpc.server import GrpcServer
@@ -36,7 +35,6 @@ from tandem_config.schema import RunConfig
 from weightsync.layouts.layout import Parallel
 from weightsync.layouts.registry import ROLLOUT_ENGINE
 from weightsync.membership.coordinator_lease import fence_of
-from weightsync.membership.rendezvous import Rendezvous
 from weightsync.round.client import SERVICE
 
 log = get_logger(__name__)
@@ -90,10 +88,7 @@ async def serve(
     share = HostRanks.of(config, {})
     identity = environment.identity("rollout")
     server = GrpcServer("rollout", bind=environment.bind, identity=identity, health_bind=environment.health_bind)
-    settings = AgreedSettings(agreed_settings(config))
-    registry = await asyncio.to_thread(
-        Registry, environment.redis_url, environment.run_id, wait_s=environment.redis_wait_s, settings=settings
-    )
+    registry = await environment.open_registry(AgreedSettings(agreed_settings(config)))
     workers = HostWorkers(name, share, identity=identity, ttl_s=config.sync.lease_ttl_s, on_stop=stop.set)
     replica = _Replica(config, name, environment, stop, registry, server, workers)
     try:
@@ -166,7 +161,8 @@ class _Replica:
     async def _serve(self, engine: RolloutEngine) -> None:
         local = rank_clients(engine.rank_addresses)
         # Read last: a coordinator that takes over after this announces itself with TakeOver.
-        fence = await asyncio.to_thread(self._fence)
+        ttl_s = self._config.sync.lease_ttl_s
+        fence = await asyncio.to_thread(fence_of, self._environment.redis_url, self._environment.run_id, ttl_s)
         admission = Admission()
         pauses = Pauses(engine, admission)
         servicer, on_up = self._wire(engine, RankGroups([*local, *self._workers.ranks()]), fence, admission, pauses)
@@ -185,17 +181,11 @@ class _Replica:
         address = self._environment.advertised(await self._server.start())
         on_up()
         metrics_port = serve_metrics(self._environment.bind_host, self._environment.metrics_port)
-        record = ServiceRecord(
-            role="rollout",
-            name=self._name,
-            address=address,
-            metrics_address=self._environment.advertised(metrics_port),
-            worker_id=uuid.uuid4().hex,
-        )
+        record = self._environment.record("rollout", self._name, address, metrics_port)
         lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         ends = {"engine": engine.failed, "registry": lost, "workers": self._workers.lost}
         try:
-            if await announce(self._registry, record, self._config.sync.lease_ttl_s, self._stop, failing(lost)):
+            if await announce(self._registry, record, ttl_s, self._stop, failing(lost)):
                 log.info("replica up", name=self._name, address=address, metrics_port=metrics_port)
             await run_until_stopped(self._stop, {**ends, "stall": watch.run()})
         finally:
@@ -220,10 +210,6 @@ class _Replica:
             self._registry.withdraw()
         except TandemError as error:
             log.warning("record not withdrawn, its lease will expire", error=str(error))
-
-    def _fence(self) -> FenceGuard:
-        group = Rendezvous(self._environment.redis_url, f"tandem:{self._environment.run_id}")
-        return fence_of(group, 2 * self._config.sync.lease_ttl_s)
 
     def _wire(
         self, engine: RolloutEngine, ranks: RankGroups, fence: FenceGuard, admission: Admission, pauses: Pauses

@@ -79,10 +79,7 @@ async def serve_worker(
         callers=("rollout",),
         health_bind=environment.health_bind,
     )
-    settings = AgreedSettings(agreed_settings(config))
-    registry = await asyncio.to_thread(
-        Registry, environment.redis_url, environment.run_id, wait_s=environment.redis_wait_s, settings=settings
-    )
+    registry = await environment.open_registry(AgreedSettings(agreed_settings(config)))
     worker = _Worker(config, name, environment, stop, server)
     try:
         await worker.run(registry, share, make_processes)
@@ -146,15 +143,10 @@ class _Worker:
         servicer = WorkerServicer(membership, worker_id)
         self._server.add(worker_pb2_grpc.add_RolloutWorkerServiceServicer_to_server, servicer, _FULL_NAME)
         self._server.add(weights_pb2_grpc.add_RoundServiceServicer_to_server, servicer, SERVICE)
-        address = self._environment.advertised(await self._server.start())
+        address = await self._server.start()
         metrics_port = serve_metrics(self._environment.bind_host, self._environment.metrics_port)
-        record = ServiceRecord(
-            role=WORKER_ROLE,
-            name=worker_name(self._name, share.host),
-            address=address,
-            metrics_address=self._environment.advertised(metrics_port),
-            worker_id=worker_id,
-        )
+        name = worker_name(self._name, share.host)
+        record = self._environment.record(WORKER_ROLE, name, address, metrics_port, worker_id)
         return record, membership, servicer
 
     async def _leader(self, membership: WorkerMembership) -> None:

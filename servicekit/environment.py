@@ -1,6 +1,8 @@
 """The environment of a service: addresses and secrets."""
 
+import asyncio
 import os
+import uuid
 from collections.abc import Mapping
 from ipaddress import IPv6Address
 from pathlib import Path
@@ -20,6 +22,8 @@ from servicekit.addresses import (
 )
 from servicekit.errors import ConfigError
 from servicekit.redis.client import TLS_OPTIONS, check_scheme, with_tls_files
+from servicekit.redis.records import AgreedSettings, ServiceRecord
+from servicekit.redis.registry import Registry
 from servicekit.security.certificates import CA, CERT, KEY, TlsFiles
 from servicekit.security.run_token import VARIABLE
 from servicekit.security.tls import Identity
@@ -225,6 +229,21 @@ class ServiceEnvironment(ServerEnvironment):
     def advertised(self, bound: str | int) -> str:
         """Return the address `host:port` at which others reach a bound address or port of this process."""
         return join_address(self.advertise_host, bound if isinstance(bound, int) else split_address(bound)[1])
+
+    def record(self, role: str, name: str, address: str, metrics_port: int, worker_id: str = "") -> ServiceRecord:
+        """Make the record of this process, whose server has bound `address`. worker_id: "": a new one."""
+        return ServiceRecord(
+            role=role,
+            name=name,
+            address=self.advertised(address),
+            metrics_address=self.advertised(metrics_port),
+            worker_id=worker_id or uuid.uuid4().hex,
+        )
+
+    async def open_registry(self, settings: AgreedSettings | None = None) -> Registry:
+        """Connect to the run's registry, in a thread. Raises: ConfigError, Unavailable: see Registry."""
+        wait_s = self.redis_wait_s
+        return await asyncio.to_thread(Registry, self.redis_url, self.run_id, wait_s=wait_s, settings=settings)
 
 
 def _problem(error: dict[str, object], given: Mapping[str, str]) -> str:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import secrets
 import sys
 from collections.abc import AsyncIterator, Callable
 
@@ -15,9 +14,7 @@ from servicekit.lifecycle.tasks import DEADLINE, end_of, failing, first_of
 from servicekit.lifecycle.termination import run_main, run_until_stopped
 from servicekit.logs import configure_logging, get_logger
 from servicekit.metrics import GPUS, export_disk_of, serve_metrics
-from servicekit.redis.records import AgreedSettings, ServiceRecord
-from servicekit.redis.registry import Registry
-from servicekit.rpc.fence import FenceGuard
+from servicekit.redis.records import AgreedSettings
 from servicekit.rpc.server import GrpcServer
 from tandem_api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from tandem_api.weights.v1 import weights_pb2_grpc
@@ -27,7 +24,6 @@ from trainer_service.ranks.liveness import failure_name
 from trainer_service.servicer import TrainerServicer
 from trainer_service.worker import Worker, WorkerSettings
 from weightsync.membership.coordinator_lease import fence_of
-from weightsync.membership.rendezvous import Rendezvous
 from weightsync.round import client
 from weightsync.transfer.devices import check_device, gpus_of
 
@@ -66,13 +62,7 @@ class _RankZero:
         loop = asyncio.get_running_loop()
         identity = self._environment.identity(NAME)
         settings = AgreedSettings(agreed_settings(self._settings.config))
-        registry = await asyncio.to_thread(
-            Registry,
-            self._environment.redis_url,
-            self._environment.run_id,
-            wait_s=self._environment.redis_wait_s,
-            settings=settings,
-        )
+        registry = await self._environment.open_registry(settings)
         grpo = self._settings.config.grpo
         commander = Commander()
 
@@ -105,10 +95,11 @@ class _RankZero:
             if not await _loaded(worker, stop):
                 return EXIT_OK
             # Read last: a coordinator that leads later calls TakeOver first.
-            servicer.serve_engine(worker.loaded.result(), await asyncio.to_thread(self._fence))
-            lost: asyncio.Future[None] = loop.create_future()
-            record = self._record(address, metrics_port)
             ttl_s = self._settings.config.sync.lease_ttl_s
+            fence = await asyncio.to_thread(fence_of, self._environment.redis_url, self._environment.run_id, ttl_s)
+            servicer.serve_engine(worker.loaded.result(), fence)
+            lost: asyncio.Future[None] = loop.create_future()
+            record = self._environment.record("trainer", NAME, address, metrics_port)
             server.set_ready(await announce(registry, record, ttl_s, stop, failing(lost)))
             ended = asyncio.wrap_future(worker.ended)
             await run_until_stopped(stop, {"ranks": ended, "name": lost})
@@ -119,19 +110,6 @@ class _RankZero:
             await asyncio.to_thread(registry.close)
             with contextlib.suppress(Exception):
                 await server.drain(0.0)
-
-    def _fence(self) -> FenceGuard:
-        group = Rendezvous(self._environment.redis_url, f"tandem:{self._environment.run_id}")
-        return fence_of(group, 2 * self._settings.config.sync.lease_ttl_s)
-
-    def _record(self, address: str, metrics_port: int) -> ServiceRecord:
-        return ServiceRecord(
-            role="trainer",
-            name=NAME,
-            address=self._environment.advertised(address),
-            metrics_address=self._environment.advertised(metrics_port),
-            worker_id=secrets.token_hex(8),
-        )
 
     async def _until_saved(self, servicer: TrainerServicer, ended: "asyncio.Future[None]") -> None:
         """Serve on until the coordinator has saved what was trained since the last checkpoint."""
@@ -156,10 +134,7 @@ class _RankZero:
 
 async def _follower(settings: WorkerSettings, stop: asyncio.Event) -> int:
     """Run a rank other than 0, until rank 0 stops it. Returns: the exit code."""
-    environment = settings.environment
-    registry = await asyncio.to_thread(
-        Registry, environment.redis_url, environment.run_id, wait_s=environment.redis_wait_s
-    )
+    registry = await settings.environment.open_registry()
     worker = Worker(settings, registry, follow, lambda _: None)
     async with _host_health(settings) as set_ready:
         worker.start()

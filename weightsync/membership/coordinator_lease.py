@@ -14,15 +14,14 @@ _ASK_AGAIN_S = 0.5
 log = get_logger(__name__)
 
 
-def fence_of(rendezvous: Rendezvous, patience_s: float) -> FenceGuard:
+def fence_of(redis_url: str, run_id: str, lease_ttl_s: float) -> FenceGuard:
     """Return what a service that starts knows of who leads the run, or has led it last, and asks for newer ones.
 
-    Args:
-        patience_s: for a Redis that does not answer.
-    Raises: Unavailable: it did not answer for longer.
+    Raises: Unavailable: Redis did not answer for two leases.
     """
+    rendezvous = Rendezvous(redis_url, f"tandem:{run_id}")
     guard = FenceGuard(rendezvous.leader)
-    deadline_s = time.monotonic() + patience_s
+    deadline_s = time.monotonic() + 2 * lease_ttl_s
     while True:
         try:
             guard.remember(rendezvous.leader())

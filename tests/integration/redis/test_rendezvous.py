@@ -235,19 +235,21 @@ def test_a_coordinator_that_is_only_late_confirms_under_a_new_epoch(group: Rende
     lease.close()
 
 
-def test_a_service_that_starts_knows_the_newest_leader_alive_or_not(group: Rendezvous) -> None:
-    assert fence_of(group, 0.0)._newest.token == 0
+def test_a_service_that_starts_knows_the_newest_leader_alive_or_not(server: Callable[..., RedisProcess]) -> None:
+    url, run_id = server().url, GROUP.removeprefix("tandem:")
+    group = Rendezvous(url, GROUP)
+    assert fence_of(url, run_id, 0.0)._newest.token == 0
     first = group.lead(COORDINATOR_SLOT, "first", TTL_S)
-    known = fence_of(group, 0.0)
+    known = fence_of(url, run_id, 0.0)
     assert known._newest == CoordinatorFence(worker_id="first", token=first)
     group.leave(COORDINATOR_SLOT, "first")
-    assert fence_of(group, 0.0)._newest == CoordinatorFence(worker_id="first", token=first)
+    assert fence_of(url, run_id, 0.0)._newest == CoordinatorFence(worker_id="first", token=first)
     with pytest.raises(Unavailable, match="as Redis has it, coordinator first"):
         known.admit(CoordinatorFence(worker_id="x", token=first + 1))
     second = group.lead(COORDINATOR_SLOT, "second", TTL_S)
     assert second > first
     known.admit(CoordinatorFence(worker_id="second", token=second))
-    assert fence_of(group, 0.0)._newest == known._newest == CoordinatorFence(worker_id="second", token=second)
+    assert fence_of(url, run_id, 0.0)._newest == known._newest == CoordinatorFence(worker_id="second", token=second)
 
 
 def test_a_coordinator_that_was_replaced_is_told_at_once(group: Rendezvous) -> None:
