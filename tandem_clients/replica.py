@@ -3,10 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import grpc
-
-from servicekit.errors import rpc_errors
-from servicekit.rpc.channel import open_channel
+from servicekit.rpc.channel import ServiceClient, open_channel
 from servicekit.security.tls import Identity
 from tandem_api.common.v1 import common_pb2
 from tandem_api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
@@ -22,8 +19,8 @@ TAKE_OVER_TIMEOUT_S = 3600.0
 STREAM_TIMEOUT_S = 86_400.0
 
 
-class Replica:
-    """One rollout service. Every method raises the TandemError that the service raised, prefixed with the name.
+class Replica(ServiceClient):
+    """One rollout service; see ServiceClient for what its methods raise.
 
     Attributes:
         rounds: runs the phases of a weight sync on it.
@@ -65,8 +62,7 @@ class Replica:
 
     async def take_over(self, fence: common_pb2.CoordinatorFence) -> None:
         """Make it refuse coordinators older than `fence`; return when the work that they started is done."""
-        with rpc_errors(self.name):
-            await self._stub.TakeOver(rollout_pb2.TakeOverRequest(fence=fence), timeout=TAKE_OVER_TIMEOUT_S)
+        await self._call(self._stub.TakeOver, rollout_pb2.TakeOverRequest(fence=fence), TAKE_OVER_TIMEOUT_S)
 
     async def load_published(
         self, folder: str, *, policy_version: int, round_id: str, fence: common_pb2.CoordinatorFence
@@ -75,22 +71,10 @@ class Replica:
         request = rollout_pb2.LoadPublishedWeightsRequest(
             folder=folder, policy_version=policy_version, round_id=round_id, fence=fence
         )
-        with rpc_errors(self.name):
-            await self._stub.LoadPublishedWeights(request, timeout=CALL_LOAD_S)
+        await self._call(self._stub.LoadPublishedWeights, request, CALL_LOAD_S)
 
     async def status(self, *, timeout_s: float = STATUS_TIMEOUT_S) -> rollout_pb2.GetStatusResponse:
         """Ask for its state, version, parallel sizes and software versions."""
-        with rpc_errors(self.name):
-            status: rollout_pb2.GetStatusResponse = await self._stub.GetStatus(
-                rollout_pb2.GetStatusRequest(), timeout=timeout_s
-            )
-            return status
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the channel's connection stands: that of a process that was killed does not."""
-        return self._channel.get_state() is grpc.ChannelConnectivity.READY
-
-    async def close(self) -> None:
-        """Close the channel; running calls are cancelled."""
-        await self._channel.close()
+        request = rollout_pb2.GetStatusRequest()
+        status: rollout_pb2.GetStatusResponse = await self._call(self._stub.GetStatus, request, timeout_s)
+        return status

@@ -12,14 +12,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import grpc
 import numpy as np
 from numpy.typing import NDArray
 
 from servicekit.errors import Unavailable, rpc_errors
 from servicekit.logs import get_logger
 from servicekit.rpc.arrays import read_array
-from servicekit.rpc.channel import DeadlineChannel, open_channel
+from servicekit.rpc.channel import DeadlineChannel, ServiceClient, open_channel
 from servicekit.rpc.limits import SAMPLE_CHUNK_BYTES, chunk_starts
 from servicekit.security.tls import Identity
 from tandem_api.common.v1 import common_pb2
@@ -51,8 +50,8 @@ class Learner(Protocol):
         """Compute the log-probs of all completion tokens, sample after sample: [T]."""
 
 
-class Trainer:
-    """The trainer service. Every method raises the TandemError that the service raised, prefixed with "trainer".
+class Trainer(ServiceClient):
+    """The trainer service; see ServiceClient for what its methods raise.
 
     Args:
         fence: of the calling coordinator; None: the caller does not lead a run.
@@ -92,8 +91,7 @@ class Trainer:
 
     async def take_over(self) -> None:
         """Make it refuse older coordinators; return when the work that they started is done."""
-        with rpc_errors(self.name):
-            await self._stub.TakeOver(trainer_pb2.TakeOverRequest(fence=self._fence), timeout=STEP_TIMEOUT_S)
+        await self._call(self._stub.TakeOver, trainer_pb2.TakeOverRequest(fence=self._fence), STEP_TIMEOUT_S)
 
     async def train_step(self, batch: TrainBatch, sent: asyncio.Event | None = None) -> TrainResult:
         """Run one GRPO step.
@@ -177,15 +175,13 @@ class Trainer:
         request = trainer_pb2.SaveCheckpointRequest(
             path=str(folder), fence=self._fence, background=background is True, background_on_gpus=background is None
         )
-        with rpc_errors(self.name):
-            response = await self._stub.SaveCheckpoint(request, timeout=SAVE_TIMEOUT_S)
+        response = await self._call(self._stub.SaveCheckpoint, request, SAVE_TIMEOUT_S)
         return bool(response.writing)
 
     async def finish_checkpoint(self, folder: Path) -> None:
         """Wait until what save_checkpoint began is written. Raises: Internal: it was not written."""
         request = trainer_pb2.FinishCheckpointRequest(path=str(folder), fence=self._fence)
-        with rpc_errors(self.name):
-            await self._stub.FinishCheckpoint(request, timeout=SAVE_TIMEOUT_S)
+        await self._call(self._stub.FinishCheckpoint, request, SAVE_TIMEOUT_S)
 
     async def restore(self, folder: Path | None, policy_version: int) -> None:
         """Go back to the state in `folder`.
@@ -196,32 +192,19 @@ class Trainer:
         """
         path = "" if folder is None else str(folder)
         request = trainer_pb2.RestorePolicyRequest(path=path, policy_version=policy_version, fence=self._fence)
-        with rpc_errors(self.name):
-            await self._stub.RestorePolicy(request, timeout=SAVE_TIMEOUT_S)
+        await self._call(self._stub.RestorePolicy, request, SAVE_TIMEOUT_S)
 
     async def export_model(self, folder: Path) -> int:
         """Write the policy as a Hugging Face folder. Returns: the version written."""
         request = trainer_pb2.ExportModelRequest(path=str(folder), fence=self._fence)
-        with rpc_errors(self.name):
-            response = await self._stub.ExportModel(request, timeout=SAVE_TIMEOUT_S)
+        response = await self._call(self._stub.ExportModel, request, SAVE_TIMEOUT_S)
         return int(response.policy_version)
 
     async def status(self, *, timeout_s: float = STATUS_TIMEOUT_S) -> trainer_pb2.GetStatusResponse:
         """Ask for its version, parallel sizes, activity and software versions."""
-        with rpc_errors(self.name):
-            status: trainer_pb2.GetStatusResponse = await self._stub.GetStatus(
-                trainer_pb2.GetStatusRequest(), timeout=timeout_s
-            )
-            return status
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the channel's connection stands: that of a process that was killed does not."""
-        return self._channel.get_state() is grpc.ChannelConnectivity.READY
-
-    async def close(self) -> None:
-        """Close the channel; running calls are cancelled."""
-        await self._channel.close()
+        request = trainer_pb2.GetStatusRequest()
+        status: trainer_pb2.GetStatusResponse = await self._call(self._stub.GetStatus, request, timeout_s)
+        return status
 
 
 async def _repeated(attempt: Callable[[], Awaitable[T]], **about: Any) -> T:

@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 
+from servicekit.errors import rpc_errors
 from servicekit.rpc.limits import CHANNEL_OPTIONS
 from servicekit.security.run_token import METADATA_KEY, own_token
 from servicekit.security.tls import Identity, channel_credentials, name_option
@@ -130,3 +131,23 @@ class DeadlineChannel(grpc.aio.Channel):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+class ServiceClient:
+    """A client of one service. Every method raises the TandemError that the service raised, prefixed with the name."""
+
+    name: str
+    _channel: DeadlineChannel
+
+    async def _call(self, method: Callable[..., Any], request: Any, timeout_s: float) -> Any:
+        with rpc_errors(self.name):
+            return await method(request, timeout=timeout_s)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the channel's connection stands: that of a process that was killed does not."""
+        return self._channel.get_state() is grpc.ChannelConnectivity.READY
+
+    async def close(self) -> None:
+        """Close the channel; running calls are cancelled."""
+        await self._channel.close()
