@@ -21,13 +21,13 @@ saves a checkpoint as soon as the trainer's policy is the run's, and continues w
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from servicekit.errors import TandemError, Unavailable
 from servicekit.lifecycle.exit_codes import EXIT_FAILED, EXIT_LOST_TRAINER, EXIT_OK
 from servicekit.lifecycle.tasks import cancel, end_of, first_of
 from servicekit.logs import get_logger
-from tandem_api.trainer.v1 import trainer_pb2
+from tandem_clients.probing import ProbedService
 
 # Between two questions whether the trainer ends; and for an answer.
 _ASK_S, _STATUS_TIMEOUT_S = 1.0, 10.0
@@ -108,15 +108,7 @@ class Leaving:
         return first.value if first.name == "action" else None
 
 
-class AsksTrainer(Protocol):
-    """The trainer's client (clients/trainer.py)."""
-
-    async def status(self, *, timeout_s: float) -> trainer_pb2.GetStatusResponse:
-        """Ask for its status. Raises: TandemError."""
-        ...
-
-
-async def follow(trainer: AsksTrainer, leaving: Leaving, save: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+async def follow(trainer: ProbedService, leaving: Leaving, save: Callable[[asyncio.Event], Awaitable[None]]) -> None:
     """Ask the trainer every second whether it ends, and save once it does, if there is something to save.
 
     It is asked further meanwhile: a trainer that no coordinator asks ends without its checkpoint.

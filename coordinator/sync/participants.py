@@ -23,6 +23,7 @@ from tandem_clients.fleet import LOOK_INTERVAL_S, Fleet
 from tandem_clients.replica import Replica
 from tandem_clients.trainer import Trainer
 from weightsync.layouts.layout import Parallel
+from weightsync.membership.rendezvous import Membership
 from weightsync.plans.participants import Participants, rollout_slot, trainer_slot
 
 # A poll of the group that is running when the run is cancelled can delay the exit by this long.
@@ -35,20 +36,6 @@ RESUME_ADVICE = (
 log = get_logger(__name__)
 
 
-class SettledGroup(Protocol):
-    """Members of the weight group at one moment (weightsync.membership.rendezvous.Membership)."""
-
-    @property
-    def epoch(self) -> int:
-        """Number of the membership; it grows with every change."""
-        ...
-
-    @property
-    def members(self) -> dict[str, str]:
-        """Slot to the worker that holds it."""
-        ...
-
-
 class WeightGroup(Protocol):
     """The weight group (weightsync.membership.rendezvous.Rendezvous); blocking."""
 
@@ -57,7 +44,7 @@ class WeightGroup(Protocol):
         """Name of the weight group, as participants join it."""
         ...
 
-    def settle(self, slots: Sequence[str], timeout_s: float) -> SettledGroup:
+    def settle(self, slots: Sequence[str], timeout_s: float) -> Membership:
         """Wait until all of `slots` are held, or for `timeout_s`. Returns: the group then, complete or not."""
         ...
 
@@ -340,7 +327,7 @@ class RollCall:
         replicas = {replica: status for replica, status in look.replicas.items() if replica.name not in look.absent}
         return PresentServices(epoch=group.epoch, trainer=look.trainer, replicas=replicas)
 
-    async def _settle(self, slots: Sequence[str], left_s: float) -> SettledGroup:
+    async def _settle(self, slots: Sequence[str], left_s: float) -> Membership:
         """Return the group once all slots are held, slots_timeout_s or `left_s` is over, or the run is to end."""
         deadline_s = time.monotonic() + min(left_s, self._slots_timeout_s)
         while True:

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 # Interval at which the signal repeats, in case a bare `except:` has swallowed the first one.
 _AGAIN_S = 0.1
@@ -23,13 +23,6 @@ _FULL = 0.5
 
 class Late(BaseException):
     """A job's time is over. Not an Exception: libraries catch those and would continue."""
-
-
-class Timer(Protocol):
-    """Bounds the time of one call after the other."""
-
-    def run(self, call: Callable[[], Any]) -> Any:
-        """Return what the call returns. Raises: Late: its time was over first; whatever it raises."""
 
 
 class CpuTimer:
@@ -92,6 +85,9 @@ class WallTimer:
     def _ring(self, signum: int, frame: FrameType | None) -> None:
         if time.monotonic() > self._deadline:
             raise Late
+
+
+Timer = CpuTimer | WallTimer
 
 
 def limit_memory(mebibytes: int) -> None:

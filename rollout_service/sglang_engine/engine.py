@@ -56,14 +56,10 @@ class SglangEngine:
         self._on_terminate = on_terminate
         self._tokenizer = tokenizer_folder(config) / TOKENIZER_FILE
         self._sampling = warm_up_sampling(config)
-        self._manager: Any = None
+        # SGLang's TokenizerManager; benchmarks use it for SGLang's own weight updates.
+        self.manager: Any = None
         self._policy_version = 0
         self._cache_prefixes = True
-
-    @property
-    def manager(self) -> Any:
-        """The TokenizerManager of SGLang, for benchmarks of SGLang's own weight updates."""
-        return self._manager
 
     @property
     def failed(self) -> "asyncio.Future[None]":
@@ -78,9 +74,9 @@ class SglangEngine:
         """Start SGLang and warm it up. Raises: RuntimeError: it did not start."""
         await self._processes.start()
         self._cache_prefixes = not self._processes.arguments["disable_radix_cache"]
-        self._manager = self._processes.engine.tokenizer_manager
-        self._manager.signal_handler_class = self._signal_handlers
-        self._manager.auto_create_handle_loop()
+        self.manager = self._processes.engine.tokenizer_manager
+        self.manager.signal_handler_class = self._signal_handlers
+        self.manager.auto_create_handle_loop()
         self.limits = self._read_limits()
         await self._warm_up()
 
@@ -107,9 +103,9 @@ class SglangEngine:
         engine = self._processes.engine
         info = engine._scheduler_init_result.scheduler_infos[0]
         return EngineLimits(
-            vocab_size=self._manager.model_config.vocab_size,
+            vocab_size=self.manager.model_config.vocab_size,
             longest_request=longest_request(
-                self._manager.context_len, info["max_total_num_tokens"], engine.server_args.resolved_dict()["page_size"]
+                self.manager.context_len, info["max_total_num_tokens"], engine.server_args.resolved_dict()["page_size"]
             ),
             kv_tokens=info["max_total_num_tokens"],
             why_no_stop="" if self._tokenizer.is_file() else f"{self._tokenizer} does not exist",
@@ -119,15 +115,15 @@ class SglangEngine:
         """Begin a stream of groups."""
         from rollout_service.sglang_engine.dispatch import TokenStream
 
-        return TokenStream(self._manager, sampling, lambda: self._policy_version, caches=self._cache_prefixes)
+        return TokenStream(self.manager, sampling, lambda: self._policy_version, caches=self._cache_prefixes)
 
     def load(self) -> EngineLoad:
         """Read the load: running and waiting requests, KV cache in use, progress."""
         # The scheduler writes a snapshot to shared memory after every prefill, every 15th decode step and when idle. It
         # does not count what it has just prefilled, so it would miss short generations: count what was sent instead.
-        ranks = self._manager.load_snapshot_reader.read_all()
+        ranks = self.manager.load_snapshot_reader.read_all()
         return EngineLoad(
-            requests=len(self._manager.rid_to_state),
+            requests=len(self.manager.rid_to_state),
             waiting_requests=sum(rank.num_waiting_reqs for rank in ranks),
             kv_cache_usage=max((rank.token_usage for rank in ranks), default=0.0),
             # Each decode step takes KV cache, each prefill is counted: a scheduler that works changes the sum.
@@ -145,23 +141,23 @@ class SglangEngine:
     async def _pause(self, mode: Literal["in_place", "retract"]) -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
-        await self._control(self._manager.pause_generation(PauseGenerationReqInput(mode=mode)))
+        await self._control(self.manager.pause_generation(PauseGenerationReqInput(mode=mode)))
 
     async def thaw(self) -> None:
         """Continue sampling."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
-        await self._control(self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False)))
+        await self._control(self.manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False)))
 
     async def abort_running(self) -> None:
         """Abort all running requests, without waiting for their end."""
-        self._manager.abort_request(abort_all=True)
+        self.manager.abort_request(abort_all=True)
 
     async def begin_update(self) -> None:
         """Open the parameters for writing; no request may be generating."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
-        call = self._manager.begin_weight_update(BeginWeightUpdateReqInput())
+        call = self.manager.begin_weight_update(BeginWeightUpdateReqInput())
         _require(await self._control(call), "begin_weight_update")
 
     async def end_update(self) -> None:
@@ -169,7 +165,7 @@ class SglangEngine:
         # No load ran in the session, so SGLang itself derives what it must from the parameters ("P2P/RDMA" protocol).
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
-        call = self._manager.end_weight_update(EndWeightUpdateReqInput())
+        call = self.manager.end_weight_update(EndWeightUpdateReqInput())
         _require(await self._control(call), "end_weight_update")
 
     async def set_version(self, policy_version: int) -> None:
@@ -177,12 +173,12 @@ class SglangEngine:
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
         request = UpdateWeightVersionReqInput(new_version=str(policy_version), abort_all_requests=False)
-        await self._control(self._manager.update_weight_version(request))
+        await self._control(self.manager.update_weight_version(request))
         self._policy_version = policy_version
 
     async def flush_cache(self, timeout_s: float = 0.0) -> bool:
         """Drop cached prefixes. Returns: False if requests still hold some after timeout_s."""
-        return bool((await self._control(self._manager.flush_cache(timeout_s))).success)
+        return bool((await self._control(self.manager.flush_cache(timeout_s))).success)
 
     async def _control(self, call: Awaitable[Any]) -> Any:
         try:
@@ -201,9 +197,9 @@ class SglangEngine:
         """Ask all ranks to leave; SGLang forwards it to those of other hosts."""
         from sglang.srt.managers.io_struct import ShutdownReq
 
-        if self._manager is not None:
-            await asyncio.to_thread(self._manager._subprocess_watchdog.stop)
-            self._manager._dispatch_to_scheduler(ShutdownReq())
+        if self.manager is not None:
+            await asyncio.to_thread(self.manager._subprocess_watchdog.stop)
+            self.manager._dispatch_to_scheduler(ShutdownReq())
 
     def _signal_handlers(self, manager: Any) -> "_SignalHandlers":
         return _SignalHandlers(self._on_terminate, self._processes.fail)

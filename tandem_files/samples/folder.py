@@ -7,7 +7,8 @@ Only the user who runs the coordinator can open the folder: prompts and completi
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
@@ -105,14 +106,14 @@ class SampleFolder:
 
     def heads(self, iteration: int, kind: str) -> list[SampleHead]:
         """Read all samples of an iteration without their texts, in the order of their places."""
-        with _Reading(self._stored(iteration, kind)) as file:
+        with _reading(self._stored(iteration, kind)) as file:
             return heads_of(file.read(columns=HEAD_COLUMNS))
 
     def load(self, iteration: int, kind: str, places: Sequence[int]) -> list[StoredSample]:
         """Read the samples at these places, in this order."""
         if not places:
             return []
-        with _Reading(self._stored(iteration, kind)) as file:
+        with _reading(self._stored(iteration, kind)) as file:
             parts = sorted({place // _ROW_GROUP for place in places})
             table = file.read_row_groups(parts)
         starts = {part: index * _ROW_GROUP for index, part in enumerate(parts)}
@@ -126,7 +127,7 @@ class SampleFolder:
         Raises: ConfigError: it is not one.
         """
         found: list[int] = []
-        with _Reading(self._stored(iteration, kind)) as file:
+        with _reading(self._stored(iteration, kind)) as file:
             for part in range(file.num_row_groups):
                 table = file.read_row_group(part, columns=["prompt", "completion"])
                 try:
@@ -157,23 +158,14 @@ class SampleFolder:
         return dict(sorted(found.items()))
 
 
-class _Reading:
-    """Opens a Parquet file. Raises: ConfigError: it is damaged, or was removed meanwhile."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> pq.ParquetFile:
-        try:
-            self._file = pq.ParquetFile(self._path)
-        except (OSError, pa.ArrowException) as error:
-            raise ConfigError(f"{self._path} cannot be read: {error}") from error
-        return self._file
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._file.close()
-        if isinstance(error, OSError | pa.ArrowException):
-            raise ConfigError(f"{self._path} cannot be read: {error}") from error
+@contextmanager
+def _reading(path: Path) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet file. Raises: ConfigError: it is damaged, or was removed meanwhile."""
+    try:
+        with pq.ParquetFile(path) as file:
+            yield file
+    except (OSError, pa.ArrowException) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from servicekit.errors import TandemError
 from tandem_api.weights.v1 import weights_pb2 as pb
+from weightsync.membership.rendezvous import Membership
 from weightsync.round.guard import OpenRound, PhaseGuard
 from weightsync.round.phases import ABORT, COMMIT, PREPARE, TRANSFER, Phase, Role, name_of
 
@@ -99,12 +100,6 @@ class FakeSync:
         return report
 
 
-@dataclass(frozen=True)
-class FakeMembership:
-    epoch: int
-    members: dict[str, str]
-
-
 @dataclass
 class FakeGroup:
     """A weight group in which everybody but `empty` always is; the epoch counts the looks at it."""
@@ -115,8 +110,9 @@ class FakeGroup:
     empty: tuple[str, ...] = ()
     known: dict[str, None] = field(default_factory=dict)
 
-    def settle(self, slots: Iterable[str], timeout_s: float) -> FakeMembership:
+    def settle(self, slots: Iterable[str], timeout_s: float) -> Membership:
         self.epoch += 1
         self.asked.append(tuple(slots))
         self.known |= dict.fromkeys(self.asked[-1])
-        return FakeMembership(self.epoch, {slot: "worker" for slot in self.known if slot not in self.empty})
+        members = {slot: "worker" for slot in self.known if slot not in self.empty}
+        return Membership(epoch=self.epoch, members=members, endpoint=None)

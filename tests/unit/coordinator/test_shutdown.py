@@ -15,6 +15,8 @@ NEXT = trainer_pb2.GetStatusResponse()
 class FakeTrainer:
     """Answers with one reply after the other, and with the last for ever."""
 
+    name = "trainer"
+
     def __init__(self, *replies: trainer_pb2.GetStatusResponse | Unavailable) -> None:
         self.replies = list(replies)
 

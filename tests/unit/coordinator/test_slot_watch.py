@@ -10,7 +10,8 @@ from coordinator.sync.slot_watch import SlotWatch
 from servicekit.errors import Unavailable
 from servicekit.lifecycle.tasks import cancel
 from tandem_clients.probing import NoAnswer
-from tests.fakes.fake_sync import FakeGroup, FakeMembership
+from tests.fakes.fake_sync import FakeGroup
+from weightsync.membership.rendezvous import Membership
 
 TRAINER, REPLICAS = ["trainer/0"], {"rollout-0": ["rollout-0/0"], "rollout-1": ["rollout-1/0", "rollout-1/1"]}
 ALL = {"trainer/0", "rollout-0/0", "rollout-1/0", "rollout-1/1"}
@@ -24,14 +25,14 @@ class Looks(FakeGroup):
         self.loop = asyncio.get_running_loop()
         return self
 
-    def settle(self, slots: object, timeout_s: float) -> FakeMembership:
+    def settle(self, slots: object, timeout_s: float) -> Membership:
         self.epoch += 1
         if self.epoch == len(self.seen) + 2:
             self.loop.call_soon_threadsafe(self.over.set)
         now = self.seen[min(self.epoch, len(self.seen)) - 1]
         if now is None:
             raise Unavailable("Redis does not answer")
-        return FakeMembership(1, dict.fromkeys(now, "worker"))
+        return Membership(epoch=1, members=dict.fromkeys(now, "worker"), endpoint=None)
 
 
 async def lost(group: Looks) -> set[str]:

@@ -73,7 +73,7 @@ def test_a_request_leaves_a_page_of_the_cache_free() -> None:
         server_args=SimpleNamespace(resolved_dict=lambda: {"page_size": 64}),
     )
     engine._processes = SimpleNamespace(engine=started)
-    engine._manager = SimpleNamespace(context_len=4096, model_config=SimpleNamespace(vocab_size=100))
+    engine.manager = SimpleNamespace(context_len=4096, model_config=SimpleNamespace(vocab_size=100))
     limits = engine._read_limits()
     assert (limits.longest_request, limits.why_no_stop) == (960, "/nowhere/tokenizer.json does not exist")
 
