@@ -6,9 +6,9 @@ from signal import Signals
 
 from launcher.run.devices import plan_devices
 from launcher.run.outcome import LaunchOutcome
-from launcher.run.processes import EVALUATOR, plan_evaluation
+from launcher.run.processes import EVALUATOR, Launch, plan_evaluation
 from launcher.run.run import RunRequest
-from launcher.run.starting import StopSignals, launch_of, start_redis, start_services, stop_services
+from launcher.run.starting import StopSignals, start_redis, start_services, stop_services
 from launcher.run.supervisor import Supervisor
 from launcher.view.run_view import RunView
 from servicekit.cuda import find_gpus
@@ -57,6 +57,6 @@ async def _start(request: RunRequest, supervisor: Supervisor, view: RunView) -> 
     note_launch(request.run_dir, launch_id)
     make_token(request.run_dir)
     redis_url = await start_redis(request.redis_url, request.run_dir, supervisor, view)
-    launch = launch_of(request.run_dir, launch_id, redis_url, resume=False)
+    launch = Launch(run_id=launch_id, run_dir=request.run_dir, redis_url=redis_url, resume=False)
     devices = plan_devices(request.config, find_gpus().usable, trainer_ranks=0)
     await start_services(plan_evaluation(request.config, launch, devices), request.run_dir, supervisor, view)

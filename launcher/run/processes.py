@@ -10,6 +10,8 @@ from launcher.run.supervisor import ProcessSpec
 from servicekit.redis.records import COORDINATOR
 from servicekit.security.run_token import VARIABLE
 from tandem_config.schema import RunConfig
+from tandem_files.run_config import LAUNCHED_CONFIG
+from tandem_files.run_folder import read_token
 
 EVALUATOR = "evaluator"
 # Stop order: the coordinator first, so that no service gets new work while it stops.
@@ -27,23 +29,21 @@ class Launch:
 
     Attributes:
         run_id: name of the run in Redis.
-        token: secret of the run, for its calls.
+        run_dir: its folder, with the configuration and the token of the launch.
     """
 
     run_id: str
     run_dir: Path
-    config_file: Path
     redis_url: str
     resume: bool
-    token: str
 
     def environment(self) -> dict[str, str]:
-        """Return the variables with addresses and ids; all other settings are in the configuration file."""
+        """Return the variables with addresses, ids and token; all other settings are in the configuration file."""
         return {
             "REDIS_URL": self.redis_url,
             "TANDEM_RUN_ID": self.run_id,
             "TANDEM_RUN_DIR": str(self.run_dir),
-            VARIABLE: self.token,
+            VARIABLE: read_token(self.run_dir),
             "TANDEM_BIND_HOST": "127.0.0.1",
             "TANDEM_ADVERTISE_HOST": "127.0.0.1",
             # Overrides the user's shell: with fixed ports, two processes could not share this machine.
@@ -133,7 +133,7 @@ def _coordinator(config: RunConfig, launch: Launch) -> ProcessSpec:
 
 def _module(launch: Launch, module: str, *, resume: bool) -> list[str]:
     # -P: a folder called `coordinator` in the user's working directory must not be imported instead of ours.
-    command = [sys.executable, "-P", "-m", module, "--config", str(launch.config_file)]
+    command = [sys.executable, "-P", "-m", module, "--config", str(launch.run_dir / LAUNCHED_CONFIG)]
     return [*command, "--resume"] if resume and launch.resume else command
 
 

@@ -15,7 +15,7 @@ from launcher.run.outcome import LaunchOutcome
 from launcher.run.processes import Launch, plan_processes
 from launcher.run.restarts import Restarts
 from launcher.run.scaling import Scaling, why_not_here
-from launcher.run.starting import StopSignals, launch_of, start_redis, start_services, stop_services
+from launcher.run.starting import StopSignals, start_redis, start_services, stop_services
 from launcher.run.supervisor import ProcessExit, ProcessSpec, Supervisor
 from launcher.view.follow import ViewTask
 from launcher.view.run_view import RunView
@@ -155,8 +155,8 @@ def _planned(
     request: RunRequest, launch_id: str, redis_url: str, gpus: Sequence[str], replicas: int, *, resume: bool
 ) -> list[ProcessSpec]:
     config = request.config.changed("rollout", replicas=replicas)
-    described = launch_of(request.run_dir, launch_id, redis_url, resume=resume)
-    return request.plan(config, described, plan_devices(config, gpus))
+    launch = Launch(run_id=launch_id, run_dir=request.run_dir, redis_url=redis_url, resume=resume)
+    return request.plan(config, launch, plan_devices(config, gpus))
 
 
 def _named(specs: list[ProcessSpec]) -> list[ProcessSpec]:

@@ -9,11 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from launcher.run import redis_server
-from launcher.run.processes import Launch
 from launcher.run.supervisor import ProcessSpec, Supervisor
 from launcher.view.run_view import RunView
-from tandem_files.run_config import LAUNCHED_CONFIG
-from tandem_files.run_folder import read_token
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -27,18 +24,6 @@ async def start_redis(redis_url: str | None, run_dir: Path, supervisor: Supervis
     await supervisor.start(spec)
     await redis_server.wait_ready(url, supervisor)
     return url
-
-
-def launch_of(run_dir: Path, launch_id: str, redis_url: str, *, resume: bool) -> Launch:
-    """Describe a launch whose folder has the configuration and a token."""
-    return Launch(
-        run_id=launch_id,
-        run_dir=run_dir,
-        config_file=run_dir / LAUNCHED_CONFIG,
-        redis_url=redis_url,
-        resume=resume,
-        token=read_token(run_dir),
-    )
 
 
 async def start_services(specs: Sequence[ProcessSpec], run_dir: Path, supervisor: Supervisor, view: RunView) -> None:

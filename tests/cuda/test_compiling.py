@@ -77,9 +77,7 @@ def run(code: str, environ: dict[str, str], *arguments: object) -> subprocess.Co
 def launched(tmp_path: Path) -> dict[str, str]:
     """Environment of a rollout service that `tandem run` starts from there."""
     config = load_config(None, ["model.path=m", "data.train=t.jsonl"])
-    launch = Launch(
-        run_id="r", run_dir=tmp_path, config_file=tmp_path / "c", redis_url="unix:///r", resume=False, token="t"
-    )
+    launch = Launch(run_id="r", run_dir=tmp_path, redis_url="unix:///r", resume=False)
     rollout = next(
         spec for spec in plan_processes(config, launch, plan_devices(config, ["0", "1"])) if "rollout" in spec.name
     )

@@ -155,9 +155,7 @@ def test_few_rows_are_no_trouble_of_an_evaluation() -> None:
 
 def test_only_replicas_and_the_evaluator_run(tmp_path: Path) -> None:
     config = config_of(data=[Path("x.jsonl")], overrides=["rollout.replicas=2", "trainer.tensor_parallel=4"])
-    launch = Launch(
-        run_id="r", run_dir=tmp_path, config_file=tmp_path / "c", redis_url="unix:///r", resume=False, token="t"
-    )
+    launch = Launch(run_id="r", run_dir=tmp_path, redis_url="unix:///r", resume=False)
     devices = plan_devices(config, ["0", "1"], trainer_ranks=0)
     assert (devices.rollouts, devices.needed) == (("0", "1"), 2)
     specs = plan_evaluation(config, launch, devices)

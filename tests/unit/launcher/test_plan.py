@@ -23,14 +23,7 @@ TOPOLOGY = ("trainer.tensor_parallel=2", "rollout.replicas=2", "rollout.tensor_p
 
 
 def launch(tmp_path: Path, *, resume: bool = False) -> Launch:
-    return Launch(
-        run_id="a-1",
-        run_dir=tmp_path,
-        config_file=tmp_path / "c.yaml",
-        redis_url="unix:///r",
-        resume=resume,
-        token="t" * 16,
-    )
+    return Launch(run_id="a-1", run_dir=tmp_path, redis_url="unix:///r", resume=resume)
 
 
 def test_every_rank_replica_and_the_coordinator_is_a_process(tmp_path: Path) -> None:

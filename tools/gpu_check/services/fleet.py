@@ -33,6 +33,7 @@ from tandem_clients.trainer import Trainer
 from tandem_clients.watched_fleet import WatchedFleet
 from tandem_config.loading import dump_resolved
 from tandem_config.schema import RunConfig
+from tandem_files.run_config import LAUNCHED_CONFIG
 from tools.gpu_check.services.settings import RUN_ID, Scale, Shape, model_config, run_config, write_model
 from weightsync.membership.rendezvous import Rendezvous
 from weightsync.round.client import RoundClient
@@ -133,16 +134,10 @@ class ServiceFleet:
 
     def _planned(self, *, resume: bool) -> Iterable[ProcessSpec]:
         """What `tandem run` would start, but the coordinator."""
-        path = self._folder / "config.yaml"
+        path = self.run_dir / LAUNCHED_CONFIG
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(dump_resolved(self.config), encoding="utf-8")
-        launch = Launch(
-            run_id=RUN_ID,
-            run_dir=self.run_dir,
-            config_file=path,
-            redis_url=self.redis_url,
-            resume=resume,
-            token="",
-        )
+        launch = Launch(run_id=RUN_ID, run_dir=self.run_dir, redis_url=self.redis_url, resume=resume)
         for spec in plan_processes(self.config, launch, self.shape.devices(self.scale)):
             if spec.name != COORDINATOR and (self.replicas or not is_rollout(spec.name)):
                 scratch = self._folder / spec.name  # receivers' sockets are below it
