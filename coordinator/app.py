@@ -86,7 +86,7 @@ async def conduct(
                 partial(read_inputs, config, environment.run_dir, resume=resume or standby, deep=not standby),
                 episodes=tools_of(pool),
             )
-            episodes = environments_of(config, pool, inputs.train.formats)
+            episodes = environments_of(config, pool, inputs.data.train.formats)
             rewards = await _ready_rewards(config, inputs, identity, stop)
         except ConfigError as error:
             is_spare = standby and await asyncio.to_thread(is_led, environment, unknown=True)

@@ -113,7 +113,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
     services, lending = replace(services, fleet=fleet), fleet if config.schedule.kind == "async" else None
     weights = _weights(app, services, group, lead)
     rollouts = _rollouts(app, services, weights.seed_late_joiners)
-    scorer = build_scorer(config, inputs.codec, app.rewards)
+    scorer = build_scorer(config, inputs.data.codec, app.rewards)
     limits = logprob_limits((config.model.dtype, config.sync.dtype), config.grpo.logprob_diff_limit)
     progress = Progress(state=inputs.state, events=app.events, limits=limits, life=app.observed.life)
     rows = MetricsFile(app.environment.run_dir / METRICS_FILE)
@@ -122,7 +122,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
     returning = _returning(app, services, ledger, progress)
     schedule = SyncSchedule(
         grpo=config.grpo,
-        sampling=_sampling(config, inputs.codec, config.grpo.temperature),
+        sampling=_sampling(config, inputs.data.codec, config.grpo.temperature),
         cursor=inputs.cursor,
         rollouts=rollouts,
         scorer=scorer,
@@ -185,7 +185,7 @@ def _returning(app: App, services: Services, ledger: Ledger, progress: Progress)
     return ReturningTrainer(
         trainer=services.trainer,
         run_dir=app.environment.run_dir,
-        waiting=services if app.config.trainer.resumes_exactly else None,
+        until_back=services.until_back if app.config.trainer.resumes_exactly else None,
         ending=app.leaving.asked,
         written=ledger.written,
         warn=partial(progress.warn, "trainer"),
@@ -225,7 +225,7 @@ def _exporter(app: App, services: Services, progress: Progress) -> Exporter:
         trainer=services.trainer,
         every=app.config.run.export_every,
         keep=app.config.run.keep_exports,
-        template=app.inputs.train.formats.own_template,
+        template=app.inputs.data.train.formats.own_template,
         left=partial(progress.note_left, "exports"),
     )
 
@@ -238,12 +238,12 @@ def _evaluations(
     lending: LendingFleet | None,
     progress: Progress,
 ) -> Evaluations:
-    config, inputs = app.config, app.inputs
+    config, data = app.config, app.inputs.data
     beside = _rollouts(app, services, seed=None)
     return Evaluations(
         settings=config.evaluation,
-        evaluator=build_evaluator(config, inputs.codec, inputs.evaluation, scorer, rollouts, beside_training=beside),
-        state=inputs.state,
+        evaluator=build_evaluator(config, data.codec, data.evaluation, scorer, rollouts, beside_training=beside),
+        state=app.inputs.state,
         events=app.events,
         leaving=app.leaving,
         lending=lending,
@@ -254,16 +254,16 @@ def _evaluations(
 def _sinks(app: App, progress: Progress) -> list[Sink]:
     """Make what gets every finished iteration."""
     loop, note_left = asyncio.get_running_loop(), partial(progress.note_left, "samples")
-    config, run_dir = app.config, app.environment.run_dir
+    config, run_dir, codec = app.config, app.environment.run_dir, app.inputs.data.codec
     least = config.rollout.min_replicas + (config.evaluation.replicas or 0)
     wanted = ReplicasWanted(slots=config.rollout.max_running_requests, least=least, expected=app.view.expected)
-    sinks: list[Sink] = [wanted, *build_trackers(config, run_dir, partial(_outcome, app), app.inputs.codec)]
+    sinks: list[Sink] = [wanted, *build_trackers(config, run_dir, partial(_outcome, app), codec)]
     if config.samples.enabled:
         sinks.append(
             SampleSink(
                 folder=SampleFolder(run_dir),
                 settings=config.samples,
-                codec=app.inputs.codec,
+                codec=codec,
                 truncated=config.grpo.truncated,
                 taken=ShownColumns.of([part.reward.takes for part in app.rewards], config),
                 before_write=app.leading.check,

@@ -71,29 +71,14 @@ class Inputs:
     renewal: Renewal = field(default_factory=Renewal)
     unread: bool = False
 
-    @property
-    def codec(self) -> TextCodec:
-        """The run's tokenizer."""
-        return self.data.codec
-
-    @property
-    def train(self) -> PromptSet:
-        """The prompts to train on."""
-        return self.data.train
-
-    @property
-    def evaluation(self) -> Mapping[str, PromptSet]:
-        """The prompts of each evaluation set, by its name."""
-        return self.data.evaluation
-
     def dropped_prompts(self) -> dict[DataKey, dict[str, int]]:
         """Count the prompts that were dropped as too long, by part of the data and name of the source."""
-        heldout = sum((Counter(prompts.dropped) for prompts in self.evaluation.values()), Counter[str]())
-        return {"train": self.train.dropped, "heldout": dict(heldout)}
+        heldout = sum((Counter(prompts.dropped) for prompts in self.data.evaluation.values()), Counter[str]())
+        return {"train": self.data.train.dropped, "heldout": dict(heldout)}
 
     def scans(self) -> list[Scan]:
         """Return what was found in all data."""
-        return [scan for prompts in (self.train, *self.evaluation.values()) for scan in prompts.scans]
+        return [scan for prompts in (self.data.train, *self.data.evaluation.values()) for scan in prompts.scans]
 
 
 def read_inputs(

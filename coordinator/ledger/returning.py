@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,23 +50,13 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 
-class Waiting(Protocol):
-    """Knows whether a trainer comes back (fleet/services.py)."""
-
-    async def until_back(self, error: TandemError) -> None:
-        """Wait until the trainer that was lost with `error` answers again.
-
-        Raises: TandemError: it does not come back, or was not lost.
-        """
-        ...
-
-
 @dataclass(kw_only=True)
 class ReturningTrainer:
     """The trainer, as an iteration needs it (tandem_clients.trainer.Learner).
 
     Attributes:
-        waiting: waits for it, when it is lost; None: a trainer that is lost ends what needs it.
+        until_back: waits until it answers again when it was lost with an error (fleet/services.py); raises TandemError:
+            it does not come back, or was not lost. None: a trainer that is lost ends what needs it.
         ending: set when the run is to end: nothing is waited for then.
         written: waits until the steps that were sent are kept.
         warn: gets messages for the run's user; life: notes losses and returns.
@@ -75,7 +65,7 @@ class ReturningTrainer:
 
     trainer: Trainer
     run_dir: Path
-    waiting: Waiting | None
+    until_back: Callable[[TandemError], Awaitable[None]] | None
     ending: asyncio.Event
     written: Callable[[], Awaitable[None]]
     warn: Callable[[str], None] = log.warning
@@ -170,7 +160,7 @@ class ReturningTrainer:
         except (OSError, ConfigError) as damaged:
             raise TrainerLost(f"{error}; the trainer was lost, and its checkpoint too: {damaged}") from error
         self._returns += 1
-        if self.waiting is None or way is None:
+        if self.until_back is None or way is None:
             raise TrainerLost(
                 f"{error}; the trainer was lost, and the steps since its checkpoint are not kept"
             ) from error
@@ -178,7 +168,7 @@ class ReturningTrainer:
             raise TrainerLost(f"{error}; the trainer was lost {self._returns} times without a step between") from error
         begun_s = self._now_s()
         self.warn(f"the trainer is lost, generation continues while it starts again: {error}")
-        first = await first_of({"back": self.waiting.until_back(error), "ending": self.ending})
+        first = await first_of({"back": self.until_back(error), "ending": self.ending})
         if first.name == "ending":
             raise error
         back_s = self._now_s()

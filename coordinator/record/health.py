@@ -288,17 +288,3 @@ def _of_policy(now: _Curves) -> Iterator[Trouble]:
                 "not learn: look at reward.kind, its settings, the answers and grpo.max_new_tokens."
             )
         yield Trouble("equal_rewards", table.NOTHING_TO_LEARN.alert, text)
-
-
-class Watch:
-    """Finds the troubles of a run that are new."""
-
-    def __init__(self) -> None:
-        self._known: set[str] = set()
-
-    def begun(self, now: Sequence[Trouble]) -> list[Trouble]:
-        """Return the troubles that were not in the last call; one that ended and returns is new again."""
-        kinds = {trouble.kind for trouble in now}
-        new = [trouble for trouble in now if trouble.kind not in self._known]
-        self._known = kinds
-        return new

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from coordinator.record.health import Watch, judged
+from coordinator.record.health import Trouble, judged
 from coordinator.record.iteration_warnings import remarks, score_remarks
 from coordinator.record.metrics_row import numeric
 from coordinator.record.state import RunState
@@ -44,7 +44,8 @@ class Progress:
     # By data file or set, rows with an unreadable answer that were warned about.
     _remarked_rows: dict[str, set[str]] = field(default_factory=dict, init=False)
     _curves: list[dict[str, float]] = field(default_factory=list, init=False)
-    _watch: Watch = field(default_factory=Watch, init=False)
+    # Those of the last iteration: one that ended and returns is new again.
+    _troubles: list[Trouble] = field(default_factory=list, init=False)
     # By what it is of, files that could not be removed.
     _left: dict[str, list[str]] = field(default_factory=dict, init=False)
 
@@ -195,8 +196,10 @@ class Progress:
         metrics.observe_figures(found)
         of_disk = [*self.state.missed_checkpoints[-1:], *self.state.not_removed]
         self.state.troubles = [*of_disk, *(trouble.text for trouble in now)]
-        for trouble in self._watch.begun(now):
-            if trouble.kind != "mismatch":  # a remark of each iteration
+        known = {"mismatch", *(trouble.kind for trouble in self._troubles)}  # the first: a remark of each iteration
+        self._troubles[:] = now
+        for trouble in now:
+            if trouble.kind not in known:
                 self.warn("training", f"iteration {self.state.iteration}: {trouble.text}")
 
 

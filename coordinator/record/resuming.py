@@ -76,11 +76,7 @@ def order_differences(saved: RunState, order: DataOrder) -> list[str]:
     ]
     if len(old.sources) == len(order.sources):
         found += _source_differences(old.sources, order.sources)
-    for key in sorted(old.settings.keys() | order.settings.keys()):
-        before, now = old.settings.get(key, UNUSED), order.settings.get(key, UNUSED)
-        if before != now:
-            found.append(difference(key, before, now))
-    return found
+    return found + _differences(old.settings, order.settings, absent=UNUSED)
 
 
 def reward_facts(config: RunConfig) -> dict[str, str]:
@@ -126,11 +122,11 @@ def reward_warning(old: Mapping[str, str], new: Mapping[str, str]) -> str:
     return f"{'; '.join(different)}: the scores before and after this resume do not compare"
 
 
-def _differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+def _differences(old: Mapping[str, str], new: Mapping[str, str], *, absent: str = "unset") -> list[str]:
     return [
-        difference(key, old.get(key, "unset"), new.get(key, "unset"))
+        difference(key, before, now)
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
+        if (before := old.get(key, absent)) != (now := new.get(key, absent))
     ]
 
 

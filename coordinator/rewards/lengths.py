@@ -1,6 +1,6 @@
 """Rewards of the completion's length alone, in tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from coordinator.rewards.base import Reward, ScoredText, Scores
 
@@ -28,25 +28,16 @@ def overlong_score(num_tokens: int, *, longest: int, cache: int) -> float:
     return max(-1.0, min(0.0, (longest - cache - num_tokens) / cache))
 
 
-class Length(Reward):
-    """Reward lengths near `full` tokens, and not those near `zero`; see `length_score`."""
+class PerLength(Reward):
+    """Reward completions by their tokens alone.
 
-    def __init__(self, *, full: int, zero: int) -> None:
-        self._full, self._zero = full, zero
+    Args:
+        score_of: of a number of tokens; see `length_score` and `overlong_score`.
+    """
 
-    async def score(self, items: Sequence[ScoredText]) -> Scores:
-        """Return [S] scores from 0.0 to 1.0."""
-        return Scores(values=[length_score(item.num_tokens, full=self._full, zero=self._zero) for item in items])
-
-
-class Overlong(Reward):
-    """Punish lengths over the last `cache` tokens before the limit of `longest`; see `overlong_score`."""
-
-    def __init__(self, *, longest: int, cache: int) -> None:
-        self._longest, self._cache = longest, cache
+    def __init__(self, score_of: Callable[[int], float]) -> None:
+        self._score_of = score_of
 
     async def score(self, items: Sequence[ScoredText]) -> Scores:
-        """Return [S] scores from -1.0 to 0.0."""
-        return Scores(
-            values=[overlong_score(item.num_tokens, longest=self._longest, cache=self._cache) for item in items]
-        )
+        """Return [S] scores."""
+        return Scores(values=[self._score_of(item.num_tokens) for item in items])

@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from coordinator.data.scan import Scan
 from coordinator.rewards.base import Reward, StoppedOnly
 from coordinator.rewards.episodes import EpisodeReward
 from coordinator.rewards.exact_match import ExactMatch
 from coordinator.rewards.function import OwnFunction
-from coordinator.rewards.lengths import Length, Overlong
+from coordinator.rewards.lengths import PerLength, length_score, overlong_score
 from coordinator.rewards.servers.remote import RemoteScores
 from coordinator.rewards.taken import columns_of, rows_without
 from coordinator.rewards.work import WorkedReward
@@ -149,10 +150,10 @@ def _build(section: RewardSection, max_new_tokens: int, identity: Identity | Non
         case MathVerifyReward():
             return WorkedReward(MATH, section, find=section.find_answer)
         case LengthReward():
-            return Length(full=section.full_tokens, zero=section.zero_tokens)
+            return PerLength(partial(length_score, full=section.full_tokens, zero=section.zero_tokens))
         case OverlongReward():
             cache = section.cache_tokens or max(1, max_new_tokens // _CACHE_SHARE)
-            return Overlong(longest=max_new_tokens, cache=cache)
+            return PerLength(partial(overlong_score, longest=max_new_tokens, cache=cache))
         case FunctionReward():
             return OwnFunction(section)
         case RemoteReward():

@@ -1,7 +1,7 @@
 """A few completions of an iteration, for trackers that are asked to show them (`trackers: [{completions: 8}]`)."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -29,10 +29,6 @@ class Shown:
     reward: float | None
     # `math_verify 1, format 0.5`: unweighted, of the rewards that apply.
     scores: str
-
-    def cells(self) -> tuple[str | float | None, ...]:
-        """Return the values in the order of COLUMNS."""
-        return astuple(self)
 
 
 COLUMNS = tuple(one.name for one in fields(Shown))

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import TYPE_CHECKING
 
 from coordinator.record.trackers.base import Outcome, RunFacts
@@ -86,7 +87,7 @@ class MlflowBackend:
     def show(self, iteration: int, completions: Sequence[Shown]) -> None:
         """Store them as a table, an artifact of the run."""
         assert self._client is not None, "open first"
-        table = {"columns": list(COLUMNS), "data": [list(one.cells()) for one in completions]}
+        table = {"columns": list(COLUMNS), "data": [list(astuple(one)) for one in completions]}
         self._client.log_dict(self._run_id, table, f"completions/{iteration:08}.json")
 
     def close(self, outcome: Outcome) -> None:

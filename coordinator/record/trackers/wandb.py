@@ -6,6 +6,7 @@ Iterations that a resume repeats keep their first figures: W&B takes no figures 
 import os
 import secrets
 from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,7 +73,7 @@ class WandbBackend:
         import wandb
 
         assert self._run is not None, "open first"
-        table = wandb.Table(columns=list(COLUMNS), data=[list(one.cells()) for one in completions])
+        table = wandb.Table(columns=list(COLUMNS), data=[list(astuple(one)) for one in completions])
         self._run.log({"completions": table}, step=iteration, commit=False)
 
     def close(self, outcome: Outcome) -> None:

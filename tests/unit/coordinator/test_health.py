@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
-from coordinator.record.health import Trouble, Watch, judged, logprob_limits
+from coordinator.record.health import Trouble, judged, logprob_limits
+from coordinator.record.progress import Progress
+from coordinator.watch.events import EventKind, EventLog
 from tandem_files.metrics_file import Heldout
 from tandem_files.metrics_table import REWARD_COLLAPSED
+from tests.unit.coordinator.test_state import state_at
 
 
 def troubles(table: Sequence[Mapping[str, float]], heldout: Heldout, limits: Mapping[str, float]) -> list[Trouble]:
@@ -228,9 +231,12 @@ def test_one_bad_iteration_of_a_long_run_is_no_alarm() -> None:
 
 
 def test_a_trouble_is_told_when_it_begins_and_when_it_comes_back() -> None:
-    watch = Watch()
-    bad = troubles(rows([0.0] * 3, zero_variance_ratio=1.0), Heldout(), FLOAT32)
-    assert [bool(watch.begun(now)) for now in (bad, bad, [], bad)] == [True, False, False, True]
+    progress = Progress(state=state_at(0), events=EventLog(), limits=FLOAT32)
+    for row in rows([0.5] * 4, engine_logprobs_not_finite=[3, 3, 0, 3]):
+        progress.state.iteration = int(row["iteration"])
+        progress._check_training({**row})
+    warnings = [event.message for event in progress.events._events if event.kind is EventKind.WARNING]
+    assert [message.partition(":")[0] for message in warnings] == ["iteration 1", "iteration 4"]
 
 
 def test_tokens_without_a_log_prob_of_the_engine_are_told_while_they_come() -> None:

@@ -2,6 +2,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from coordinator.record.iteration_warnings import score_remarks
 from coordinator.rewards.base import PART_NAME, Reward, ScoredText, Scores, StoppedOnly, parts_of
 from coordinator.rewards.episodes import EpisodeReward
 from coordinator.rewards.exact_match import ExactMatch
-from coordinator.rewards.lengths import Length
+from coordinator.rewards.lengths import PerLength, length_score
 from coordinator.rewards.registry import Part
 from servicekit.errors import Internal
 from tandem_clients.flow import Completion, Group, Prompt
@@ -87,7 +88,7 @@ async def test_rewards_are_weighted_and_accuracy_is_not(codec: TextCodec) -> Non
 
 
 async def test_several_rewards_are_added_by_weight_and_kept_apart(codec: TextCodec) -> None:
-    length = Part(key="reward[1]", name="length", reward=Length(full=0, zero=4), weight=0.5)
+    length = Part(key="reward[1]", name="length", reward=PerLength(partial(length_score, full=0, zero=4)), weight=0.5)
     scored = await scorer(codec, ExactMatch(), length).score([group("12", "12", "1", "123")])
     assert {name: part.tolist() for name, part in scored.parts.items()} == {
         "first": [[1.0, 0.0, 0.0]],
@@ -95,9 +96,9 @@ async def test_several_rewards_are_added_by_weight_and_kept_apart(codec: TextCod
     }
     assert scored.rewards_PG.tolist() == [[1.125, 0.25, 0.0]]
     assert (scored.accuracy_part, scored.accuracy) == ("first", 1 / 3)
-    other = await scorer(codec, Length(full=0, zero=4), replace(length, is_accuracy=True), is_accuracy=False).score(
-        [group("12", "12", "1", "123")]
-    )
+    other = await scorer(
+        codec, PerLength(partial(length_score, full=0, zero=4)), replace(length, is_accuracy=True), is_accuracy=False
+    ).score([group("12", "12", "1", "123")])
     assert (other.accuracy_part, other.accuracy) == ("length", 0.25)
 
 
@@ -172,7 +173,9 @@ async def test_of_no_score_at_all_there_is_no_accuracy(codec: TextCodec) -> None
 
 
 async def test_the_accuracy_is_reported_first_then_the_others_as_configured_then_parts(codec: TextCodec) -> None:
-    last = Part(key="reward[1]", name="a_last", reward=Length(full=0, zero=4), is_accuracy=True)
+    last = Part(
+        key="reward[1]", name="a_last", reward=PerLength(partial(length_score, full=0, zero=4)), is_accuracy=True
+    )
     scored = await scorer(codec, Sometimes(c12=1.0), last, is_accuracy=False).score([group("12", "12", "13")])
     assert list(scored.parts) == ["a_last", "first", "first_acc_strict"]
 
