@@ -17,111 +17,93 @@ from tandem_config.schema import LISTED, RunConfig, Section
 _CLOSE_ENOUGH = 0.6
 
 _OF_OTHERS = "docs/coming-from.md says what keys of verl, TRL and others are called here"
-# Settings of other trainers that Tandem does not have -> advice; a close spelling would suggest something else.
-_NOT_SUPPORTED: dict[str, str] = {
-    **dict.fromkeys(
-        ("use_kl_loss", "use_kl_in_reward"),
-        "a KL term is there if grpo.kl_coefficient is more than 0: set that, with grpo.kl_in: loss or reward",
-    ),
-    **dict.fromkeys(
-        ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-        "not for training: the trainer's log-probs would not be those of the distribution that was sampled "
-        "(docs/numerics.md); leave it out, see grpo.temperature",
-    ),
-    **dict.fromkeys(
-        ("lora_rank", "lora_alpha", "lora", "use_lora", "peft_config", "use_peft"),
-        "all weights are trained, there is no LoRA: leave it out",
-    ),
-    **dict.fromkeys(
-        ("optimizer", "optim"),
-        "the optimizer is AdamW: leave it out; trainer.adam_beta1, adam_beta2, adam_eps and weight_decay set it",
-    ),
-    **dict.fromkeys(
-        ("rejection_sampling", "rollout_rs", "rollout_rs_threshold", "rollout_token_veto_threshold"),
-        "samples are not vetoed apart from their weights: leave it out; grpo.correction: mis drops those whose weight "
-        "is out of bounds",
-    ),
+# What other trainers have and Tandem does not -> advice; a close spelling would suggest something else.
+_LACKING: dict[str, str] = {
+    "use_kl_loss use_kl_in_reward": "a KL term is there if grpo.kl_coefficient is more than 0: set that, with "
+    "grpo.kl_in: loss or reward",
+    "top_p top_k min_p repetition_penalty presence_penalty frequency_penalty": "not for training: the trainer's "
+    "log-probs would not be those of the distribution that was sampled (docs/numerics.md); leave it out, see "
+    "grpo.temperature",
+    "lora_rank lora_alpha lora use_lora peft_config use_peft": "all weights are trained, there is no LoRA: leave it "
+    "out",
+    "optimizer optim": "the optimizer is AdamW: leave it out; trainer.adam_beta1, adam_beta2, adam_eps and "
+    "weight_decay set it",
+    "rejection_sampling rollout_rs rollout_rs_threshold rollout_token_veto_threshold": "samples are not vetoed apart "
+    "from their weights: leave it out; grpo.correction: mis drops those whose weight is out of bounds",
     "critic": "there is no critic, GRPO's baseline is the group: leave it out",
     "actor_rollout_ref": _OF_OTHERS,
     "tis_cap": "is now grpo.correction: tis with grpo.correction_high; leave a null out",
-    **dict.fromkeys(
-        ("epochs", "num_epochs", "total_epochs", "num_train_epochs"),
-        "a run's length is run.iterations, each of grpo.prompts_per_iteration prompts; the data is repeated as needed "
-        "(grpo.epochs: passes over an iteration's samples)",
-    ),
+    "epochs num_epochs total_epochs num_train_epochs": "a run's length is run.iterations, each of "
+    "grpo.prompts_per_iteration prompts; the data is repeated as needed (grpo.epochs: passes over an iteration's "
+    "samples)",
 }
+_NOT_SUPPORTED = {name: advice for names, advice in _LACKING.items() for name in names.split()}
 # Settings of the release before -> what happens now. Files may still have them, so that old runs resume.
 REMOVED: dict[str, str] = {
     "evaluation.save_best": "every policy that improves evaluation.best gets a checkpoint: leave it out",
     "fleet.request_timeout_s": "a request to the Kubernetes API takes 10 s at most: leave it out",
     "profile.stacks": "Python lines are in no profile: leave it out",
 }
-# Other trainers' names of a setting -> its key.
-_OTHER_NAMES: dict[str, str] = {
-    **dict.fromkeys(("num_generations", "num_completions", "rollout_n", "n", "samples_per_prompt"), "grpo.group_size"),
-    **dict.fromkeys(("save_every", "save_interval", "save_steps", "save_freq", "save_iters"), "run.checkpoint_every"),
-    **dict.fromkeys(("eval_every", "eval_interval", "eval_steps", "test_freq"), "run.evaluate_every"),
-    **dict.fromkeys(("steps", "max_steps", "total_steps", "num_steps", "train_iters", "num_rollout"), "run.iterations"),
-    **dict.fromkeys(
-        ("max_completion_length", "max_response_length", "max_tokens", "response_length"), "grpo.max_new_tokens"
-    ),
-    **dict.fromkeys(("max_prompt_length", "prompt_length"), "data.max_prompt_tokens"),
-    **dict.fromkeys(("lr",), "trainer.learning_rate"),
-    **dict.fromkeys(("activation_recompute", "recompute_granularity", "gradient_checkpointing"), "trainer.recompute"),
-    "recompute_num_layers": "trainer.recompute_layers",
-    **dict.fromkeys(("use_distributed_optimizer", "zero_stage", "zero1"), "trainer.distributed_optimizer"),
-    **dict.fromkeys(("loss_agg_mode",), "grpo.aggregation"),
-    **dict.fromkeys(("loss_type",), "grpo.objective, grpo.aggregation or grpo.preset"),
-    **dict.fromkeys(("loss_mode", "policy_loss", "policy_loss_fn", "importance_sampling_level"), "grpo.objective"),
-    **dict.fromkeys(("adv_estimator", "advantage_estimator"), "grpo.baseline or grpo.preset"),
-    **dict.fromkeys(("algorithm", "recipe"), "grpo.preset"),
-    **dict.fromkeys(("clip_ratio", "epsilon", "cliprange", "eps_clip"), "grpo.clip_low"),
-    **dict.fromkeys(("clip_ratio_high", "epsilon_high", "eps_clip_high"), "grpo.clip_high"),
-    **dict.fromkeys(("clip_ratio_c", "delta", "eps_clip_c"), "grpo.dual_clip"),
-    **dict.fromkeys(("use_tis", "rollout_is", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode",
-                     "use_decoupled_loss", "behav_imp_weight_mode"), "grpo.correction"),
-    **dict.fromkeys(("tis_clip", "rollout_is_threshold", "tis_imp_ratio_cap", "vllm_importance_sampling_cap",
-                     "vllm_importance_sampling_clip_max", "behav_imp_weight_cap"), "grpo.correction_high"),
-    **dict.fromkeys(("tis_clip_low", "vllm_importance_sampling_clip_min"), "grpo.correction_low"),
-    **dict.fromkeys(("micro_batch_size", "ppo_max_token_len_per_gpu", "max_tokens_per_gpu"),
-                    "trainer.max_tokens_per_micro_batch"),
-    **dict.fromkeys(("batch_size", "train_batch_size", "rollout_batch_size"), "grpo.prompts_per_iteration"),
-    **dict.fromkeys(("eval_sets", "eval_datasets", "evals"), "evaluation.sets"),
-    **dict.fromkeys(("metric_for_best_model", "best_metric"), "evaluation.best"),
-    **dict.fromkeys(("stop_strings", "stop_sequences", "stop_words"), "grpo.stop"),
-    **dict.fromkeys(("eos_token_id", "eos_token_ids"), "grpo.stop_token_ids"),
-    **dict.fromkeys(("report_to", "logger", "wandb", "tensorboard", "mlflow", "wandb_project", "project_name"),
-                    "trackers"),
-    **dict.fromkeys(("ppo_epochs", "num_iterations", "mu"), "grpo.epochs"),
-    **dict.fromkeys(("kl_coef", "kl_loss_coef", "kl_beta", "beta", "init_kl_coef"), "grpo.kl_coefficient"),
-    **dict.fromkeys(("kl_loss_type", "kl_penalty"), "grpo.kl_estimator"),
-    **dict.fromkeys(("ref_load", "ref_model", "ref_path", "reference_model"), "grpo.reference_path"),
-    **dict.fromkeys(("sync_ref_model", "ref_model_sync_steps", "ref_update_interval"), "grpo.reference_refresh_every"),
-    **dict.fromkeys(("entropy_coeff", "entropy_coef", "ent_coef"), "grpo.entropy_coefficient"),
-    **dict.fromkeys(("norm_adv_by_std_in_grpo", "scale_rewards"), "grpo.advantage_std"),
-    **dict.fromkeys(("gpu_memory_utilization",), "rollout.mem_fraction_static"),
-    **dict.fromkeys(("max_model_len", "max_seq_len", "max_seq_length"), "rollout.context_length"),
-    **dict.fromkeys(("warmup_steps", "lr_warmup_steps", "warmup_ratio"), "trainer.warmup_iterations"),
-    **dict.fromkeys(("max_grad_norm", "grad_clip"), "trainer.clip_grad"),
-    **dict.fromkeys(("param_offload", "grad_offload", "optimizer_offload", "offload_train", "cpu_offload"),
-                    "trainer.offload"),
-    **dict.fromkeys(("train_files", "train_file", "train_data", "dataset", "dataset_name", "prompt_data"),
-                    "data.train"),
-    **dict.fromkeys(("eval_data", "eval_prompt_data", "val_files", "val_data", "test_files"), "data.heldout"),
-    **dict.fromkeys(("messages", "messages_key", "input_key", "prompt_column", "question_key"), "data.prompt_key"),
-    **dict.fromkeys(("label_key", "label", "answer_column", "ground_truth", "reward_model"), "data.answer_key"),
-    **dict.fromkeys(("apply_chat_template", "custom_chat_template"), "data.chat_template"),
-    **dict.fromkeys(("apply_chat_template_kwargs", "template_kwargs", "enable_thinking"), "data.chat_template_kwargs"),
-    **dict.fromkeys(("system_message", "system"), "data.system_prompt"),
-    **dict.fromkeys(("tool_key", "tools"), "data.tools_key"),
-    **dict.fromkeys(("filter_overlong_prompts", "truncation"), "data.overlong_prompts"),
-    **dict.fromkeys(("profiler", "use_pytorch_profiler", "profile_steps", "profile_step_start"), "profile.steps"),
-    **dict.fromkeys(("rollout_shuffle",), "data.shuffle"),
-    **dict.fromkeys(("reward_function", "reward_fn", "reward_funcs", "custom_reward_function", "custom_rm_path"),
-                    "reward.function"),
-    **dict.fromkeys(("reward_weights",), "reward.weight"),
-    **dict.fromkeys(("overlong_buffer", "overlong_buffer_len", "soft_punish_cache"), "reward.cache_tokens"),
-}  # fmt: skip
+# A key -> what other trainers call it.
+_NAMES_ELSEWHERE: dict[str, str] = {
+    "grpo.group_size": "num_generations num_completions rollout_n n samples_per_prompt",
+    "run.checkpoint_every": "save_every save_interval save_steps save_freq save_iters",
+    "run.evaluate_every": "eval_every eval_interval eval_steps test_freq",
+    "run.iterations": "steps max_steps total_steps num_steps train_iters num_rollout",
+    "grpo.max_new_tokens": "max_completion_length max_response_length max_tokens response_length",
+    "data.max_prompt_tokens": "max_prompt_length prompt_length",
+    "trainer.learning_rate": "lr",
+    "trainer.recompute": "activation_recompute recompute_granularity gradient_checkpointing",
+    "trainer.recompute_layers": "recompute_num_layers",
+    "trainer.distributed_optimizer": "use_distributed_optimizer zero_stage zero1",
+    "grpo.aggregation": "loss_agg_mode",
+    "grpo.objective, grpo.aggregation or grpo.preset": "loss_type",
+    "grpo.objective": "loss_mode policy_loss policy_loss_fn importance_sampling_level",
+    "grpo.baseline or grpo.preset": "adv_estimator advantage_estimator",
+    "grpo.preset": "algorithm recipe",
+    "grpo.clip_low": "clip_ratio epsilon cliprange eps_clip",
+    "grpo.clip_high": "clip_ratio_high epsilon_high eps_clip_high",
+    "grpo.dual_clip": "clip_ratio_c delta eps_clip_c",
+    "grpo.correction": "use_tis rollout_is vllm_importance_sampling_correction vllm_importance_sampling_mode "
+    "use_decoupled_loss behav_imp_weight_mode",
+    "grpo.correction_high": "tis_clip rollout_is_threshold tis_imp_ratio_cap vllm_importance_sampling_cap "
+    "vllm_importance_sampling_clip_max behav_imp_weight_cap",
+    "grpo.correction_low": "tis_clip_low vllm_importance_sampling_clip_min",
+    "trainer.max_tokens_per_micro_batch": "micro_batch_size ppo_max_token_len_per_gpu max_tokens_per_gpu",
+    "grpo.prompts_per_iteration": "batch_size train_batch_size rollout_batch_size",
+    "evaluation.sets": "eval_sets eval_datasets evals",
+    "evaluation.best": "metric_for_best_model best_metric",
+    "grpo.stop": "stop_strings stop_sequences stop_words",
+    "grpo.stop_token_ids": "eos_token_id eos_token_ids",
+    "trackers": "report_to logger wandb tensorboard mlflow wandb_project project_name",
+    "grpo.epochs": "ppo_epochs num_iterations mu",
+    "grpo.kl_coefficient": "kl_coef kl_loss_coef kl_beta beta init_kl_coef",
+    "grpo.kl_estimator": "kl_loss_type kl_penalty",
+    "grpo.reference_path": "ref_load ref_model ref_path reference_model",
+    "grpo.reference_refresh_every": "sync_ref_model ref_model_sync_steps ref_update_interval",
+    "grpo.entropy_coefficient": "entropy_coeff entropy_coef ent_coef",
+    "grpo.advantage_std": "norm_adv_by_std_in_grpo scale_rewards",
+    "rollout.mem_fraction_static": "gpu_memory_utilization",
+    "rollout.context_length": "max_model_len max_seq_len max_seq_length",
+    "trainer.warmup_iterations": "warmup_steps lr_warmup_steps warmup_ratio",
+    "trainer.clip_grad": "max_grad_norm grad_clip",
+    "trainer.offload": "param_offload grad_offload optimizer_offload offload_train cpu_offload",
+    "data.train": "train_files train_file train_data dataset dataset_name prompt_data",
+    "data.heldout": "eval_data eval_prompt_data val_files val_data test_files",
+    "data.prompt_key": "messages messages_key input_key prompt_column question_key",
+    "data.answer_key": "label_key label answer_column ground_truth reward_model",
+    "data.chat_template": "apply_chat_template custom_chat_template",
+    "data.chat_template_kwargs": "apply_chat_template_kwargs template_kwargs enable_thinking",
+    "data.system_prompt": "system_message system",
+    "data.tools_key": "tool_key tools",
+    "data.overlong_prompts": "filter_overlong_prompts truncation",
+    "profile.steps": "profiler use_pytorch_profiler profile_steps profile_step_start",
+    "data.shuffle": "rollout_shuffle",
+    "reward.function": "reward_function reward_fn reward_funcs custom_reward_function custom_rm_path",
+    "reward.weight": "reward_weights",
+    "reward.cache_tokens": "overlong_buffer overlong_buffer_len soft_punish_cache",
+}
+_OTHER_NAMES = {name: key for key, names in _NAMES_ELSEWHERE.items() for name in names.split()}
 
 
 def sections() -> dict[str, type[Section]]:
