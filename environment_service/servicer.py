@@ -66,11 +66,6 @@ class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
         self._kept: dict[str, _Kept] = {}
         self._ending: set[asyncio.Future[None]] = set()
 
-    @property
-    def num_open(self) -> int:
-        """Number of open episodes."""
-        return len(self._kept)
-
     async def load(self) -> None:
         """Start the workers; until then calls are refused. Raises: ConfigError: the code cannot be used."""
         try:

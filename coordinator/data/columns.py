@@ -1,7 +1,7 @@
 """Which columns the rows of a file have, and which rows lack one that others have."""
 
 from collections.abc import Iterator, KeysView, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,9 @@ class FileColumns:
 
     @classmethod
     def load(cls, saved: dict[str, Any]) -> "FileColumns":
-        """Make it from `dump`. Raises: TypeError, KeyError: it is something else."""
+        """Make it from `asdict` of one. Raises: TypeError, KeyError: it is something else."""
         lacking = {name: Lacking(**found) for name, found in saved["lacking"].items()}
         return cls(rows=Lacking(**saved["rows"]), lacking=lacking)
-
-    def dump(self) -> dict[str, Any]:
-        """Return it as JSON would hold it."""
-        return asdict(self)
 
     def add(self, number: int, names: KeysView[str]) -> None:
         """Count a row by its columns."""

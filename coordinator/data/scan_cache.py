@@ -13,7 +13,7 @@ import zipfile
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ class RowIndex:
         files = list(self.places)
         about = {name: getattr(self.scan, name) for name in _COUNTS}
         about |= {"num_overlong": dict(self.scan.num_overlong), "files": list(map(str, files))}
-        about["by_file"] = {str(file): columns.dump() for file, columns in self.scan.by_file.items()}
+        about["by_file"] = {str(file): asdict(columns) for file, columns in self.scan.by_file.items()}
         arrays: dict[str, Any] = {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
         arrays["texts"] = np.asarray(self.scan.texts)
         for number, file in enumerate(files):

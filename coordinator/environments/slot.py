@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -112,15 +112,11 @@ class RunningWorker:
 
     def __init__(self, worker: WorkerProcess) -> None:
         self._worker = worker
+        self.form = worker.form
         self._places = itertools.count()
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._reading: asyncio.Task[None] | None = None
         self._lost = False
-
-    @property
-    def form(self) -> Mapping[str, Any]:
-        """Work.form of its code."""
-        return self._worker.form
 
     @property
     def ended(self) -> bool:

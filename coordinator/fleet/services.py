@@ -159,7 +159,11 @@ async def find_services(
         startup_timeout_s=config.run.startup_timeout_s,
         lease_ttl_s=config.sync.lease_ttl_s,
     )
-    return services if cluster is None else replace(services, guard=_guard(cluster, services))
+    if cluster is None:
+        return services
+    from coordinator.fleet.kubernetes.returns import TrainerGuard
+
+    return replace(services, guard=TrainerGuard(cluster, services.trainer_answers))
 
 
 def merge_versions(services: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
@@ -212,13 +216,6 @@ async def _found(
         return await asyncio.to_thread(registry.wait_for, role, names, timeout_s)
     except DeadlineExceeded as missing:
         return missing
-
-
-def _guard(cluster: "Cluster", services: Services) -> "TrainerGuard":
-    """Return what waits for a trainer that is lost, as long as its pods may come back."""
-    from coordinator.fleet.kubernetes.returns import TrainerGuard
-
-    return TrainerGuard(cluster, services.trainer_answers)
 
 
 def _kept(config: RunConfig, watched: WatchedFleet, cluster: "Cluster", stack: AsyncExitStack) -> Fleet:

@@ -34,6 +34,7 @@ class Pipeline:
         max_staleness: S.
         window: W.
         num_training: groups in the step under way, which are still charged.
+        num_finished: finished groups that no step has taken.
     """
 
     batch: int
@@ -41,9 +42,9 @@ class Pipeline:
     max_staleness: int
     window: int
     num_training: int = 0
+    num_finished: int = 0
     _line: dict[str, _Slot] = field(default_factory=dict)
     _num_begun: int = 0
-    _num_finished: int = 0
 
     def __len__(self) -> int:
         """Return the number of groups that no step has taken."""
@@ -63,11 +64,6 @@ class Pipeline:
         """The oldest wave with groups that no step has taken; None: there is none."""
         return next((slot.wave for slot in self._line.values()), None)
 
-    @property
-    def num_finished(self) -> int:
-        """The number of finished groups that no step has taken."""
-        return self._num_finished
-
     def finished(self) -> Iterator[Group]:
         """Yield the finished groups that no step has taken, oldest first."""
         return (slot.group for slot in self._line.values() if slot.group is not None)
@@ -75,7 +71,7 @@ class Pipeline:
     def may_begin(self, *, again: bool = False) -> bool:
         """Whether a batch of groups may begin. again: an earlier process has begun them."""
         free = (self.max_staleness + 1) * self.batch - len(self._line) - self.num_training
-        return free >= self.batch and (again or self._num_finished < self.depth * self.batch)
+        return free >= self.batch and (again or self.num_finished < self.depth * self.batch)
 
     def begin(self, wave: int, names: Iterable[str], groups: Mapping[str, Group], settled: Container[str] = ()) -> None:
         """Charge the groups of a wave.
@@ -89,20 +85,20 @@ class Pipeline:
             self._num_begun += 1
             if name not in settled:
                 self._line[name] = _Slot(wave=wave, ordinal=self._num_begun, group=groups.get(name))
-        self._num_finished += len(groups)
+        self.num_finished += len(groups)
 
     def finish(self, group: Group) -> int:
         """Note a finished group. Returns: its wave."""
         slot = self._line[group.group_id]
         slot.group = group
-        self._num_finished += 1
+        self.num_finished += 1
         return slot.wave
 
     def take(self, size: int) -> list[Group] | None:
         """Take the groups of the next step, oldest first; None: there are not so many yet."""
         ready: list[Group] = []
         most: int | None = None
-        for slot in self._line.values() if self._num_finished >= size else ():
+        for slot in self._line.values() if self.num_finished >= size else ():
             if slot.group is None and most is None:
                 most = slot.ordinal + self.window
             if len(ready) == size or (most is not None and slot.ordinal >= most):
@@ -115,7 +111,7 @@ class Pipeline:
         """Say why there are not so many groups to take: how many have come, and which one is waited for."""
         oldest = next((name for name, slot in self._line.items() if slot.group is None), "none")
         return (
-            f"{self._num_finished} of {size} groups have come, the oldest that has not is {oldest}, and only the "
+            f"{self.num_finished} of {size} groups have come, the oldest that has not is {oldest}, and only the "
             f"{self.window - 1} after it may be trained before it (schedule.window)"
         )
 
@@ -134,6 +130,6 @@ class Pipeline:
     def _taken(self, groups: list[Group]) -> list[Group]:
         for group in groups:
             del self._line[group.group_id]
-        self._num_finished -= len(groups)
+        self.num_finished -= len(groups)
         self.num_training += len(groups)
         return groups

@@ -88,10 +88,6 @@ class LeftOut:
     def __contains__(self, replica: Replica) -> bool:
         return replica in self._why
 
-    def all(self) -> dict[str, Why]:
-        """Return all of them, by name."""
-        return {replica.name: why for replica, why in self._why.items()}
-
     def reasons(self) -> dict[str, str]:
         """Return why each of them is, by name."""
         return {replica.name: why.reason for replica, why in self._why.items()}

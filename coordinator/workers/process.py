@@ -39,6 +39,7 @@ class WorkerProcess:
     def __init__(self, task: Task, process: Process, doing: mmap.mmap, output: Output | None) -> None:
         self._task = task
         self._process = process
+        self.pid = process.pid
         self._doing = doing
         self._output = output
         # Once it has ended: the place of the job whose code ran then; -1: none, or not known.
@@ -86,11 +87,6 @@ class WorkerProcess:
             raise
         worker.form = answer["form"]
         return worker
-
-    @property
-    def pid(self) -> int:
-        """The process's id."""
-        return self._process.pid
 
     @property
     def returncode(self) -> int | None:

@@ -184,7 +184,7 @@ async def test_one_over_which_all_fail_alike_is_found(bad: set[str], error: Call
         fail_together(fleet, bad, error)
         await sync.publish(0)
         assert serving(sync) == [replica.name for replica in fleet.replicas if replica.name not in bad]
-        assert set(sync.left_out.all()) == bad
+        assert set(sync.left_out.reasons()) == bad
 
 
 async def test_a_healthy_replica_that_lost_the_one_that_failed_is_not_blamed_for_it() -> None:
@@ -195,7 +195,7 @@ async def test_a_healthy_replica_that_lost_the_one_that_failed_is_not_blamed_for
         break_(fleet, 2, TRANSFER, PeerLost("rollout-2/0: lost rollout-1/0"), times=1)
         await publish_next(fleet, sync)
         assert serving(sync) == ["rollout-0", "rollout-2"]
-        assert set(sync.left_out.all()) == {"rollout-1"}
+        assert set(sync.left_out.reasons()) == {"rollout-1"}
 
 
 @pytest.mark.parametrize("min_replicas", [1, 2])

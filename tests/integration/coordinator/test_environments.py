@@ -126,7 +126,7 @@ async def server_of(folder: Path, code: str = COUNTER, **settings: Any) -> Async
             yield host
         finally:
             await host.close()
-        assert (servicer.num_open, [slot.num_episodes for slot in servicer._pool._slots]) == (0, [0])
+        assert (len(servicer._kept), [slot.num_episodes for slot in servicer._pool._slots]) == (0, [0])
     finally:
         await server.drain(0)
         await servicer.close()

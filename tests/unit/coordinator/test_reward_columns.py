@@ -1,6 +1,7 @@
 """The columns of rows: which rows lack one, and which of them rewards take."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def test_rows_before_and_after_the_first_with_a_column_lack_it() -> None:
     assert columns.without("b") == Lacking(num_rows=3, first=[1, 2, 4])
     assert columns.without("c") == Lacking(num_rows=4, first=[1, 2, 3, 4])
     assert columns.without("d") == Lacking(num_rows=5, first=[1, 2, 3, 4, 5])
-    assert FileColumns.load(columns.dump()) == columns
+    assert FileColumns.load(asdict(columns)) == columns
 
 
 def test_names_of_their_own_in_each_row_do_not_fill_the_memory() -> None:

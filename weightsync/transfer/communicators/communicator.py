@@ -67,7 +67,7 @@ class Communicator:
         self._unaborted = self._lanes
         self._store = store  # keeps the TCP store alive for as long as its group
         self._lock = threading.Lock()
-        self._closed = ""  # why it was closed; empty while it is open
+        self.closed = ""  # why it was closed; empty while it is open
         self._waits_since_s: float | None = None
         self._given_up = False
         self._peers: set[int] = set()  # with whom there has been a message
@@ -138,8 +138,8 @@ class Communicator:
             self._require_open()
 
     def _require_open(self) -> None:
-        if self._closed:
-            raise PeerLost(f"{self.slots[self.rank]}: {self._closed}")
+        if self.closed:
+            raise PeerLost(f"{self.slots[self.rank]}: {self.closed}")
 
     @contextmanager
     def _peer_errors(self, peer: int) -> Iterator[None]:
@@ -170,11 +170,6 @@ class Communicator:
         for lane in self._lanes:
             self._prove(lane, torch.ones(1, dtype=torch.int64, device=self.device), timeout_s)
 
-    @property
-    def closed(self) -> str:
-        """Why the communicator was closed; empty while it is open."""
-        return self._closed
-
     def probe(self, waiting_s: float) -> None:
         """Look for a lost peer if the owner has waited for this long; abort the communicator if one is found.
 
@@ -182,7 +177,7 @@ class Communicator:
         """
         with self._lock:
             since_s = self._waits_since_s
-        if self._closed or since_s is None or time.monotonic() - since_s < waiting_s:
+        if self.closed or since_s is None or time.monotonic() - since_s < waiting_s:
             return
         for peer in sorted(self._peers):
             try:
@@ -197,13 +192,13 @@ class Communicator:
         Returns: whether it is in a wait.
         """
         with self._lock:
-            self._given_up = bool(self._closed) and self._waits_since_s is not None
+            self._given_up = bool(self.closed) and self._waits_since_s is not None
             return self._given_up
 
     def abort(self, why: str = "given up") -> None:
         """Close the connections, so that every other rank notices. May be called from any thread."""
         with self._lock:
-            self._closed = self._closed or why
+            self.closed = self.closed or why
             lanes, self._unaborted = self._unaborted, ()
         self._close_gloo()  # first: our waits for NCCL poll `closed`, and our peers watch their connections to us
         ends = [threading.Thread(target=lane.abort, name="abort", daemon=True) for lane in lanes]
