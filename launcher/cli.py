@@ -14,7 +14,7 @@ from launcher.plan.cli import plan
 from launcher.scale.cli import scale
 from launcher.score.cli import score
 from launcher.simulate.cli import simulate
-from launcher.view.cli import compare, ledger, logs, page, profile, samples
+from launcher.view.cli import RunDir, compare, ledger, logs, page, profile, samples
 
 app = typer.Typer(
     name="tandem",
@@ -230,9 +230,7 @@ def evaluate(
 
 
 @app.command()
-def status(
-    run_dir: Annotated[Path | None, typer.Argument(help="The run's folder; default: the newest one in ./runs.")] = None,
-) -> None:
+def status(run_dir: RunDir = None) -> None:
     """Show the state of a run: ask its coordinator if it is running, else read its folder.
 
     \b
@@ -246,7 +244,7 @@ def status(
 
 @app.command()
 def top(
-    run_dir: Annotated[Path | None, typer.Argument(help="The run's folder; default: the newest one in ./runs.")] = None,
+    run_dir: RunDir = None,
     once: Annotated[bool, typer.Option("--once", help="Draw it once, as when the output is not a terminal.")] = False,
 ) -> None:
     """Watch a running run live: curves, replicas, stages of the last weight syncs, alerts, messages. Leave with Ctrl-C.

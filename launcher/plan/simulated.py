@@ -25,8 +25,8 @@ def simulated(planned: PlannedSync, faults: Sequence[str]) -> dict[str, Any]:
     Raises: ConfigErrors: a fault cannot be parsed.
     """
     request = planned.request
-    slow = [parsed for fault in faults if isinstance(parsed := _parse(fault, request.replicas), SlowReplica)]
-    deaths = [parsed for fault in faults if isinstance(parsed := _parse(fault, request.replicas), ReplicaDeath)]
+    parsed = [_parse(fault, request.replicas) for fault in faults]
+    deaths = [fault for fault in parsed if isinstance(fault, ReplicaDeath)]
     if len(deaths) > 1:
         raise ConfigErrors([_problem(faults[-1], "one death per round can be simulated")])
     fleet = SimulatedFleet(
@@ -35,7 +35,7 @@ def simulated(planned: PlannedSync, faults: Sequence[str]) -> dict[str, Any]:
         dtype_bytes=DTYPE_BYTES[request.dtype],
         replicas=request.replicas,
         speeds=request.speeds,
-        slow=tuple(slow),
+        slow=tuple(fault for fault in parsed if isinstance(fault, SlowReplica)),
     )
     return _as_json(simulate(RoundScenario(fleet=fleet, death=deaths[0] if deaths else None)))
 

@@ -40,8 +40,14 @@ async def _launch(request: RunRequest, view: RunView) -> LaunchOutcome:
 
 async def _drive(request: RunRequest, supervisor: Supervisor, view: RunView) -> LaunchOutcome:
     """Start everything, and wait for the first process that ends: the evaluator, or one that it needs."""
+    launch_id = f"{request.run_dir.name}-{secrets.token_hex(4)}"
     try:
-        await _start(request, supervisor, view)
+        note_launch(request.run_dir, launch_id)
+        make_token(request.run_dir)
+        redis_url = await start_redis(request.redis_url, request.run_dir, supervisor, view)
+        launch = Launch(run_id=launch_id, run_dir=request.run_dir, redis_url=redis_url, resume=False)
+        devices = plan_devices(request.config, find_gpus().usable, trainer_ranks=0)
+        await start_services(plan_evaluation(request.config, launch, devices), request.run_dir, supervisor, view)
     except (TandemError, OSError) as error:
         return LaunchOutcome(code=EXIT_FAILED, text=f"failed: {error}; logs: {request.run_dir / 'logs'}")
     view.doing("evaluating")
@@ -49,14 +55,3 @@ async def _drive(request: RunRequest, supervisor: Supervisor, view: RunView) -> 
     if ended.name == EVALUATOR and ended.code == EXIT_OK:
         return LaunchOutcome(code=EXIT_OK, text=f"finished; results are in {request.run_dir}")
     return LaunchOutcome(code=EXIT_FAILED, text=f"failed: {ended.describe()}; log: {ended.log}")
-
-
-async def _start(request: RunRequest, supervisor: Supervisor, view: RunView) -> None:
-    """Start Redis, the replicas and the evaluator. Raises: TandemError, OSError: one cannot be started."""
-    launch_id = f"{request.run_dir.name}-{secrets.token_hex(4)}"
-    note_launch(request.run_dir, launch_id)
-    make_token(request.run_dir)
-    redis_url = await start_redis(request.redis_url, request.run_dir, supervisor, view)
-    launch = Launch(run_id=launch_id, run_dir=request.run_dir, redis_url=redis_url, resume=False)
-    devices = plan_devices(request.config, find_gpus().usable, trainer_ranks=0)
-    await start_services(plan_evaluation(request.config, launch, devices), request.run_dir, supervisor, view)

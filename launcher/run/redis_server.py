@@ -86,15 +86,11 @@ async def wait_ready(url: str, supervisor: Supervisor, deadline_s: float = _READ
                     await client.ping()
                     return
                 except (redis.exceptions.RedisError, OSError):
-                    _raise_if_ended(supervisor)
+                    for ended in supervisor.ended():
+                        if ended.name == NAME:
+                            raise Unavailable(ended.describe()) from None
                     await asyncio.sleep(_POLL_S)
     except TimeoutError as error:
         raise Unavailable(f"the Redis server did not answer within {deadline_s:g} s") from error
     finally:
         await client.aclose()
-
-
-def _raise_if_ended(supervisor: Supervisor) -> None:
-    for ended in supervisor.ended():
-        if ended.name == NAME:
-            raise Unavailable(ended.describe())

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 _HOST = "127.0.0.1"
 Level = Literal["debug", "info", "warning", "error"]
-_RunDir = Annotated[Path | None, typer.Argument(help="The run's folder; default: the newest one in ./runs.")]
+RunDir = Annotated[Path | None, typer.Argument(help="The run's folder; default: the newest one in ./runs.")]
 
 
 def samples(
-    run_dir: _RunDir = None,
+    run_dir: RunDir = None,
     iteration: Annotated[
         str, typer.Option("--iteration", "-i", metavar="N|last", help="Iteration; 0: before the first one.")
     ] = "last",
@@ -69,7 +69,7 @@ def samples(
 
 
 def profile(
-    run_dir: _RunDir = None,
+    run_dir: RunDir = None,
     step: Annotated[
         int | None, typer.Option("--step", min=1, help="Train step; default: the last one that was profiled.")
     ] = None,
@@ -95,7 +95,7 @@ def profile(
 
 
 def logs(
-    run_dir: _RunDir = None,
+    run_dir: RunDir = None,
     service: Annotated[
         list[str] | None,
         typer.Option(
@@ -150,7 +150,7 @@ def compare(
 
 
 def page(
-    run_dir: _RunDir = None,
+    run_dir: RunDir = None,
     port: Annotated[int, typer.Option("--port", min=0, max=65_535, help="Port on this machine; 0: any free one.")] = 0,
 ) -> None:
     """Serve the page of a run from its folder, until Ctrl-C: curves, times, samples. For a run that is over, too.
@@ -181,7 +181,7 @@ def _serve(run_dir: Path | None, port: int) -> int:
 
 
 def ledger(
-    run_dir: _RunDir = None,
+    run_dir: RunDir = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Exit code 1 if a file is damaged, or says what cannot be true.")
     ] = False,

@@ -10,12 +10,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import grpc
-
 from launcher.view.evaluation import describe_evaluation, is_evaluation
 from launcher.view.summary import rewards_text, summary_lines
 from servicekit.environment import ServiceEnvironment
-from servicekit.errors import ConfigError, TandemError, from_rpc_error
+from servicekit.errors import ConfigError, TandemError, rpc_errors
 from servicekit.redis.records import COORDINATOR, Failure
 from servicekit.redis.registry import Registry
 from servicekit.rpc.channel import open_channel
@@ -129,12 +127,10 @@ def _announced(environment: ServiceEnvironment) -> tuple[str, str, list[Failure]
 async def ask_status(address: str, token: str) -> pb.GetStatusResponse:
     """Ask a coordinator for its status. Raises: TandemError: it does not answer."""
     async with open_channel(address, identity=operator_identity(), peer=COORDINATOR, token=token) as channel:
-        try:
-            stub = pb_grpc.CoordinatorServiceStub(channel)
+        stub = pb_grpc.CoordinatorServiceStub(channel)
+        with rpc_errors():
             answer: pb.GetStatusResponse = await stub.GetStatus(pb.GetStatusRequest(), timeout=_ANSWER_S)
-            return answer
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+    return answer
 
 
 async def ask_coordinator(address: str, token: str) -> list[tuple[str, str]]:

@@ -138,11 +138,8 @@ class ServerCalls:
             value = await attempt()
             result = "answered"
             return value
-        except CallFailed:
-            result = "refused"
-            raise
-        except CallFailedForNow:
-            result = "failed"
+        except (CallFailed, CallFailedForNow) as error:
+            result = "refused" if isinstance(error, CallFailed) else "failed"
             raise
         finally:
             if result:
