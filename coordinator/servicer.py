@@ -1,6 +1,7 @@
 """CoordinatorService: watches, pauses and stops the run. Translates between the wire and `RunControl`/`EventLog`."""
 
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from google.protobuf.json_format import ParseDict
@@ -19,10 +20,11 @@ _STATES = {state: pb.RunState.Value(f"RUN_STATE_{state.name}") for state in Stat
 _KINDS = {kind: pb.EventKind.Value(f"EVENT_KIND_{kind.name}") for kind in EventKind}
 
 
+@dataclass(kw_only=True, eq=False)
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     """Serves one run.
 
-    Args:
+    Attributes:
         run: the run's name.
         total_iterations: run.iterations.
         progress: the run's state; read only here.
@@ -30,64 +32,53 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         overview: takes a snapshot of the run for `tandem top`.
     """
 
-    def __init__(
-        self,
-        *,
-        run: str,
-        total_iterations: int,
-        control: RunControl,
-        events: EventLog,
-        progress: RunState,
-        fleet: FleetView,
-        overview: Callable[[], dict[str, Any]],
-    ) -> None:
-        self._run = run
-        self._total_iterations = total_iterations
-        self._control = control
-        self._events = events
-        self._progress = progress
-        self._fleet = fleet
-        self._overview = overview
-        self._sent: tuple[dict[str, Any], pb.GetOverviewResponse] | None = None
+    run: str
+    total_iterations: int
+    control: RunControl
+    events: EventLog
+    progress: RunState
+    fleet: FleetView
+    overview: Callable[[], dict[str, Any]]
+    _sent: tuple[dict[str, Any], pb.GetOverviewResponse] | None = field(default=None, init=False)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         """Report the run's state and progress, serving replicas and troubles."""
         return pb.GetStatusResponse(
-            run=self._run,
-            state=_STATES[self._control.state],
-            iteration=self._progress.iteration,
-            total_iterations=self._total_iterations,
-            policy_version=self._progress.policy_version,
-            last_progress=_timestamp(self._progress.last_progress_s),
-            error=self._control.error,
-            serving_replicas=self._fleet.serving(),
-            troubles=[*self._fleet.troubles(), *self._progress.troubles],
+            run=self.run,
+            state=_STATES[self.control.state],
+            iteration=self.progress.iteration,
+            total_iterations=self.total_iterations,
+            policy_version=self.progress.policy_version,
+            last_progress=_timestamp(self.progress.last_progress_s),
+            error=self.control.error,
+            serving_replicas=self.fleet.serving(),
+            troubles=[*self.fleet.troubles(), *self.progress.troubles],
         )
 
     async def GetOverview(self, request: pb.GetOverviewRequest, context: Any) -> pb.GetOverviewResponse:
         """Send a snapshot of the run, as the web page shows it."""
-        overview = self._overview()
+        overview = self.overview()
         if self._sent is None or self._sent[0] is not overview:  # 40 ms of the loop for 170 kB
             self._sent = overview, ParseDict({"overview": overview}, pb.GetOverviewResponse())
         return self._sent[1]
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
         """Stream the events after a sequence number, then new ones."""
-        async for event in self._events.watch(request.after_sequence):
+        async for event in self.events.watch(request.after_sequence):
             yield _to_proto(event)
 
     async def Pause(self, request: pb.PauseRequest, context: Any) -> pb.PauseResponse:
         """Pause the run before the next iteration."""
-        return pb.PauseResponse(state=_STATES[self._control.pause()])
+        return pb.PauseResponse(state=_STATES[self.control.pause()])
 
     async def Resume(self, request: pb.ResumeRequest, context: Any) -> pb.ResumeResponse:
         """Continue a paused run."""
-        return pb.ResumeResponse(state=_STATES[self._control.resume()])
+        return pb.ResumeResponse(state=_STATES[self.control.resume()])
 
     async def StopAfterStep(self, request: pb.StopAfterStepRequest, context: Any) -> pb.StopAfterStepResponse:
         """End the run after the current iteration. Returns: number of iterations finished so far."""
-        self._control.stop_after_step()
-        return pb.StopAfterStepResponse(iteration=self._progress.iteration)
+        self.control.stop_after_step()
+        return pb.StopAfterStepResponse(iteration=self.progress.iteration)
 
 
 def _to_proto(event: Event) -> pb.WatchEventsResponse:
