@@ -30,7 +30,11 @@ OPERATIONS: dict[str, Callable[[Rendezvous, str], object]] = {
     "leave": lambda group, worker: group.leave(SLOT, worker),
 }
 Damage = Callable[["redis.Redis"], object]
-FIELDS = [(field, text) for field in ("epoch", "token") for text in ("abc", "", "-5", "1.5", "1e3", "9" * 20, "\x00")]
+FIELDS = [
+    (field, text)
+    for field in ("epoch", "token", "longest")
+    for text in ("abc", "", "-5", "1.5", "1e3", "9" * 20, "\x00")
+]
 KINDS = ("members", "leases", "state", "facts")
 
 

@@ -6,9 +6,10 @@ As a module, this is a process that holds a slot. Arguments: URL, group, slot, s
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
+from typing import Any
 
 import pytest
 
@@ -156,6 +157,42 @@ class Interrupted(Rendezvous):
         answer = super().heartbeat(slot, worker_id, ttl_s)
         self.join(slot, "newer", TTL_S)
         return answer
+
+
+def set_back(group: Rendezvous, slots: Iterable[str]) -> None:
+    """What leases look like when the clock of Redis was set back by an hour: an hour longer."""
+    for slot in slots:
+        group._redis.zincrby(f"{{{GROUP}}}:leases", 3_600_000.0, slot)
+
+
+def test_a_clock_that_was_set_back_keeps_no_slot_for_the_dead(group: Rendezvous) -> None:
+    """They keep it for one lease more."""
+    group.lead(COORDINATOR_SLOT, "dead", 1.0)
+    group.join("rollout-0/0", "dead", 1.0)
+    set_back(group, (COORDINATOR_SLOT, "rollout-0/0"))
+    lead = CoordinatorLease(group, 1.0)
+    with pytest.raises(AlreadyExists):
+        lead.claim(0.1)
+    lead.claim(5.0)
+    until(lambda: set(group.snapshot().members) == {COORDINATOR_SLOT})
+    lead.close()
+
+
+@pytest.mark.parametrize("lost", ["nothing", "state"])
+def test_a_clock_that_was_set_back_takes_no_slot_from_the_living(group: Rendezvous, lost: str) -> None:
+    """Nor from one whose lease is longer than the others'."""
+    group.join("trainer/0", "long", TTL_S)
+    if lost == "state":
+        group._redis.delete(f"{{{GROUP}}}:state")
+    group.join("rollout-0/0", "short", 0.3)
+    set_back(group, ("trainer/0", "rollout-0/0"))
+    before = group.snapshot()
+    assert set(before.members) == {"trainer/0", "rollout-0/0"}
+    found: Any = group._redis.zrange(f"{{{GROUP}}}:leases", 0, -1, withscores=True)
+    now_s: Any = group._redis.time()[0]
+    assert all(TTL_S - 5 < score / 1000 - now_s <= TTL_S + 1 for _, score in found)
+    assert group.heartbeat("rollout-0/0", "short", 0.3) == "ok"
+    until(lambda: set(group.snapshot().members) == {"trainer/0"})
 
 
 def test_who_was_away_does_not_take_its_slot_from_a_newer_one(server: Callable[..., RedisProcess]) -> None:

@@ -7,24 +7,19 @@
 --   stale     bind, confirm: the epoch is over for these slots: one of them has changed since
 --   damaged   a field of state (third value) is no number (fourth value): nothing was changed
 -- KEYS: members (hash slot -> worker id), leases (zset slot -> expiry in ms), state (hash: epoch, endpoint_epoch,
--- endpoint, token, leader), facts (hash slot -> what its holder tells of itself), since (hash slot -> the epoch that its
--- holder has made by taking it). ARGV[1] names the operation. Redis TIME is the only clock; every change of the
--- membership makes a new epoch, and a caller that no longer holds its slot changes nothing.
+-- endpoint, token, leader, longest: ms of the longest lease ever given), facts (hash slot -> what its holder tells of
+-- itself), since (hash slot -> the epoch that its holder has made by taking it). ARGV[1] names the operation. Redis TIME
+-- is the only clock; every change of the membership makes a new epoch, and a caller that no longer holds its slot
+-- changes nothing.
 local members, leases, state, facts, since = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local EXACT = 2 ^ 53 -- Lua's numbers are doubles
 
--- What a run leaves expires. A week without a call is longer than any run waits for its Redis or its processes.
-local KEPT_S = 604800
-local function keep()
-  for _, key in ipairs(KEYS) do redis.call('EXPIRE', key, KEPT_S) end
-end
-
 -- What another program, or a damaged dump, has left here must be repaired by a person. Nothing is changed before: a key
 -- of another type fails here, and not halfway through an operation.
 for _, key in ipairs({members, state, facts, since}) do redis.call('HGET', key, '') end
-for _, field in ipairs({'epoch', 'token'}) do
+for _, field in ipairs({'epoch', 'token', 'longest'}) do
   local text = redis.call('HGET', state, field)
   if text and (not string.match(text, '^%d+$') or tonumber(text) > EXACT) then return {'damaged', 0, field, text} end
 end
@@ -68,6 +63,26 @@ local function has_changed(slot, at)
   return not redis.call('HGET', members, slot) or taken > at
 end
 
+-- A lease that ends later than any that is given now was given before the clock was set back: the dead would keep their
+-- slots until it has caught up. It begins anew; it is no shorter than its holder was promised.
+local longest = tonumber(redis.call('HGET', state, 'longest') or '0')
+for _, slot in ipairs(longest > 0 and redis.call('ZRANGEBYSCORE', leases, '(' .. now + longest, '+inf') or {}) do
+  redis.call('ZADD', leases, now + longest, slot)
+end
+
+-- What a run leaves expires. A week without a call is longer than any run waits for its Redis or its processes.
+local KEPT_S = 604800
+local function renew(slot, ttl)
+  redis.call('ZADD', leases, now + ttl, slot)
+  if ttl > longest then
+    -- Where the state is lost, others may have been given longer ones.
+    local all = longest == 0 and redis.call('ZRANGEBYSCORE', leases, '-inf', '+inf', 'WITHSCORES')
+    local most = all and math.min(all[#all] - now, 1000 * KEPT_S) or ttl
+    redis.call('HSET', state, 'longest', string.format('%d', most))
+  end
+  for _, key in ipairs(KEYS) do redis.call('EXPIRE', key, KEPT_S) end
+end
+
 local expired = redis.call('ZRANGEBYSCORE', leases, '-inf', now)
 for _, slot in ipairs(expired) do remove(slot) end
 if #expired > 0 then new_epoch() end
@@ -81,8 +96,7 @@ if operation == 'join' or operation == 'claim' then
   if operation == 'claim' and holder and holder ~= worker then return {'held', epoch(), holder} end
   if holder ~= worker then take(slot, worker) end
   redis.call('HSET', facts, slot, ARGV[5])
-  redis.call('ZADD', leases, now + tonumber(ARGV[4]), slot)
-  keep()
+  renew(slot, tonumber(ARGV[4]))
   return {'ok', epoch()}
 end
 
@@ -98,8 +112,7 @@ if operation == 'lead' then
   if not holder then take(slot, worker) end
   redis.call('HSET', state, 'token', string.format('%d', token), 'leader', worker)
   redis.call('HSET', facts, slot, '{}')
-  redis.call('ZADD', leases, now + tonumber(ARGV[4]), slot)
-  keep()
+  renew(slot, tonumber(ARGV[4]))
   return {'ok', epoch(), token}
 end
 
@@ -113,8 +126,7 @@ if operation == 'heartbeat' then
   if not holder then return {'unknown', epoch()} end
   if holder ~= worker then return {'evicted', epoch()} end
   if not has_facts(slot) then return {'unknown', epoch()} end -- lost: the claim that follows writes them
-  redis.call('ZADD', leases, now + tonumber(ARGV[4]), slot)
-  keep()
+  renew(slot, tonumber(ARGV[4]))
   return {'ok', epoch()}
 end
 
