@@ -102,6 +102,8 @@ class LedgerFiles:
         # Records for the log: they wait while the disk has no room.
         self._waiting: list[bytes] = []
         self._others = 0  # bytes of the groups of other waves
+        self._sealed: dict[int, int] = {}  # bytes of the segments before the newest one that are needed
+        self._is_large = False  # they are more than the bound
         self._steps = {number: path.stat().st_size for number, path in step_files(run_dir).items()}
         self._lost_step = 0  # steps up to this one are not kept; 0: all since the newest checkpoint are
         self._failed: OSError | None = None  # why the last one is not
@@ -241,12 +243,25 @@ class LedgerFiles:
             self._forget(number)
         old = [path for n, path in groups_files(self._run_dir).items() if n < first and n not in needed]
         # The oldest first: whoever is killed meanwhile leaves no gap, which would be taken for a loss.
-        old += [path for number, path in segments(self._run_dir).items() if number < begins]
+        log_files = segments(self._run_dir)
+        old += [path for number, path in log_files.items() if number < begins]
+        self._note_size({number: path for number, path in list(log_files.items())[:-1] if number >= begins}, min(kept))
         for text in remove_each(old, self._check):
             log.warning("ledger: not removed", what=text)
         self._remove_steps(max(kept))
         if max(kept) >= self._lost_step:
             self._lost_step, self._failed = 0, None
+
+    def _note_size(self, sealed: Mapping[int, Path], oldest: int) -> None:
+        """Remark that the log is large, once: it is not shortened, or a resume from that checkpoint would lack it."""
+        self._sealed = {number: self._sealed.get(number) or path.stat().st_size for number, path in sealed.items()}
+        size, was_large = sum(self._sealed.values()), self._is_large
+        self._is_large = size > self._max_bytes
+        if self._is_large and not was_large:
+            self.remarks.append(
+                f"the log since iteration {oldest}, that of the oldest checkpoint, has {size // _MIB} MiB, more than "
+                f"run.ledger_max_mib ({self._max_bytes // _MIB}): remove that checkpoint if you do not need it"
+            )
 
     def close(self) -> None:
         """Write what waits, as far as possible, and close the files."""

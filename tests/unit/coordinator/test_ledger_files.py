@@ -127,6 +127,25 @@ def test_steps_are_kept_until_a_checkpoint_after_them_is_complete(tmp_path: Path
     assert list(step_files(tmp_path)) == []
 
 
+def test_a_log_that_an_old_checkpoint_keeps_is_named_when_it_is_large(tmp_path: Path) -> None:
+    """Whether one is the best, or none has been written for long."""
+    (tmp_path / FOLDER).mkdir()
+    files, half = LedgerFiles(tmp_path, 1, lambda: None), bytes(1 << 19)
+    complete(tmp_path, 2)
+    for number in range(1, 6):
+        segment(tmp_path, number).write_bytes(half)
+        files.tidy(9, {one: 2 * one for one in range(1, number + 1)}, {}, 0)
+        assert len(files.remarks) == (number >= 4), "the newest one is not sealed"
+    (remark,) = files.remarks
+    assert remark == (
+        "the log since iteration 2, that of the oldest checkpoint, has 1 MiB, more than run.ledger_max_mib (1): remove "
+        "that checkpoint if you do not need it"
+    )
+    files.tidy(9, {1: 2}, {}, 0)
+    assert len(files.remarks) == 1
+    assert len(segments(tmp_path)) == 5
+
+
 def complete(run_dir: Path, iteration: int) -> None:
     folder = step_folder(run_dir, iteration)
     folder.mkdir(parents=True)
