@@ -95,7 +95,7 @@ async def conduct(
             raise
         stack.push_async_callback(close_rewards, rewards)
         app = await _assemble(config, environment, owner, identity, inputs, rewards)
-        app = replace(app, exits=exits, episodes=episodes, stood_by=standby, follows=standby)
+        app = replace(app, exits=exits, episodes=episodes, stood_by=standby)
         scrapes = Scrapes()
         metrics_port = serve_metrics(environment.bind_host, environment.metrics_port, scrapes)
         if standby:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -74,7 +75,8 @@ class App:
         owner: of the run's folder: this run, with the id that its checkpoints carry.
         reward_facts: what scores depend on, as the rewards were started.
         lost: fails when another coordinator has taken our place; its error says how that was noticed.
-        follows, stood_by: another one has led in this Redis, so services that live are announced; it was waited for.
+        stood_by: another one has led the run, and was waited for.
+        others_s: how long to wait for replicas beyond rollout.min_replicas, when these are there.
     """
 
     config: RunConfig
@@ -96,7 +98,7 @@ class App:
     exits: Exits = field(default_factory=Exits)
     episodes: Interacting | None = None
     stood_by: bool = False
-    follows: bool = False
+    others_s: float = math.inf
 
     @property
     def leading(self) -> LeaderCheck:

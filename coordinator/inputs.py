@@ -71,6 +71,11 @@ class Inputs:
     renewal: Renewal = field(default_factory=Renewal)
     unread: bool = False
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether an earlier process has found the services of the run, and begun to work with them."""
+        return bool(self.ledger.heads) or self.state.iteration > 0
+
     def dropped_prompts(self) -> dict[DataKey, dict[str, int]]:
         """Count the prompts that were dropped as too long, by part of the data and name of the source."""
         heldout = sum((Counter(prompts.dropped) for prompts in self.data.evaluation.values()), Counter[str]())

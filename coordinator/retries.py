@@ -157,12 +157,15 @@ async def _work(app: App) -> None:
 
     Raises: AlreadyExists: another coordinator is alive.
     """
+    was_led = app.stood_by
     if not app.stood_by:
         with in_part("lease"):
-            last = await asyncio.to_thread(app.lead.rendezvous.leader)
+            was_led = (await asyncio.to_thread(app.lead.rendezvous.leader)).token > 0
             await asyncio.to_thread(app.lead.claim, 2 * app.config.sync.lease_ttl_s)
-        # A cluster keeps its Redis while nothing of the run is there: its pods say who comes.
-        app = replace(await as_leader(app), follows=last.token > 0 and app.cluster is None)
+        app = await as_leader(app)
+    if app.inputs.has_begun:
+        # A Redis that knows who has led before knows who lives. Into another one those announce themselves in a lease.
+        app = replace(app, others_s=0.0 if was_led else app.config.sync.lease_ttl_s)
     if not app.owner.is_launched:
         resolved = dump_resolved(app.config)
         await asyncio.to_thread(note_config, app.environment.run_dir, resolved, app.leading.check)
@@ -197,7 +200,7 @@ async def _attempt(app: App) -> bool:
                 *(app.config, app.registry, app.identity, stack, app.cluster, app.lead.fence),
                 wanted=app.view.replicas,
                 resumed=app.inputs.resumed,
-                for_others=not app.follows,
+                others_s=app.others_s,
             )
         app.view.fleet = services.fleet
         await services.wait_for_trainer(app.config.run.startup_timeout_s)
@@ -237,7 +240,7 @@ async def _from_checkpoint(app: App) -> App:
     """Return the app as after a restart with --resume from the newest checkpoint, and warn of the lost iterations."""
     done = app.inputs.state.iteration
     app.observed.life.begins("trainer restarted", done, app.inputs.state.totals.generated_tokens)
-    app = await _as_on_disk(app)
+    app = replace(await _as_on_disk(app), others_s=0.0)
     state = app.inputs.state
     message = f"trainer restarted: resuming after iteration {state.iteration}, {done} were done"
     log.warning(message, iteration=state.iteration, done=done)

@@ -4,6 +4,7 @@ How long is enough depends on who starts the services: an `Outlook` knows.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,20 +53,17 @@ class Outlook(Protocol):
 
 
 class LeaseOutlook(Outlook):
-    """Of services that were running: those that live announce themselves within a lease."""
+    """Of services of which nothing is known but that they are announced, or not."""
 
     def __init__(self, config: RunConfig, registry: Registry) -> None:
         self._config, self._registry = config, registry
-        self._enough_s: float | None = None
 
     def update(self, announced: AnnouncedServices) -> None:
-        """Nothing: a lease is a matter of time."""
+        """Nothing: there is no one to ask."""
 
     def may_come(self, announced: AnnouncedServices) -> bool:
-        """Whether fewer than sync.lease_ttl_s have passed since enough were announced."""
-        now_s = time.monotonic()
-        self._enough_s = now_s if self._enough_s is None else self._enough_s
-        return now_s - self._enough_s < self._config.sync.lease_ttl_s
+        """Return True: they may."""
+        return True
 
     def patience_s(self, announced: AnnouncedServices) -> float:
         """Return run.startup_timeout_s."""
@@ -77,7 +75,7 @@ class LeaseOutlook(Outlook):
 
 
 async def wait_for_enough(
-    config: RunConfig, registry: Registry, outlook: Outlook, wanted: Callable[[], int], *, for_others: bool = True
+    config: RunConfig, registry: Registry, outlook: Outlook, wanted: Callable[[], int], *, others_s: float = math.inf
 ) -> ServiceRecord:
     """Wait until the trainer and rollout.min_replicas are announced, and for the others as long as they may come.
 
@@ -85,20 +83,21 @@ async def wait_for_enough(
 
     Args:
         wanted: returns how many replicas there should be now.
-        for_others: False: do not wait for the others.
+        others_s: how long to wait for the others at most, from the moment that enough are announced.
     Returns: the trainer's record.
     Raises:
         DeadlineExceeded: with the services that are announced, and the outlook's troubles.
         Unavailable: as the outlook says.
     """
-    start_s = time.monotonic()
+    start_s, enough_s = time.monotonic(), math.inf
     while True:
         announced = await asyncio.to_thread(_read, registry)
         await asyncio.to_thread(outlook.update, announced)
         waited_s = time.monotonic() - start_s
         num_replicas = len(announced.rollouts)
         if announced.trainers and num_replicas >= config.rollout.min_replicas:
-            is_late = waited_s >= config.run.startup_timeout_s or not for_others
+            enough_s = min(enough_s, waited_s)
+            is_late = waited_s >= min(config.run.startup_timeout_s, enough_s + others_s)
             if is_late or num_replicas >= wanted() or not outlook.may_come(announced):
                 return announced.trainers[0]
         elif waited_s >= (timeout_s := outlook.patience_s(announced)):

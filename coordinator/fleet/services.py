@@ -1,6 +1,7 @@
 """The services of a run: finds them in the registry, connects to them, collects their versions."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -127,7 +128,7 @@ async def find_services(
     *,
     wanted: Callable[[], int],
     resumed: bool = False,
-    for_others: bool = True,
+    others_s: float = math.inf,
 ) -> Services:
     """Wait until trainer and replicas have announced themselves, and open channels to them, as `identity`.
 
@@ -136,7 +137,7 @@ async def find_services(
         fence: the coordinator's, for calls to the trainer.
         wanted: returns how many replicas there should be now.
         resumed: the run is resumed: rollout.min_replicas are enough, the others join later.
-        for_others: as in wait_for_enough.
+        others_s: as in wait_for_enough.
     Raises: DeadlineExceeded: names the services missing after run.startup_timeout_s; TrainerDead: its pods have failed.
     """
     if cluster is None and not resumed:
@@ -147,7 +148,7 @@ async def find_services(
             from coordinator.fleet.kubernetes.arrivals import ClusterOutlook
 
             outlook = ClusterOutlook(config, cluster)
-        record = await wait_for_enough(config, registry, outlook, wanted, for_others=for_others)
+        record = await wait_for_enough(config, registry, outlook, wanted, others_s=others_s)
     trainer = Trainer(record.address, identity, fence)
     stack.push_async_callback(trainer.close)
     watched = WatchedFleet(registry, trainer, identity)

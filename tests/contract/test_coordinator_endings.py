@@ -11,6 +11,7 @@ from coordinator.app import conduct
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import NotFinite
 from servicekit.lifecycle.exit_codes import EXIT_FAILED, EXIT_LOST_TRAINER
+from servicekit.redis import client
 from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import newest_sound
 from tandem_files.ledger.life import read_life
@@ -19,6 +20,7 @@ from tests.fakes.fake_fleet import announced_fleet
 from tests.fakes.fake_trainer import FakeTrainer
 from tests.kit.folders import fill, small_disk
 from tests.kit.waiting import until
+from weightsync.membership.coordinator_lease import CoordinatorLease
 from weightsync.membership.rendezvous import COORDINATOR_SLOT, Rendezvous
 
 SELDOM = {"checkpoint_every": 100, "evaluate_every": 100, "iterations": 100}
@@ -234,9 +236,33 @@ async def test_a_restarted_coordinator_goes_on_with_min_replicas(
     """One of two is away for good: the run goes on in a lease's time, not after run.startup_timeout_s, nor never."""
     config = with_settings(config, run={"startup_timeout_s": 60}, sync={"lease_ttl_s": 1.0})
     async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
+        fleet.trainer_service.faults.extend([None, None, NotFinite("planted")])
+        assert await conduct(config, environment, resume=True, stop=asyncio.Event()) == EXIT_FAILED
         fleet.registries["rollout-1"].withdraw()
+        with client.connect(environment.redis_url) as redis:  # which has lost who led the run
+            redis.delete(f"{{tandem:{environment.run_id}}}:state")
+        asked = len(fleet.rollout_services[1].requests)
         assert await asyncio.wait_for(conduct(config, environment, resume=True, stop=asyncio.Event()), 40) == 0
-        assert fleet.rollout_services[1].requests == []
+        assert len(fleet.rollout_services[1].requests) == asked
+    assert len(rows(environment)) == 6
+
+
+@pytest.mark.parametrize("standby", [False, True])
+async def test_a_run_that_has_not_begun_waits_for_all_replicas_however_it_is_started(
+    config: RunConfig, environment: ServiceEnvironment, standby: bool
+) -> None:
+    """Compose and clusters start every attempt with --resume, and a standby leads immediately if it is the first."""
+    config = with_settings(config, run={"startup_timeout_s": 3.0}, sync={"lease_ttl_s": 0.5})
+    clock = asyncio.get_running_loop().time
+    async with announced_fleet(environment.redis_url, environment.run_id) as fleet:
+        fleet.registries["rollout-1"].withdraw()
+        group = Rendezvous(environment.redis_url, f"tandem:{environment.run_id}")
+        lead = CoordinatorLease(group, 0.5)  # that of a coordinator which was killed while it waited
+        lead.claim(0.0)
+        lead.close()
+        begun_s = clock()
+        assert await conduct(config, environment, resume=True, stop=asyncio.Event(), standby=standby) == 0
+        assert clock() - begun_s > 3.0
     assert len(rows(environment)) == 6
 
 

@@ -7,10 +7,10 @@ that is suspended
 dead                     ends the wait: a person must act
 unknown                  is waited for, up to run.startup_timeout_s
 
-All of rollout.replicas whose pods are starting are waited for, up to run.startup_timeout_s, because the first iteration
-begins with those that are present. Replicas that are unschedulable or cannot start are not waited for, but at least
-rollout.min_replicas are needed: while so many may still come, they are waited for as long as a trainer is. Later ones
-are seeded when they come.
+A run that has not begun waits for all of rollout.replicas whose pods are starting, up to run.startup_timeout_s: its
+first iteration begins with those that are present. Replicas that are unschedulable or cannot start are not waited for,
+but at least rollout.min_replicas are needed: while so many may still come, they are waited for as long as a trainer is.
+Later ones are seeded when they come.
 """
 
 import math

@@ -1,6 +1,7 @@
 """What a run that starts waits for, by name, until it is announced; and for how long."""
 
 import asyncio
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,7 +66,7 @@ def test_replicas_of_a_cluster_are_counted() -> None:
 
 
 async def test_a_start_waits_for_as_many_replicas_as_there_should_be_now() -> None:
-    settings, registry = waits(1, 600.0, 600.0), FakeRegistry(0, 2)
+    settings, registry = waits(1, 600.0), FakeRegistry(0, 2)
     wanted = iter([3, 3, 1])
     found = wait_for_enough(settings, registry, LeaseOutlook(settings, registry), lambda: next(wanted))  # type: ignore[arg-type]
     assert (await asyncio.wait_for(found, 5)).name == "trainer"
@@ -73,26 +74,26 @@ async def test_a_start_waits_for_as_many_replicas_as_there_should_be_now() -> No
     assert (list(names), len(names), "rollout-1" in names) == (["rollout-0", "rollout-1"], 2, True)
 
 
-def waits(min_replicas: int, timeout_s: float, lease_ttl_s: float) -> RunConfig:
-    rollout = {"replicas": 3, "min_replicas": min_replicas}
-    run, sync = {"startup_timeout_s": timeout_s}, {"lease_ttl_s": lease_ttl_s}
-    return RunConfig.model_validate({**CONFIG, "rollout": rollout, "run": run, "sync": sync})
+def waits(min_replicas: int, timeout_s: float) -> RunConfig:
+    rollout, run = {"replicas": 3, "min_replicas": min_replicas}, {"startup_timeout_s": timeout_s}
+    return RunConfig.model_validate({**CONFIG, "rollout": rollout, "run": run})
 
 
 @pytest.mark.parametrize(
-    ("most", "timeout_s", "lease_ttl_s"),
-    [(4, 600.0, 600.0), (2, 600.0, 0.5), (2, 0.3, 600.0)],
-    ids=["all are announced", "a lease after enough", "at the latest at the end of the time to start"],
+    ("most", "timeout_s", "others_s"),
+    [(4, 600.0, math.inf), (2, 600.0, 0.5), (2, 600.0, 0.0), (2, 0.3, math.inf)],
+    ids=["all are announced", "a while after enough", "enough", "at the latest at the end of the time to start"],
 )
-async def test_enough_services_are_waited_for(most: int, timeout_s: float, lease_ttl_s: float) -> None:
-    settings, registry = waits(1, timeout_s, lease_ttl_s), FakeRegistry(0, most)
-    waiting = wait_for_enough(settings, registry, LeaseOutlook(settings, registry), lambda: 3)  # type: ignore[arg-type]
+async def test_enough_services_are_waited_for(most: int, timeout_s: float, others_s: float) -> None:
+    settings, registry = waits(1, timeout_s), FakeRegistry(0, most)
+    outlook = LeaseOutlook(settings, registry)  # type: ignore[arg-type]
+    waiting = wait_for_enough(settings, registry, outlook, lambda: 3, others_s=others_s)  # type: ignore[arg-type]
     trainer = await asyncio.wait_for(waiting, 5)
     assert (trainer.name, registry.asked >= most) == ("trainer", True)
 
 
 async def test_too_few_services_are_named_with_the_failures_of_others() -> None:
-    settings, registry = waits(2, 0.3, 600.0), FakeRegistry(0, 2)
+    settings, registry = waits(2, 0.3), FakeRegistry(0, 2)
     said = r"waited 0.3 s for the trainer and 2 replicas .*; announced: trainer, rollout-2; rollout-0 failed: no GPU"
     with pytest.raises(DeadlineExceeded, match=said):
         await wait_for_enough(settings, registry, LeaseOutlook(settings, registry), lambda: 3)  # type: ignore[arg-type]
