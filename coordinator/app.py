@@ -12,7 +12,7 @@ from coordinator.environments.conversations import environments_of, started_envi
 from coordinator.fleet.arrivals import note_arrivals
 from coordinator.fleet.view import FleetView
 from coordinator.inputs import Inputs, differences_from_run, read_inputs
-from coordinator.leader_lease import RunOver, Standby, is_led
+from coordinator.leader_lease import RunOver, Standby, check_lease, is_led
 from coordinator.record.health import logprob_limits
 from coordinator.record.metrics_row import numeric
 from coordinator.record.resuming import reward_facts
@@ -237,6 +237,7 @@ def release_unled(config: RunConfig, environment: ServiceEnvironment, why: str) 
         lead.claim(2 * config.sync.lease_ttl_s)
         try:
             if cluster is not None:
+                cluster.api.before_change = partial(check_lease, lead)
                 cluster.release(why)
         finally:
             lead.close()

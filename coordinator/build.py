@@ -119,8 +119,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
     limits = logprob_limits((config.model.dtype, config.sync.dtype), config.grpo.logprob_diff_limit)
     progress = Progress(state=inputs.state, events=app.events, limits=limits, life=app.observed.life)
     rows = MetricsFile(app.environment.run_dir / METRICS_FILE)
-    leading = app.leading
-    ledger = _ledger(app, progress, leading)
+    ledger = _ledger(app, progress)
     returning = _returning(app, services, ledger, progress)
     schedule = SyncSchedule(
         grpo=config.grpo,
@@ -146,7 +145,7 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
         returning=returning,
         evaluations=_evaluations(app, services, scorer, rollouts, lending, progress),
         rows=rows,
-        checkpoints=_checkpoints(app, services, progress, rows, ledger, leading),
+        checkpoints=_checkpoints(app, services, progress, rows, ledger),
         exporter=_exporter(app, services, progress),
         control=app.control,
         dropped_prompts=inputs.dropped_prompts(),
@@ -159,12 +158,12 @@ def build_run(app: App, services: Services, group: WeightGroup, lead: LeaderLeas
         resumed=inputs.resumed,
         checkpoint=inputs.checkpoint,
         last=inputs.last,
-        lead=leading,
+        lead=app.leading,
         sinks=_sinks(app, progress),
     )
 
 
-def _ledger(app: App, progress: Progress, lead: LeaderCheck) -> Ledger:
+def _ledger(app: App, progress: Progress) -> Ledger:
     config, inputs = app.config, app.inputs
     max_staleness, waves_ahead = bounds_of(config)
     return Ledger(
@@ -178,7 +177,7 @@ def _ledger(app: App, progress: Progress, lead: LeaderCheck) -> Ledger:
         waves_ahead=waves_ahead,
         budget=config.run.missed_checkpoint_budget,
         redoes=config.trainer.resumes_exactly,
-        check=lead.check,
+        check=app.leading.check,
         warn=partial(progress.warn, "ledger"),
     )
 
@@ -195,9 +194,7 @@ def _returning(app: App, services: Services, ledger: Ledger, progress: Progress)
     )
 
 
-def _checkpoints(
-    app: App, services: Services, progress: Progress, rows: MetricsFile, ledger: Ledger, lead: LeaderCheck
-) -> RunCheckpoints:
+def _checkpoints(app: App, services: Services, progress: Progress, rows: MetricsFile, ledger: Ledger) -> RunCheckpoints:
     config, run_dir, state = app.config, app.environment.run_dir, app.inputs.state
     return RunCheckpoints(
         run_dir=run_dir,
@@ -209,14 +206,14 @@ def _checkpoints(
             background=config.run.checkpoint_async,
             mark=mark_of(config, app.owner.run_id),
             left=partial(progress.note_left, "checkpoints"),
-            check=lead.check,
+            check=app.leading.check,
         ),
         missed=MissedCheckpoints(state=state, progress=progress, budget=config.run.missed_checkpoint_budget),
         state=state,
         progress=progress,
         rows=rows,
         ledger=ledger,
-        lead=lead,
+        lead=app.leading,
         every=config.run.checkpoint_every,
     )
 
@@ -229,6 +226,7 @@ def _exporter(app: App, services: Services, progress: Progress) -> Exporter:
         keep=app.config.run.keep_exports,
         template=app.inputs.data.train.formats.own_template,
         left=partial(progress.note_left, "exports"),
+        check=app.leading.check,
     )
 
 

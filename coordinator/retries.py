@@ -41,7 +41,7 @@ from servicekit.lifecycle.exit_codes import EXIT_GIVEN_UP, EXIT_OK
 from servicekit.lifecycle.tasks import cancel, end_of, first_of
 from servicekit.logs import get_logger
 from tandem_config.loading import dump_resolved
-from tandem_files.atomic import no_check, write_bytes_atomic, write_json_atomic
+from tandem_files.atomic import no_check, remove_each, write_bytes_atomic, write_json_atomic
 from tandem_files.checkpoints import newest_iteration
 from tandem_files.leader import FAILURES_FILE, read_failures, take_folder
 from tandem_files.run_config import note_config
@@ -81,7 +81,7 @@ async def run_or_stop(app: App, stop: asyncio.Event) -> int:
     error = Internal("the run was cancelled from inside: see the log") if work.cancelled() else work.exception()
     if error is None:
         await _end(app, State.FINISHED)
-        await asyncio.to_thread(forget_failures, app.environment.run_dir)
+        await asyncio.to_thread(forget_failures, app.environment.run_dir, app.leading.check)
         await _release(app, stop, "the run is finished")
         return EXIT_OK
     if isinstance(error, TrainerLost):
@@ -138,7 +138,7 @@ def code_after_failure(
             noted = {"iteration": began, "failures": 0, "given_up": leading.leader.token}
             write_json_atomic(run_dir / FAILURES_FILE, noted, check)
         elif failures >= MAX_FAILURES:
-            forget_failures(run_dir)
+            forget_failures(run_dir, check)
     except (OSError, TandemError) as error:
         log.error("failure not counted", error=describe(error))
         return otherwise
@@ -338,12 +338,14 @@ def note_failure(run_dir: Path, began: int, before_write: Callable[[], None] = n
     return failures
 
 
-def forget_failures(run_dir: Path) -> None:
-    """Begin to count anew: the run is over, or is given up, and a person decides."""
+def forget_failures(run_dir: Path, before_write: Callable[[], None] = no_check) -> None:
+    """Begin to count anew: the run is over, or is given up, and a person decides. Takes: as remove_each."""
     try:
-        (run_dir / FAILURES_FILE).unlink(missing_ok=True)
-    except OSError as error:
-        log.warning("count of failures not removed", error=str(error))
+        left = remove_each([run_dir / FAILURES_FILE], before_write)
+    except TandemError as error:
+        left = [describe(error)]
+    for text in left:
+        log.warning("count of failures not removed", error=text)
 
 
 def _known(run_dir: Path, began: int) -> int:

@@ -166,7 +166,7 @@ class Run:
         self.progress.warn_if("reward_changed", reward_warning(self.state.rewards, self.reward_facts))
         self.state.rewards = dict(self.reward_facts)
         await self._note_renewal()
-        self.exporter.note_template(self.lead.check)
+        self.exporter.note_template()
         self._announce("sync")
         serves = saved + 1 if self._sent else None
         if not is_ahead:

@@ -57,24 +57,28 @@ def export_folder(run_dir: Path, iteration: int) -> Path:
     return run_dir / FOLDER / f"iteration-{iteration:06d}"
 
 
-def prune_exports(run_dir: Path, newest: int, keep: int) -> list[Path]:
+def prune_exports(run_dir: Path, newest: int, keep: int, before_write: Callable[[], None] = no_check) -> list[Path]:
     """Remove all but the `keep` newest exports, and what an unfinished one has left; call it while none is written.
 
     Exports after iteration `newest` are of iterations that a resumed run repeats: they neither count nor are removed.
 
-    Returns: the exports that were removed.
+    Returns: the exports that were removed. Takes: as remove_each.
     Raises: NotRemoved: some could not be; the others are gone. One of which a part is left is no export any more, and
         goes first the next time.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got {keep}")
-    left = remove_each(path for path in (run_dir / FOLDER).iterdir() if _UNFINISHED.fullmatch(path.name))
+    unfinished = (path for path in (run_dir / FOLDER).iterdir() if _UNFINISHED.fullmatch(path.name))
+    left = remove_each(unfinished, before_write)
     old = [path for number, path in list_exports(run_dir) if number <= newest][:-keep]
     for path in old:
         aside = path.with_name(f".{path.name}.old")
         with contextlib.suppress(OSError):  # else it is removed where it is
-            path.rename(aside)
-        left += remove_each([path, *([aside] if aside.exists() else [])])
+            inode = path.stat().st_ino
+            before_write()
+            if path.stat().st_ino == inode:  # else whoever has taken over has made it anew
+                path.rename(aside)
+        left += remove_each([path, *([aside] if aside.exists() else [])], before_write)
     if left:
         raise NotRemoved(left)
     return old

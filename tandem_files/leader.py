@@ -18,6 +18,7 @@ import shutil
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,15 @@ from tandem_files.ledger.life import LIFE_FILE
 from tandem_files.ledger.records import groups_files, segments, step_files
 from tandem_files.metrics_file import METRICS_FILE
 from tandem_files.run_config import NEXT_CONFIG, RESOLVED_CONFIG
-from tandem_files.run_folder import STATE_FILE, SUMMARY_FILE
+from tandem_files.run_folder import SCALE_FILE, STATE_FILE, SUMMARY_FILE
 
 LEADER_FILE = "leader.json"
 FAILURES_FILE = "failures.json"
 PLACEMENT_FILE = "placement.json"
-# Files of the run's folder that coordinators alone replace, and folders with such files.
+# Files of the run's folder that coordinators replace, and folders with such files. The launcher writes sizes, too.
 REPLACED = (
     *(LEADER_FILE, STATE_FILE, SUMMARY_FILE, METRICS_FILE, LIFE_FILE, FAILURES_FILE),
-    *(RESOLVED_CONFIG, NEXT_CONFIG, CHAT_TEMPLATE, PLACEMENT_FILE),
+    *(RESOLVED_CONFIG, NEXT_CONFIG, CHAT_TEMPLATE, PLACEMENT_FILE, SCALE_FILE),
 )
 _FOLDERS = ("checkpoints", "checkpoints/step-*", "samples", "ledger")
 
@@ -88,16 +89,18 @@ def take_folder(run_dir: Path, leader: FolderLeader, before_write: Callable[[], 
 
     Args:
         before_write: raises if yet another coordinator leads the run.
-    Raises: OSError: leader.json cannot be written.
+    Raises: OSError: leader.json cannot be written; Fenced: yet another one has taken the folder meanwhile.
     """
+    before_write()
     _remove_temporary(run_dir)  # leader.json's own: one before us may be about to rename it
     write_json_atomic(run_dir / LEADER_FILE, asdict(leader), before_write)
+    leader.check(run_dir)
     _remove_temporary(run_dir)
     newest = (*list(segments(run_dir).values())[-1:], *list(step_files(run_dir).values())[-1:])
     ledger = (*groups_files(run_dir).values(), *newest)
     for path in (run_dir / METRICS_FILE, run_dir / LIFE_FILE, *ledger):
         try:
-            _renew(path)
+            _renew(path, partial(leader.check, run_dir))
         except FileNotFoundError:
             continue
         except OSError as error:  # e.g. a full disk: the check before each write is left
@@ -110,13 +113,14 @@ def _remove_temporary(run_dir: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _renew(path: Path) -> None:
-    """Replace a file by its copy. Raises: OSError."""
+def _renew(path: Path, check: Callable[[], None]) -> None:
+    """Replace a file by its copy, unless another coordinator has it open by now. Raises: OSError; as check."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     with naming(path):
         try:
             shutil.copy2(path, temporary)  # with its time: when the one before wrote last (watch/life.py)
             sync_file(temporary)
+            check()
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)

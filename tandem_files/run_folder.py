@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from servicekit.errors import ConfigError
 from servicekit.security.run_token import own_token
-from tandem_files.atomic import naming, write_json_atomic
+from tandem_files.atomic import naming, no_check, write_json_atomic
 from tandem_files.checkpoints import list_complete, read_complete
 from tandem_files.metrics_file import METRICS_FILE, MetricsFile, Row
 from tandem_files.run_config import NEXT_CONFIG
@@ -30,7 +30,7 @@ RUN_FILE = "run.json"
 _LOCK = ".lock"
 _NOTES = "launcher.json"
 # How many replicas the run has, and how many `tandem scale` has asked for last.
-_SCALE, _WISH = "scale.json", "scale.wish.json"
+SCALE_FILE, _WISH = "scale.json", "scale.wish.json"
 _TOKEN = ".token"
 _NUMBERS = ("replicas", "configured")
 
@@ -275,14 +275,18 @@ def read_notes(run_dir: Path) -> LauncherNotes | None:
         return None
 
 
-def write_scale(run_dir: Path, noted: Scale | Wish) -> None:
-    """Replace the scale, or the wish, atomically. Raises: OSError."""
-    write_json_atomic(run_dir / (_SCALE if isinstance(noted, Scale) else _WISH), asdict(noted))
+def write_scale(run_dir: Path, noted: Scale | Wish, before_write: Callable[[], None] = no_check) -> None:
+    """Replace the scale, or the wish, atomically. Takes: as write_bytes_atomic. Raises: OSError."""
+    path = run_dir / (SCALE_FILE if isinstance(noted, Scale) else _WISH)
+    try:
+        write_json_atomic(path, asdict(noted), before_write)
+    except FileNotFoundError:  # a coordinator that takes the folder over (leader.py), which leads no launcher
+        write_json_atomic(path, asdict(noted), before_write)
 
 
 def read_scale(run_dir: Path) -> Scale | None:
     """Read how many replicas there should be; None: it was not set. Raises: ConfigError: the file is damaged."""
-    return _read_noted(run_dir / _SCALE, Scale)
+    return _read_noted(run_dir / SCALE_FILE, Scale)
 
 
 def read_wish(run_dir: Path) -> Wish | None:

@@ -21,6 +21,7 @@ class Exporter:
         keep: number of newest exports to keep, besides the final one.
         template: the chat template that replaces the tokenizer's; None: none does.
         left: called with what could not be removed of old exports (tandem_files.atomic.remove_each).
+        check: raises if another coordinator leads the run; called before each is removed, in a thread.
     """
 
     run_dir: Path
@@ -29,10 +30,11 @@ class Exporter:
     keep: int
     template: str | None
     left: Callable[[Sequence[str]], object]
+    check: Callable[[], None]
 
-    def note_template(self, before_write: Callable[[], None]) -> None:
+    def note_template(self) -> None:
         """Record the chat template in the run's folder, for the trainer's exports and those of `tandem export`."""
-        note_template(self.run_dir, self.template, before_write)
+        note_template(self.run_dir, self.template, self.check)
 
     def is_due(self, iteration: int) -> bool:
         """Whether the policy is exported after `iteration`."""
@@ -48,7 +50,7 @@ class Exporter:
         if not problem:
             left: list[str] = []
             try:
-                await asyncio.to_thread(prune_exports, self.run_dir, iteration, self.keep)
+                await asyncio.to_thread(prune_exports, self.run_dir, iteration, self.keep, self.check)
             except NotRemoved as error:
                 left = error.left
             except OSError as error:

@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 
+from coordinator.app import conduct, release_unled
+from coordinator.fleet.kubernetes.api.client import KubeApi
+from coordinator.fleet.kubernetes.api.pod_sets import PodSet
 from coordinator.retries import MAX_FAILURES
 from launcher.view.status import describe
 from servicekit.environment import ServiceEnvironment
-from servicekit.errors import Internal
+from servicekit.errors import Internal, PeerLost
 from tandem_config.loading import dump_resolved
 from tandem_config.schema import RunConfig
 from tandem_files.checkpoints import list_complete
@@ -37,10 +40,12 @@ from tests.fakes.cluster.fake_cluster import FakeCluster
 from tests.fakes.cluster.kinds import CONTROLLERS
 from tests.fakes.cluster.requests import COORDINATOR
 from tests.fakes.cluster.verbs import told_to_end
-from tests.fakes.fake_fleet import announced, fake_fleet
+from tests.fakes.fake_fleet import announced, announced_fleet, fake_fleet
 from tests.fakes.fake_rollout_set import FakeRolloutSet, fake_rollout_set
 from tests.fakes.fake_trainer import FakeTrainer
 from tests.kit.waiting import until
+from weightsync.membership.coordinator_lease import CoordinatorLease
+from weightsync.membership.rendezvous import COORDINATOR_SLOT, Rendezvous
 
 pytestmark = pytest.mark.integration
 DEADLINE_S = 60.0
@@ -302,6 +307,40 @@ async def test_replicas_that_are_all_preempted_are_waited_for_as_long_as_they_ar
         assert await asyncio.to_thread(coordinator.stop) == 0
 
 
+@pytest.mark.parametrize("lost", ["coordinator", "trainer"])
+async def test_a_run_that_continues_waits_for_no_pod_that_starts(
+    api: FakeCluster, kube_config: RunConfig, environment: ServiceEnvironment, lost: str, tmp_path: Path
+) -> None:
+    """It works with what is there; the replica joins when it comes."""
+    kubeconfig = api.write_kubeconfig(tmp_path / "in-process", NAMESPACE, user=COORDINATOR)
+    fleet = {"scale": False, "release_after_s": None, "kubeconfig": kubeconfig}
+    config = with_settings(kube_config, run={"iterations": 6, "startup_timeout_s": 600.0}, fleet=fleet)
+    config = with_settings(config, rollout={"replicas": 3}, trainer={"checkpoint_optimizer": False})
+    run_id = environment.run_id
+    held = [{"type": "PodScheduled", "status": "False", "message": "insufficient nvidia.com/gpu"}]
+    for name in ("rollout-0", "rollout-1", "trainer-0"):
+        api.put(pod(name, component=name.partition("-")[0], run_id=run_id))
+    api.put(pod("rollout-2", run_id=run_id, ready=False, phase="Pending", conditions=held))
+
+    async def fail(step: int) -> None:
+        if step != 3 or api.get("Pod", "rollout-2", NAMESPACE)["status"]["conditions"] != held:
+            return
+        api.put(pod("rollout-2", run_id=run_id, ready=False, phase="Pending"))
+        if lost == "trainer":
+            status = {"name": "main", "image": "i", "imageID": "", "ready": True, "restartCount": 1, "state": {}}
+            api.put(pod("trainer-0", component="trainer", run_id=run_id, containerStatuses=[status]))
+            raise PeerLost("a rank is gone")
+        raise Internal("cuda error")
+
+    trainer = FakeTrainer(before_step=fail)
+    async with announced_fleet(environment.redis_url, run_id, trainer), asyncio.timeout(DEADLINE_S):
+        codes = [await conduct(config, environment, resume=True, stop=asyncio.Event())]
+        if lost == "coordinator":
+            codes.append(await conduct(config, environment, resume=True, stop=asyncio.Event()))
+    assert codes == ([1, 0] if lost == "coordinator" else [0])
+    assert len(rows(environment)) == 6
+
+
 async def test_what_keeps_a_run_from_starting_is_in_its_status(
     api: FakeCluster,
     kube_config: RunConfig,
@@ -447,6 +486,28 @@ async def test_gpus_are_given_back_when_a_job_will_not_try_again(
         code = await asyncio.to_thread(coordinator.process.wait, DEADLINE_S)
     assert code == (2 if why == "bad data" else 4)
     assert {each["spec"]["replicas"] for each in api.list_of("StatefulSet")} == {0}
+
+
+async def test_one_that_was_to_release_the_gpus_of_a_bad_configuration_and_froze_takes_none_from_the_next(
+    api: FakeCluster, kube_config: RunConfig, environment: ServiceEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A person has corrected the configuration meanwhile."""
+    api.put(rollout_set(2))
+    real = KubeApi.replicas_of
+    group = Rendezvous(environment.redis_url, f"tandem:{environment.run_id}")
+
+    def frozen(own: KubeApi, pod_set: PodSet) -> tuple[int, str]:
+        found = real(own, pod_set)
+        group._redis.zadd(f"{{tandem:{environment.run_id}}}:leases", {COORDINATOR_SLOT: 0})
+        group.lead(COORDINATOR_SLOT, "the next one", 30.0)
+        return found
+
+    monkeypatch.setattr(KubeApi, "replicas_of", frozen)
+    monkeypatch.setattr(CoordinatorLease, "left_s", 0.0)  # it was frozen for longer
+    kubeconfig = api.write_kubeconfig(environment.run_dir / "kubeconfig", NAMESPACE, user=COORDINATOR)
+    config = with_settings(kube_config, fleet={"kubeconfig": kubeconfig})
+    await asyncio.to_thread(release_unled, config, environment, "bad configuration")
+    assert api.get("StatefulSet", "rollout", NAMESPACE)["spec"]["replicas"] == 2
 
 
 async def test_a_run_waits_for_a_trainer_that_is_rescheduled_and_ends_with_one_that_is_dead(

@@ -28,7 +28,7 @@ from coordinator.fleet.kubernetes.returns import TrainerGuard
 from coordinator.fleet.kubernetes.troubles import Troubles
 from coordinator.watch.events import EventKind, EventLog
 from servicekit.environment import ServiceEnvironment
-from servicekit.errors import Aborted, ConfigError, DeadlineExceeded, PermissionDenied, Unavailable
+from servicekit.errors import Aborted, ConfigError, DeadlineExceeded, Fenced, PermissionDenied, Unavailable
 from servicekit.redis.records import ServiceRecord
 from servicekit.redis.registry import Registry
 from tandem_api.weights.v1 import weights_pb2
@@ -307,6 +307,54 @@ async def test_a_conflict_that_stays_names_verb_and_resource(api: FakeCluster, s
     api.conflict("patch statefulsets/scale", times=99)
     with pytest.raises(Aborted, match=r"patch statefulsets/scale.apps rollout in namespace tandem"):
         await asyncio.to_thread(cluster.api.scale, STATEFUL_SET, 3)
+
+
+@pytest.mark.parametrize("change", ["evict", "scale", "delete"])
+async def test_a_coordinator_that_is_replaced_between_two_tries_changes_nothing(
+    change: str, api: FakeCluster, start: Start
+) -> None:
+    """As it is when it was frozen while it waited to try again."""
+    for obj in (rollout_set(5), job_set(), pod("rollout-0")):
+        api.put(obj)
+    cluster = await start(trainer_set_kind="JobSet")
+    checks = list[int]()
+
+    def check() -> None:
+        checks.append(1)
+        if len(checks) > 1:
+            raise Fenced("coordinator b has taken over the run")
+
+    cluster.api.before_change = check
+    api.conflict("patch statefulsets/scale", times=1)
+    for request in ("create pods/eviction", "delete jobsets"):
+        api.throttle(request, times=1, retry_after_s=0)
+    given: dict[str, tuple[Any, ...]] = {
+        "evict": (cluster.pods.pods[0],),
+        "scale": (STATEFUL_SET, 0),
+        "delete": (cluster.trainer_set,),
+    }
+    with pytest.raises(Fenced):
+        await asyncio.to_thread(getattr(cluster.api, change), *given[change])
+    assert size_of(api) == 5
+    assert len(api.list_of("JobSet")) == 1
+    assert "deletionTimestamp" not in api.get("Pod", "rollout-0", NAMESPACE)["metadata"]
+
+
+async def test_a_coordinator_that_was_replaced_after_it_read_a_size_does_not_change_it(
+    api: FakeCluster, start: Start
+) -> None:
+    """Its successor has not changed the set, so nothing conflicts."""
+    api.put(rollout_set(5))
+    cluster = await start()
+
+    def check() -> None:
+        if api.seen["get statefulsets/scale"]:
+            raise Fenced("coordinator b has taken over the run")
+
+    cluster.api.before_change = check
+    with pytest.raises(Fenced):
+        await asyncio.to_thread(cluster.api.scale, STATEFUL_SET, 0)
+    assert size_of(api) == 5
 
 
 async def test_repeated_events_are_one_with_a_count(api: FakeCluster, start: Start) -> None:

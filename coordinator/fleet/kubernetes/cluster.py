@@ -167,7 +167,6 @@ class Cluster:
 
         What is refused is a trouble, and in the log.
         """
-        self._placement.forget()
         for pod_set in (self.rollout_set, self.trainer_set):
             try:
                 before = self._empty(pod_set)
@@ -182,7 +181,8 @@ class Cluster:
                 self.recorder.record(About.pod_set(pod_set), "TandemReleased", f"{before}, now none: {why}")
 
     def _empty(self, pod_set: PodSet) -> str:
-        """Take all pods from a set. Returns: its size before, as text; "" if it had none."""
+        """Take all pods from a set, for good. Returns: its size before, as text; "" if it had none."""
+        self._placement.forget()
         if pod_set.has_scale:
             before = self.api.scale(pod_set, 0)
             return f"{before} replicas" if before else ""

@@ -25,7 +25,7 @@ from coordinator.fleet.kubernetes.pod_states import trainers
 from coordinator.fleet.kubernetes.troubles import Troubles
 from servicekit.errors import TandemError
 from servicekit.logs import get_logger
-from tandem_files.atomic import write_json_atomic
+from tandem_files.atomic import remove_each, write_json_atomic
 from tandem_files.leader import PLACEMENT_FILE
 
 # More than a rollout's 75 s to end: preemption and pods that leave may be making room already.
@@ -100,12 +100,10 @@ class RoomForTrainer:
             self._empty()
 
     def forget(self) -> None:
-        """The rollouts do not come back by this."""
+        """The rollouts do not come back by this. Raises: as before_change."""
         self.size_before, self._is_empty = None, False
-        try:
-            self._file.unlink(missing_ok=True)
-        except OSError as error:
-            log.warning("size of the rollout set not removed", file=str(self._file), error=str(error))
+        for text in remove_each([self._file], self._api.before_change):
+            log.warning("size of the rollout set not removed", error=text)
 
     def _empty(self) -> None:
         before, _ = self._api.replicas_of(self._set)

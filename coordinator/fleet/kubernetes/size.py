@@ -80,7 +80,7 @@ class RolloutSize:
             size = self._begin(size, owner)
             self._has_begun = True
         if size and size != scale_of(self._folder, self._configured):  # 0 is no one's goal
-            write_scale(self._folder, Scale(replicas=size, configured=self._configured))
+            write_scale(self._folder, Scale(replicas=size, configured=self._configured), self._api.before_change)
             log.info("rollout set has another size", pod_set=str(self._set), replicas=size, set_by=owner or "manifest")
         if not self._scales or not owner.startswith(_AUTOSCALERS):
             return ""

@@ -521,9 +521,10 @@ def test_replicas_that_should_be_there_are_those_with_pods_even_pending_ones(tmp
 
 
 @pytest.mark.parametrize("change", ["evict", "scale", "delete"])
-def test_a_replaced_coordinator_changes_nothing_in_the_cluster(change: str) -> None:
+def test_a_replaced_coordinator_changes_nothing_in_the_cluster(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call would fail with another error: there is no server."""
     api = KubeApi(client.ApiClient(), "tandem", timeout_s=0.1)
+    monkeypatch.setattr(api, "replicas_of", lambda _: (5, "1"))
 
     def check() -> None:
         raise Fenced("coordinator b has taken over the run")

@@ -12,7 +12,7 @@ from coordinator.fleet.kubernetes.api.pods import Pod, PodOutlook
 from coordinator.fleet.kubernetes.placement import AFTER_S, RoomForTrainer
 from coordinator.fleet.kubernetes.troubles import Troubles
 from coordinator.watch.events import EventLog
-from servicekit.errors import PermissionDenied, Unavailable
+from servicekit.errors import Fenced, PermissionDenied, Unavailable
 from tandem_files.leader import PLACEMENT_FILE
 
 FULL = "unschedulable: 0/5 nodes are available: 2 node(s) had untolerated taint(s), 3 Insufficient nvidia.com/gpu."
@@ -128,6 +128,21 @@ def test_a_coordinator_that_is_started_meanwhile_brings_back_as_many_as_there_we
     scene.trainers(a_pod("trainer-0", node="gpu-0"))
     look(1.0)
     assert scene.asked == [0, 16]
+
+
+def test_a_coordinator_that_was_replaced_leaves_the_size_that_its_successor_has_noted(scene: Scene) -> None:
+    """Frozen after it has seen that the set is not at 0, while the successor has made room once more."""
+    look = emptied(scene)
+    scene.size = 5
+    noted = (scene.folder / PLACEMENT_FILE).read_text()
+
+    def replaced() -> None:
+        raise Fenced("coordinator b has taken over the run")
+
+    scene.before_change = replaced  # type: ignore[method-assign]
+    with pytest.raises(Fenced):
+        look(1.0)
+    assert (scene.folder / PLACEMENT_FILE).read_text() == noted
 
 
 def test_a_set_that_somebody_else_scales_is_theirs(scene: Scene) -> None:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -14,17 +15,24 @@ from coordinator.checkpoints.loading import set_damaged_aside
 from coordinator.data.cursor import CursorState
 from coordinator.ledger.files import LedgerFiles
 from coordinator.record.state import RunState
-from coordinator.retries import note_failure
+from coordinator.retries import forget_failures, note_failure
 from servicekit.errors import Fenced, TandemError
-from tandem_files import checkpoints
+from tandem_files import checkpoints, leader
 from tandem_files.atomic import append_json, make_way, write_bytes_atomic, write_json_atomic
-from tandem_files.exports import note_template
-from tandem_files.leader import LEADER_FILE, PLACEMENT_FILE, FolderLeader, read_leader, take_folder
+from tandem_files.exports import MARK, export_folder, note_template, prune_exports
+from tandem_files.leader import (
+    FAILURES_FILE,
+    LEADER_FILE,
+    PLACEMENT_FILE,
+    FolderLeader,
+    read_leader,
+    take_folder,
+)
 from tandem_files.ledger.life import LIFE_FILE
 from tandem_files.ledger.records import Record, framed, groups_file, segment
 from tandem_files.metrics_file import METRICS_FILE, MetricsFile
 from tandem_files.run_config import NEXT_CONFIG, adopt_next, note_config
-from tandem_files.run_folder import STATE_FILE, SUMMARY_FILE
+from tandem_files.run_folder import STATE_FILE, SUMMARY_FILE, Scale, write_scale
 from tandem_files.samples.folder import SampleFolder
 from tests.house.repository import REPO
 
@@ -117,7 +125,14 @@ def template(run_dir: Path, check: Check, by: str) -> None:
     note_template(run_dir, by, check)
 
 
+def scaled(run_dir: Path, check: Check, by: str) -> None:
+    write_scale(run_dir, Scale(replicas=len(by), configured=1, launch_id=by), check)
+
+
 WRITERS: dict[str, Writer] = {
+    "write_scale": of_call(scaled),
+    "forget_failures": of_call(lambda folder, check, by: forget_failures(folder, check)),
+    "prune_exports": of_call(lambda folder, check, by: prune_exports(folder, 4, 1, check)),
     "RunState.save": of_call(partial(saved, durable=True)),
     "RunState.note": of_call(partial(saved, durable=False)),
     "write_json_atomic": of_call(lambda folder, check, by: write_json_atomic(folder / SUMMARY_FILE, by, check)),
@@ -176,6 +191,11 @@ def run_dir(tmp_path: Path) -> Path:
         checkpoints.mark_complete(made)
     best(folder, lambda: None, "new")
     samples(folder)
+    (folder / FAILURES_FILE).write_text("{}")
+    for number in (2, 4):
+        export_folder(folder, number).mkdir(parents=True)
+        (export_folder(folder, number) / MARK).write_text("{}")
+    (export_folder(folder, 4).parent / ".iteration-000006.tmp").mkdir()
     groups_file(folder, 3).parent.mkdir()
     groups_file(folder, 3).write_bytes(framed(Record(kind="group", fields={"by": "first"})))
     segment(folder, 1).write_bytes(framed(Record(kind="segment", fields={"by": "first"})))
@@ -240,7 +260,7 @@ def frozen_change(
 # Those that remove something.
 REMOVES = (
     *("adopt_next", "note_template, none", "make_way", "mark_best, none", "prune", "set_damaged_aside"),
-    *("SampleFolder.remove", "LedgerFiles.tidy"),
+    *("SampleFolder.remove", "LedgerFiles.tidy", "forget_failures", "prune_exports"),
 )
 
 
@@ -260,7 +280,9 @@ def test_what_is_frozen_between_check_and_change_changes_nothing(
         now = tree(run_dir)
         if successor is nothing and any(part in name for part in REMOVES):
             # What it removes late was there when it was checked.
-            assert {name: now[name] for name in now if "damaged-" not in name}.items() <= found.items()
+            assert {
+                name: now[name] for name in now if "damaged-" not in name and ".old/" not in name
+            }.items() <= found.items()
         else:
             assert now == found, at
         with pytest.raises(Fenced, match="coordinator b has taken over"):
@@ -272,6 +294,47 @@ def test_of_two_that_take_over_the_later_one_leads(run_dir: Path) -> None:
     with pytest.raises(OSError, match=LEADER_FILE):
         take_folder(run_dir, NEW, lambda: take_folder(run_dir, third))
     assert read_leader(run_dir) == third
+
+
+@pytest.mark.parametrize("at", ["claimed", "write_json_atomic", "copy2 1", "copy2 2", "copy2 3"])
+def test_a_take_over_that_is_frozen_takes_nothing_from_the_next_one(
+    run_dir: Path, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It wakes when the next one has files open, and is about to rename one."""
+    third, inodes, calls = FolderLeader(worker_id="c", token=9), dict[Path, int](), list[str]()
+    temporary = run_dir / f".{STATE_FILE}.{'0' * 32}.tmp"
+
+    def freeze(name: str) -> None:
+        calls.append(name)
+        if inodes or at not in (name, f"{name} {calls.count(name)}"):
+            return
+        inodes[run_dir] = 0
+        take_folder(run_dir, third)
+        inodes.update({path: path.stat().st_ino for path in (run_dir / METRICS_FILE, *(run_dir / "ledger").iterdir())})
+        temporary.write_text("of the third one")
+
+    def frozen(name: str, real: Callable[..., Any], *, before: bool) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            if before:
+                freeze(name)
+            found = real(*args, **named)
+            if not before:
+                freeze(name)
+            return found
+
+        return call
+
+    def lease() -> None:
+        if inodes:
+            raise Fenced("the lease is another's")
+
+    monkeypatch.setattr("tandem_files.leader.shutil.copy2", frozen("copy2", shutil.copy2, before=True))
+    monkeypatch.setattr(leader, "write_json_atomic", frozen("write_json_atomic", write_json_atomic, before=False))
+    freeze("claimed")
+    with pytest.raises(Fenced):
+        take_folder(run_dir, NEW, lease)
+    assert {path: path.stat().st_ino for path in inodes if path != run_dir} | {run_dir: 0} == inodes
+    assert temporary.exists()
 
 
 def test_a_token_below_the_one_before_leads_too(run_dir: Path) -> None:
@@ -320,10 +383,11 @@ UNCHECKED = {
     ("coordinator/data/scan_cache.py", "write_bytes_atomic"): "named by its content, and compared with the data",
     ("coordinator/data/scan_cache.py", "remove_each"): "the same",
     ("coordinator/record/trackers/base.py", "write_json_atomic"): "the tracker's own id of the run, always the same",
+    ("coordinator/app.py", "claim_run_dir"): "whoever is first makes it, and no one replaces it",
+    ("coordinator/standalone.py", "claim_run_dir"): "the same",
     ("coordinator/standalone.py", "write_json_atomic"): "tandem evaluate, which no coordinator leads",
     ("coordinator/retries.py", "write_bytes_atomic"): "the disk's reserve: zeros",
-    ("coordinator/retries.py", "unlink"): "the disk's reserve, and the count of a run that is over, after may_write",
-    ("coordinator/fleet/kubernetes/placement.py", "unlink"): "after a change of the API, which is checked",
+    ("coordinator/retries.py", "unlink"): "the disk's reserve",
     ("coordinator/ledger/files.py", "open"): "opened before the check",
     ("coordinator/ledger/files.py", "ftruncate"): "by its inode, after the check",
     ("coordinator/ledger/files.py", "mkdir"): "empty",
@@ -331,12 +395,29 @@ UNCHECKED = {
     ("coordinator/record/trackers/base.py", "mkdir"): "empty",
     ("coordinator/record/trackers/wandb.py", "mkdir"): "empty",
     ("coordinator/data/scan_cache.py", "mkdir"): "empty",
-    ("coordinator/record/exporting.py", "prune_exports"): "exports older than those that are kept",
 }
-CHANGES = {"unlink", "rename", "mkdir", "rmtree", "rmdir", "ftruncate", "write_text", "write_bytes", "prune_exports"}
+PRIMITIVES = {"write_json_atomic", "write_bytes_atomic", "append_json", "remove_each", "make_way", "replace_folder"}
+CHANGES = {"unlink", "rename", "mkdir", "rmtree", "rmdir", "ftruncate", "write_text", "write_bytes"}
+
+
+def unguarded() -> set[str]:
+    """The functions that change files and take no check."""
+    checked = guarded()
+    return {
+        function.name
+        for _, module in sources("tandem_files")
+        for function in functions(module)
+        if function.name not in checked
+        and any(
+            ast.unparse(call.func).rpartition(".")[2] in CHANGES | PRIMITIVES
+            for call in ast.walk(function)
+            if isinstance(call, ast.Call)
+        )
+    }
 
 
 def unchecked_calls() -> Iterator[tuple[str, str]]:
+    changes = CHANGES | unguarded()
     takes_check = guarded() - {"append", "write", "remove", "note", "save", "note_failure"}
     for path, module in sources("coordinator"):
         if path.startswith(("coordinator/workers/", "coordinator/rewards/", "coordinator/environments/")):
@@ -348,10 +429,10 @@ def unchecked_calls() -> Iterator[tuple[str, str]]:
             of_object = text.startswith(("self.state.save(", "state.save(", "note_failure(run_dir")) or (
                 path == "coordinator/run.py" and "rows.append(" in text
             )
-            if "self.checkpointer." in text or text == "self.mark_best()":
+            if any(part in text for part in ("self.checkpointer.", "self.exporter.")) or text == "self.mark_best()":
                 continue  # which has its own check
             checks = any(word in text for word in ("check", "before_write", "before_change"))
-            is_change = name in CHANGES or ast.unparse(call.func) == "os.open"
+            is_change = name in changes or ast.unparse(call.func) == "os.open"
             if ((name in takes_check or of_object) and not checks) or is_change:
                 yield path, name
 

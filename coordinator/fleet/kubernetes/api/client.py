@@ -95,12 +95,11 @@ class KubeApi:
 
     def evict(self, pod: Pod) -> None:
         """Evict exactly this pod. Raises: NotReady: a PodDisruptionBudget forbids it."""
-        self.before_change()
         body = client.V1Eviction(
             metadata=client.V1ObjectMeta(name=pod.name, namespace=self.namespace),
             delete_options=client.V1DeleteOptions(preconditions=client.V1Preconditions(uid=pod.uid)),
         )
-        self._call(
+        self._change(
             permissions.EVICT_PODS,
             pod.name,
             lambda kw: self._core.create_namespaced_pod_eviction(name=pod.name, body=body, **kw),
@@ -133,11 +132,10 @@ class KubeApi:
         Returns: the size before.
         """
 
-        self.before_change()
-
         def once() -> int:
             before, version = self.replicas_of(pod_set)
             if before != replicas:
+                self.before_change()
                 body = {"metadata": {"resourceVersion": version}, "spec": {"replicas": replicas}}
                 with kube_errors(pod_set.patch_scale, pod_set.name, self.namespace):
                     self._custom.patch_namespaced_custom_object_scale(
@@ -156,8 +154,7 @@ class KubeApi:
 
     def delete(self, pod_set: PodSet) -> None:
         """Delete a set, and with it its pods."""
-        self.before_change()
-        self._call(
+        self._change(
             pod_set.delete,
             pod_set.name,
             lambda kw: self._custom.delete_namespaced_custom_object(
@@ -205,6 +202,15 @@ class KubeApi:
                 return call(self._arguments())
 
         return self._retrying(Unavailable)(once)
+
+    def _change(self, permission: Permission, name: str, call: Callable[[dict[str, Any]], Any]) -> None:
+        """Make a request that changes something; each try of it is checked."""
+
+        def checked(arguments: dict[str, Any]) -> None:
+            self.before_change()
+            call(arguments)
+
+        self._call(permission, name, checked)
 
     def _retrying(self, *kinds: type[Exception]) -> tenacity.Retrying:
         return tenacity.Retrying(
