@@ -38,7 +38,7 @@ class Outlook(Protocol):
 
     def may_come(self, announced: AnnouncedServices) -> bool:
         """Whether to wait for further replicas, although rollout.min_replicas and the trainer are announced."""
-        ...
+        return True
 
     def patience_s(self, announced: AnnouncedServices) -> float:
         """Return for how long to wait for services that are needed, in seconds from the start of the wait.
@@ -60,10 +60,6 @@ class LeaseOutlook(Outlook):
 
     def update(self, announced: AnnouncedServices) -> None:
         """Nothing: there is no one to ask."""
-
-    def may_come(self, announced: AnnouncedServices) -> bool:
-        """Return True: they may."""
-        return True
 
     def patience_s(self, announced: AnnouncedServices) -> float:
         """Return run.startup_timeout_s."""

@@ -31,11 +31,7 @@ from tandem_clients.flow import AdvantageResult, Generation, Group, GroupScores,
 from tandem_files.atomic import no_check
 from tandem_files.ledger.account import Unbalanced, chained
 from tandem_files.ledger.reading import LedgerContent
-from tandem_files.ledger.records import (
-    FORMAT,
-    Record,
-    framed,
-)
+from tandem_files.ledger.records import FORMAT, Record, framed
 
 # Why samples are not trained.
 EQUAL = "all rewards of the group are equal"

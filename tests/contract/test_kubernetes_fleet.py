@@ -429,7 +429,7 @@ async def test_an_autoscaler_owns_the_size_and_fleet_scale_beside_it_is_a_troubl
     )
     await soon(lambda: any(event["reason"] == "TandemScaleConflict" for event in api.list_of("Event")))
     api.put(set_by("", 9))
-    await soon(lambda: cluster.troubles() == [])
+    await soon(lambda: "two owners" not in str(cluster.troubles()))
     assert api.seen["patch statefulsets/scale"] == 0
 
 
@@ -780,6 +780,61 @@ async def test_a_serving_replica_that_is_not_ready_for_long_loses_its_work(
         await soon(lambda: fleet.serving() == found[:1])
         assert await fleet.look() == found  # it may be seeded again
         assert api.seen["create pods/eviction"] == 0
+
+
+async def test_an_api_that_is_away_takes_no_work_from_a_replica_by_what_was_known_last(
+    api: FakeCluster, start: Start, environment: ServiceEnvironment
+) -> None:
+    """Its pod was not seen ready yet, and would be unready for as long as the API is away."""
+    async with kept(api, start, environment, unready_after_s=1.0) as (fleet, cluster, _, found):
+        api.put(pod("rollout-1", ready=False))
+        await soon(lambda: not all(each.ready for each in cluster.pods.pods))
+        api.refuse("list pods", "watch pods")
+        api.store.expire()
+        await soon(lambda: not cluster.pods.is_current)
+        with pytest.raises(AssertionError):
+            await asyncio.to_thread(until, lambda: fleet.serving() != found, 2.5)
+
+
+async def test_a_set_that_makes_too_few_pods_is_told_while_it_does(
+    api: FakeCluster, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quota is used up: the run would work with fewer replicas, and expect no more."""
+    monkeypatch.setattr(size, "LOOK_S", 0.02)
+    api.put(set_by("kubectl", 3))
+    for name in ("rollout-0", "rollout-1"):
+        api.put(pod(name))
+    cluster = await start()
+    await soon(lambda: cluster.troubles() != [])
+    assert cluster.troubles() == [
+        "statefulset/rollout has 2 of 3 pods: its events say why (a quota, a policy of the namespace, "
+        "a controller that is away)"
+    ]
+    api.put(pod("rollout-2", ready=False, phase="Pending"))
+    await soon(lambda: cluster.troubles() == [])
+
+
+async def test_a_trainer_that_is_lost_while_the_api_is_away_is_waited_for_where_it_announces_itself(
+    api: FakeCluster, start: Start
+) -> None:
+    """Its kubelet starts it again, without the API; a Job could make no other coordinator."""
+    api.put(pod("trainer-0", component="trainer"))
+    cluster = await start(unready_after_s=600.0)
+    answers = [False]
+
+    async def asked() -> bool:
+        return answers[0]
+
+    guard, error = TrainerGuard(cluster, asked), Unavailable("trainer: gone")
+    api.put(pod("trainer-0", component="trainer", ready=False))
+    await soon(lambda: cluster.trainer_outlook()[0] is PodOutlook.COMING)
+    api.refuse("list pods", "watch pods")
+    api.store.expire()
+    await soon(lambda: not cluster.pods.is_current)
+    await asyncio.wait_for(guard.wait_for_return(error), DEADLINE_S)
+    answers[0] = True
+    with pytest.raises(Unavailable, match="trainer: gone"):  # it was not lost
+        await asyncio.wait_for(guard.wait_for_return(error), DEADLINE_S)
 
 
 async def test_troubles_of_pods_are_told_while_they_last(api: FakeCluster, start: Start) -> None:

@@ -71,6 +71,7 @@ class Cluster:
             folder,
             configured=config.rollout.replicas,
             scales=config.fleet.scale,
+            num_pods=lambda: len(engines(self.pods.pods)) if self.pods.is_current else None,
             is_emptied=lambda: self._placement.size_before is not None,
         )
         self._tasks: list[asyncio.Task[None]] = []

@@ -84,7 +84,8 @@ class Keeper:
 
     async def _demote_unready(self, members: dict[Replica, Pod]) -> None:
         now_s = self._clock()
-        there = {replica: members[replica] for replica in self._fleet.serving() if replica in members}
+        known = members if self._cluster.pods.is_current else {}  # what was known last is no news
+        there = {replica: known[replica] for replica in self._fleet.serving() if replica in known}
         unready = {replica: pod for replica, pod in there.items() if not pod.ready}
         self._unready_since_s = {r: self._unready_since_s.get(r, now_s) for r in unready}
         for replica, pod in unready.items():

@@ -64,7 +64,7 @@ def trainer_outlook(pods: Sequence[Pod]) -> tuple[PodOutlook, str]:
         return PodOutlook.QUEUED, reason
     if mine and all(pod.outlook is PodOutlook.UP for pod in mine):
         return PodOutlook.UP, ""
-    return PodOutlook.COMING, reason or "no pod yet"
+    return PodOutlook.COMING, reason or "no pod yet: the events of its set say why"
 
 
 def queue_of(pods: Sequence[Pod]) -> str:

@@ -6,6 +6,7 @@ queued                                 waits as long as they are queued
 dead                                   ends: a person must act
 unchanged, and the trainer answers     ends: the error had another cause
 unchanged, and no answer for long      ends
+unknown: API unreachable               continues when the trainer is announced, unless it answers now
 
 A pod's state follows an event after a moment (a container ended) to a minute (a node is lost).
 """
@@ -61,7 +62,7 @@ class TrainerGuard:
             self._cluster.look()
             await asyncio.to_thread(self._cluster.look_at_trainer_set)
             outlook, reason = self._cluster.trainer_outlook()
-            if outlook is PodOutlook.UP:
+            if outlook is PodOutlook.UP or not self._cluster.pods.is_current:
                 break
             if outlook is PodOutlook.DEAD:
                 raise TrainerDead(f"the trainer is dead, waiting would not help: {reason}; lost by: {error}") from error
@@ -77,8 +78,10 @@ class TrainerGuard:
         """Whether the trainer's pods change before it has answered, or not answered, for long enough."""
         begun_s = self._clock()
         while not self._has_changed():
-            patience_s = NEWS_S if await self._answers() else self._cluster.settings.unready_after_s
-            if self._clock() - begun_s >= patience_s or not self._cluster.pods.is_current:
+            answers = await self._answers()
+            if not self._cluster.pods.is_current:
+                return not answers
+            if self._clock() - begun_s >= (NEWS_S if answers else self._cluster.settings.unready_after_s):
                 return False
             await asyncio.sleep(LOOK_INTERVAL_S)
         return True

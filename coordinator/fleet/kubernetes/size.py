@@ -36,6 +36,7 @@ class RolloutSize:
         folder: of the run.
         configured: rollout.replicas.
         scales: fleet.scale.
+        num_pods: returns how many pods of it there are, those of engines; None: not known.
         is_emptied: whether the set was scaled to 0 to make room for the trainer (placement.py), and comes back by that.
     """
 
@@ -48,12 +49,13 @@ class RolloutSize:
         *,
         configured: int,
         scales: bool,
+        num_pods: Callable[[], int | None],
         is_emptied: Callable[[], bool],
     ) -> None:
         self._api, self._noted, self._set, self._folder = api, troubles, rollout_set, folder
         self._configured, self._scales, self._is_emptied = configured, scales, is_emptied
-        self._recorder = EventRecorder(api)
-        self._has_begun = False
+        self._recorder, self._num_pods = EventRecorder(api), num_pods
+        self._has_begun = self._lacks_pods = False
 
     async def run(self) -> None:
         """Look again and again, until cancelled."""
@@ -83,7 +85,7 @@ class RolloutSize:
             write_scale(self._folder, Scale(replicas=size, configured=self._configured), self._api.before_change)
             log.info("rollout set has another size", pod_set=str(self._set), replicas=size, set_by=owner or "manifest")
         if not self._scales or not owner.startswith(_AUTOSCALERS):
-            return ""
+            return self._lacking(size)
         text = (
             f"{self._set} has two owners of its size: an autoscaler ({owner}), which has set {size}, and fleet.scale, "
             "which leaves it to that one: set fleet.scale: false"
@@ -103,6 +105,13 @@ class RolloutSize:
         text = f"from {size} to {wanted} replicas ({what})"
         self._recorder.record(About.pod_set(self._set), "TandemScaled", text)
         return wanted
+
+    def _lacking(self, size: int) -> str:
+        """Say that the set makes fewer pods than it should, if it was so at the last look too; "": it does not."""
+        there, lacked = self._num_pods(), self._lacks_pods
+        self._lacks_pods = there is not None and there < size
+        why = "a quota, a policy of the namespace, a controller that is away"
+        return f"{self._set} has {there} of {size} pods: its events say why ({why})" * (lacked and self._lacks_pods)
 
     def _size(self) -> tuple[int, str]:
         try:

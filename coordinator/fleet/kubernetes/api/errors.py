@@ -23,13 +23,7 @@ from servicekit.errors import Aborted, InvalidRequest, NotReady, PermissionDenie
 
 # Upper bound of Retry-After, because a run waits for it.
 LONGEST_RETRY_AFTER_S = 30.0
-_BY_STATUS: Mapping[int, type[TandemError]] = {
-    401: PermissionDenied,
-    403: PermissionDenied,
-    404: NotReady,
-    409: Aborted,
-    429: Unavailable,
-}
+_BY_STATUS: Mapping[int, type[TandemError]] = {404: NotReady, 409: Aborted}
 
 
 class Expired(Aborted):
