@@ -28,7 +28,15 @@ from coordinator.fleet.kubernetes.returns import TrainerGuard
 from coordinator.fleet.kubernetes.troubles import Troubles
 from coordinator.watch.events import EventKind, EventLog
 from servicekit.environment import ServiceEnvironment
-from servicekit.errors import Aborted, ConfigError, DeadlineExceeded, Fenced, PermissionDenied, Unavailable
+from servicekit.errors import (
+    Aborted,
+    ConfigError,
+    DeadlineExceeded,
+    Fenced,
+    PermissionDenied,
+    Unavailable,
+    WrongVersion,
+)
 from servicekit.redis.records import ServiceRecord
 from servicekit.redis.registry import Registry
 from tandem_api.weights.v1 import weights_pb2
@@ -455,8 +463,10 @@ async def test_a_size_of_0_that_a_person_has_set_stays(
 ) -> None:
     write_scale(environment.run_dir, Scale(replicas=6, configured=2))
     api.put(set_by("kubectl", 0))
-    await start(scale=False)
-    await start(scale=True)
+    for scale in (False, True):
+        cluster = await start(scale=scale)
+        zero = "statefulset/rollout has size 0, which kubectl has set: the run waits for replicas"
+        assert cluster.troubles() == [zero]
     assert size_of(api) == 0
 
 
@@ -835,6 +845,7 @@ async def test_a_trainer_that_is_lost_while_the_api_is_away_is_waited_for_where_
     answers[0] = True
     with pytest.raises(Unavailable, match="trainer: gone"):  # it was not lost
         await asyncio.wait_for(guard.wait_for_return(error), DEADLINE_S)
+    await asyncio.wait_for(guard.wait_for_return(WrongVersion("it was restarted from a checkpoint")), DEADLINE_S)
 
 
 async def test_troubles_of_pods_are_told_while_they_last(api: FakeCluster, start: Start) -> None:

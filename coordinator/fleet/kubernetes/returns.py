@@ -6,7 +6,7 @@ queued                                 waits as long as they are queued
 dead                                   ends: a person must act
 unchanged, and the trainer answers     ends: the error had another cause
 unchanged, and no answer for long      ends
-unknown: API unreachable               continues when the trainer is announced, unless it answers now
+unknown: API unreachable               continues when the trainer is announced, if it is silent, or was restarted
 
 A pod's state follows an event after a moment (a container ended) to a minute (a node is lost).
 """
@@ -49,7 +49,7 @@ class TrainerGuard:
 
         Raises: `error` itself: the trainer was not lost; TrainerDead, DeadlineExceeded: it does not return, and why.
         """
-        if not isinstance(error, _LOSSES) or isinstance(error, Evicted) or not await self._is_lost():
+        if not isinstance(error, _LOSSES) or isinstance(error, Evicted) or not await self._is_lost(error):
             raise error
         await self._wait_until_up(error)
 
@@ -74,13 +74,13 @@ class TrainerGuard:
         self._before = self._incarnations()
         self._cluster.noted.note("trainer", "")
 
-    async def _is_lost(self) -> bool:
+    async def _is_lost(self, error: TandemError) -> bool:
         """Whether the trainer's pods change before it has answered, or not answered, for long enough."""
         begun_s = self._clock()
         while not self._has_changed():
             answers = await self._answers()
             if not self._cluster.pods.is_current:
-                return not answers
+                return not answers or isinstance(error, WrongVersion)
             if self._clock() - begun_s >= (NEWS_S if answers else self._cluster.settings.unready_after_s):
                 return False
             await asyncio.sleep(LOOK_INTERVAL_S)

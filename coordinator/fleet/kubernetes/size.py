@@ -85,7 +85,7 @@ class RolloutSize:
             write_scale(self._folder, Scale(replicas=size, configured=self._configured), self._api.before_change)
             log.info("rollout set has another size", pod_set=str(self._set), replicas=size, set_by=owner or "manifest")
         if not self._scales or not owner.startswith(_AUTOSCALERS):
-            return self._lacking(size)
+            return self._lacking(size, owner)
         text = (
             f"{self._set} has two owners of its size: an autoscaler ({owner}), which has set {size}, and fleet.scale, "
             "which leaves it to that one: set fleet.scale: false"
@@ -106,8 +106,10 @@ class RolloutSize:
         self._recorder.record(About.pod_set(self._set), "TandemScaled", text)
         return wanted
 
-    def _lacking(self, size: int) -> str:
-        """Say that the set makes fewer pods than it should, if it was so at the last look too; "": it does not."""
+    def _lacking(self, size: int, owner: str) -> str:
+        """Say that another one wants no pods, or that there were too few at the last two looks; "": neither."""
+        if size == 0 and owner not in ("", MANAGER):
+            return f"{self._set} has size 0, which {owner} has set: the run waits for replicas"
         there, lacked = self._num_pods(), self._lacks_pods
         self._lacks_pods = there is not None and there < size
         why = "a quota, a policy of the namespace, a controller that is away"

@@ -32,7 +32,7 @@ from tandem_files.ledger.life import LIFE_FILE
 from tandem_files.ledger.records import Record, framed, groups_file, segment
 from tandem_files.metrics_file import METRICS_FILE, MetricsFile
 from tandem_files.run_config import NEXT_CONFIG, adopt_next, note_config
-from tandem_files.run_folder import STATE_FILE, SUMMARY_FILE, Scale, write_scale
+from tandem_files.run_folder import STATE_FILE, SUMMARY_FILE, Scale, read_scale, write_scale
 from tandem_files.samples.folder import SampleFolder
 from tests.house.repository import REPO
 
@@ -335,6 +335,18 @@ def test_a_take_over_that_is_frozen_takes_nothing_from_the_next_one(
         take_folder(run_dir, NEW, lease)
     assert {path: path.stat().st_ino for path in inodes if path != run_dir} | {run_dir: 0} == inodes
     assert temporary.exists()
+
+
+def test_the_launcher_s_size_is_written_while_a_coordinator_takes_the_folder_over(run_dir: Path) -> None:
+    """It is no coordinator, and its temporary file is removed as those are."""
+    left = [NEW]
+
+    def meanwhile() -> None:
+        if left:
+            take_folder(run_dir, left.pop())
+
+    write_scale(run_dir, Scale(replicas=3, configured=1, launch_id="l"), meanwhile)
+    assert read_scale(run_dir) == Scale(replicas=3, configured=1, launch_id="l")
 
 
 def test_a_token_below_the_one_before_leads_too(run_dir: Path) -> None:
