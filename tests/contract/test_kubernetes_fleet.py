@@ -302,6 +302,19 @@ async def test_a_set_that_is_of_another_kind_is_named(api: FakeCluster, start: S
     assert "not found" in trouble
 
 
+async def test_a_start_does_not_wait_for_the_size_while_the_api_is_away(
+    api: FakeCluster, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A take-over would take most of a minute; the size is set when the API answers again."""
+    monkeypatch.setattr(size, "LOOK_S", 0.5)
+    api.put(rollout_set(5))
+    for request in ("list pods", "get statefulsets"):
+        api.throttle(request, times=8, retry_after_s=0)
+    await start(scale=True)
+    assert api.seen["get statefulsets"] == 0
+    await soon(lambda: size_of(api) == 2)
+
+
 async def test_the_size_of_the_other_kind_need_not_be_allowed(api: FakeCluster, start: Start) -> None:
     api.put(leader_worker_set(2))
     api.refuse("get statefulsets", "get statefulsets/scale", "patch statefulsets/scale")

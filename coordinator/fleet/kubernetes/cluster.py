@@ -89,7 +89,8 @@ class Cluster:
             await self.look_on()
         await asyncio.to_thread(self._placement.recall)
         if self.settings.scale or self.settings.release_after_s is not None:
-            await self._size.look()
+            if self.pods.is_current:  # else later: tries of an API that does not answer take most of a minute
+                await self._size.look()
             self._begin("size", self._size.run(), "the rollout set's size is not watched any more")
         self._begin("placement", self._placement.run(), "no room is made any more")
 
