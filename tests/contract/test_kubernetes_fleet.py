@@ -830,8 +830,7 @@ async def test_a_set_that_makes_too_few_pods_is_told_while_it_does(
     cluster = await start()
     await soon(lambda: cluster.troubles() != [])
     assert cluster.troubles() == [
-        "statefulset/rollout has 2 of 3 pods: its events say why (a quota, a policy of the namespace, "
-        "a controller that is away)"
+        "statefulset/rollout has 2 of 3 pods: its events say why (a quota, a policy of the namespace, no controller)"
     ]
     api.put(pod("rollout-2", ready=False, phase="Pending"))
     await soon(lambda: cluster.troubles() == [])

@@ -112,7 +112,7 @@ class RolloutSize:
             return f"{self._set} has size 0, which {owner} has set: the run waits for replicas"
         there, lacked = self._num_pods(), self._lacks_pods
         self._lacks_pods = there is not None and there < size
-        why = "a quota, a policy of the namespace, a controller that is away"
+        why = "a quota, a policy of the namespace, no controller"
         return f"{self._set} has {there} of {size} pods: its events say why ({why})" * (lacked and self._lacks_pods)
 
     def _size(self) -> tuple[int, str]:
