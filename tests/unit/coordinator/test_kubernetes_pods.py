@@ -353,8 +353,12 @@ def a_pod(name: str, outlook: PodOutlook, trouble: str = "", component: str = "t
 @pytest.mark.parametrize(
     ("pods", "outlook", "told"),
     [
-        ([], PodOutlook.COMING, "no pod yet"),
-        ([a_pod("rollout-0", PodOutlook.DEAD, component="rollout")], PodOutlook.COMING, "no pod yet"),
+        ([], PodOutlook.COMING, "no pod yet: the events of its set say why"),
+        (
+            [a_pod("rollout-0", PodOutlook.DEAD, component="rollout")],
+            PodOutlook.COMING,
+            "no pod yet: the events of its set say why",
+        ),
         ([a_pod("trainer-0", PodOutlook.UP), a_pod("trainer-1", PodOutlook.UP)], PodOutlook.UP, ""),
         (
             [a_pod("trainer-0", PodOutlook.UP), a_pod("trainer-1", PodOutlook.COMING)],
