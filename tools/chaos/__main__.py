@@ -1,6 +1,6 @@
 """Run faults, one after the other, on runs of several kinds; say what each cost, and what cannot be true.
 
-    python -m tools.chaos [--faults 72] [--seed 0] [--runs sync,async,standby,environment] [--out FOLDER]
+    python -m tools.chaos [--faults 88] [--seed 0] [--runs sync,async,standby,environment] [--out FOLDER]
 
 run           what it is
 sync, async   `tandem run` of the demo with that schedule, and a reward in worker processes
@@ -225,7 +225,7 @@ def story_of(name: str, faults: list[Fault], deadline_s: float, out: Path) -> St
 def main() -> int:
     """Run it. Returns: the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--faults", type=int, default=72)
+    parser.add_argument("--faults", type=int, default=88)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--runs", default=",".join(SETUPS), help=f"some of {', '.join(SETUPS)}")
