@@ -13,6 +13,8 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.kit.certificates import Authority
+from tests.kit.forked import ForkedProcess
+from tests.kit.processes import start_coordinator
 from tests.kit.redis import RedisProcess
 
 # Every process of the tests computes on the CPU, also on a machine with GPUs, which `make gpu-check` is for.
@@ -103,19 +105,25 @@ def module_redis() -> Iterator[str]:
 
 @pytest.fixture
 def spawn() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
-    """`spawn("coordinator", "--resume", variables={}, stderr=PIPE)`: starts `python -m ...`; killed after the test."""
-    started: list[subprocess.Popen[str]] = []
+    """`spawn("coordinator", "--resume", variables={}, stderr=PIPE)`: starts `python -m ...`; killed after the test.
 
-    def start(*arguments: str, variables: Mapping[str, str] | None = None, **options: Any) -> "subprocess.Popen[str]":
-        environment = {**os.environ, **(variables or {})}
-        command = [sys.executable, "-m", *arguments]
-        started.append(subprocess.Popen(command, env=environment, text=True, **options))
-        return started[-1]
+    A coordinator that writes to a file is a fork (tests/kit/processes.py).
+    """
+    started: list[Any] = []
+
+    def start(*arguments: str, variables: Mapping[str, str] | None = None, **options: Any) -> Any:
+        if arguments[0] == "coordinator" and not isinstance(options.get("stderr"), int) and len(options) == 1:
+            process: Any = start_coordinator(arguments[1:], variables or {}, options["stderr"].fileno())
+        else:
+            environment = {**os.environ, **(variables or {})}
+            process = subprocess.Popen([sys.executable, "-m", *arguments], env=environment, text=True, **options)
+        started.append(process)
+        return process
 
     yield start
     for process in started:
         process.kill()
-        process.communicate(timeout=10)
+        process.wait(timeout=10) if isinstance(process, ForkedProcess) else process.communicate(timeout=10)
 
 
 @pytest.fixture(scope="session")

@@ -2,10 +2,8 @@
 
 import asyncio
 import json
-import os
 import signal
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -43,6 +41,7 @@ from tests.fakes.cluster.verbs import told_to_end
 from tests.fakes.fake_fleet import announced, announced_fleet, fake_fleet
 from tests.fakes.fake_rollout_set import FakeRolloutSet, fake_rollout_set
 from tests.fakes.fake_trainer import FakeTrainer
+from tests.kit.processes import start_coordinator
 from tests.kit.waiting import until
 from weightsync.membership.coordinator_lease import CoordinatorLease
 from weightsync.membership.rendezvous import COORDINATOR_SLOT, Rendezvous
@@ -89,8 +88,7 @@ class Coordinator:
         self.run_dir = environment.run_dir
         self.log = folder / "coordinator.log"
         with self.log.open("wb") as log:
-            command = [sys.executable, "-m", "coordinator", "--config", str(file), *options]
-            self.process = subprocess.Popen(command, env={**os.environ, **self.variables}, stderr=log)
+            self.process = start_coordinator(["--config", str(file), *options], self.variables, log.fileno())
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)

@@ -38,10 +38,11 @@ IMPORTS = {
         "rollout_service.sglang_engine.receiver",
         "sglang.srt.managers.scheduler",
     ),
+    "coordinator": ("coordinator.app", "coordinator.fleet.kubernetes.cluster"),
 }
 ALWAYS = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}  # so that the last line of a log is the service's own
-# Read when torch is imported; a replica without a GPU sets it for itself.
-WHEN_IMPORTED = {"TORCHDYNAMO_DISABLE": "1"}
+# Read when torch is imported (a replica without a GPU sets it for itself), and pyarrow: a fork has no thread of it.
+WHEN_IMPORTED = {"TORCHDYNAMO_DISABLE": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
 
 def free_port() -> int:
@@ -83,6 +84,15 @@ def zygote(service: str) -> Zygote:
             warnings.warn(f"the zygote of {service} had ended, with {known.returncode}", stacklevel=2)
         _zygotes[service] = Zygote(IMPORTS[service], ALWAYS | WHEN_IMPORTED)
     return _zygotes[service]
+
+
+def start_coordinator(arguments: Sequence[str], variables: Mapping[str, str], log: int) -> ForkedProcess:
+    """Start `python -m coordinator`, as a fork of a process that has imported it, which takes 2 s of a core.
+
+    Args:
+        variables: on top of ours; log: file number of its output.
+    """
+    return zygote("coordinator").start(["coordinator", *arguments], {**os.environ, **variables}, log)
 
 
 def fork_server(*modules: str) -> ForkServerContext:
