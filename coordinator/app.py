@@ -98,6 +98,7 @@ async def conduct(
         app = replace(app, exits=exits, episodes=episodes, stood_by=standby)
         scrapes = Scrapes()
         metrics_port = serve_metrics(environment.bind_host, environment.metrics_port, scrapes)
+        collect_from_now_on()  # a standby may wait for days
         if standby:
             over = await _stand_by(app, stop)
             if over is not None or stop.is_set():
@@ -187,7 +188,6 @@ async def _serve_and_run(app: App, stop: asyncio.Event, scrapes: Scrapes, metric
         _note_arrivals(app, stack)
         await _serve_page(app, overview, stack)
         server = await _serve(app, overview, stop, metrics_port, stack)
-        collect_from_now_on()
         try:
             code = await run_or_stop(app, stop)
         finally:
