@@ -6,10 +6,10 @@ As a module, this is a zygote. Arguments: the number of its socket, then the mod
 import fcntl
 import importlib
 import json
+import multiprocessing.connection
 import multiprocessing.util
 import os
 import runpy
-import select
 import signal
 import socket
 import subprocess
@@ -48,7 +48,8 @@ class ForkedProcess:
         """Wait for its end. Returns: the exit code. Raises: subprocess.TimeoutExpired."""
         if self.poll() is None:
             with os.fdopen(os.pidfd_open(self.pid)) as file:  # readable once it has ended
-                select.select([file], [], [], timeout)
+                # select.select would refuse a file number above 1023.
+                multiprocessing.connection.wait([file.fileno()], timeout)
         code = self.poll()
         if code is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
