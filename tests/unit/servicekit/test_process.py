@@ -1,6 +1,7 @@
 """What surrounds a service: environment, logs, metrics, versions, the end of the process."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 from servicekit.environment import ServiceEnvironment
 from servicekit.errors import ConfigError, Internal, PeerLost
 from servicekit.lifecycle import termination as lifecycle
+from servicekit.lifecycle.garbage import collect_from_now_on
 from servicekit.lifecycle.tasks import cancel
 from servicekit.metrics import serve_metrics
 from servicekit.versions import software_versions
@@ -58,6 +60,19 @@ def test_versions_are_read_once_since_each_status_has_them(monkeypatch: pytest.M
     software_versions(["numpy"])
     monkeypatch.setattr(metadata, "version", None)
     assert software_versions(["numpy"])["numpy"]
+
+
+@pytest.mark.parametrize("off", [True, False], ids=["a service", "where it was never off"])
+def test_only_what_a_start_has_made_is_never_collected(off: bool) -> None:
+    frozen = gc.get_freeze_count()
+    if off:
+        gc.disable()
+    try:
+        collect_from_now_on()
+        assert gc.isenabled()
+        assert (gc.get_freeze_count() > frozen) == off
+    finally:
+        gc.enable()
 
 
 def test_metrics_are_served_on_a_port_that_is_told() -> None:
