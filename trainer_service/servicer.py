@@ -33,7 +33,7 @@ from trainer_service.ranks.commands import Command, Commander
 from trainer_service.ranks.handlers import check_version
 from weightsync.round import deadlines
 from weightsync.round.client import only_phase
-from weightsync.round.phases import ABORT, PREPARE, RULES, name_of
+from weightsync.round.phases import ABORT, COMMIT, PREPARE, RULES, name_of
 
 # While it leaves, a coordinator that has not asked for the status for so long saves nothing; it asks every second.
 SILENT_S = 5.0
@@ -77,7 +77,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         self._fence = FenceGuard()
         self._steps: OrderedDict[str, asyncio.Task[pb.TrainStepResponse]] = OrderedDict()
         self._receiving = 0
-        self._round_id = ""  # of the last phase
+        self._round = weights_pb2.Round()  # the newest that a PREPARE has opened, until it is over
         # Id of the last step that was done since the policy was loaded or restored.
         self._step_id = ""
         # The version that a checkpoint or the initial model has.
@@ -121,7 +121,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         """Refuse older coordinators from now on; answer when the work that they started is done."""
         engine = self._ready()
         await self._fence.admit_soon(request.fence)
-        await asyncio.to_thread(self._interrupt, self._round_id)  # no one else ends it, if a peer of it is lost too
+        if self._round.round_id:  # no one else ends it, if a peer of it is lost too
+            await asyncio.to_thread(self._interrupt, self._round.round_id)
         await self._command(Command.NOOP, b"")  # commands run one at a time: this one waits for theirs
         await self._settled(engine)
         return pb.TakeOverResponse(policy_version=engine.policy_version)
@@ -215,19 +216,30 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer, weights_pb2_grpc.
         if only_phase(request) not in RULES:
             raise InvalidRequest(f"phase {request.phase} is no phase of a round")
         await self._fence.admit_soon(request.round.fence)
-        before, self._round_id = self._round_id, request.round.round_id
-        is_next = request.phase == PREPARE and before not in ("", self._round_id)
-        if request.phase == ABORT or is_next:
+        if ended := self._ended_by(request):
             # Bypasses the queue: a running command that waits for a lost peer would delay this one until its deadline.
-            await asyncio.to_thread(self._interrupt, before if is_next else self._round_id)
+            await asyncio.to_thread(self._interrupt, ended)
         with metrics.PUBLISH_SECONDS.labels(phase=name_of(request.phase)).time():
             # Ranks keep to the round's deadlines: one that is late is frozen, and must not delay the fleet.
             replies = await self._command(
                 Command.PUBLISH, request.SerializeToString(), deadlines.command_s(request.round)
             )
         reports = [weights_pb2.PhaseReport.FromString(reply) for reply in replies]
+        if request.phase in (COMMIT, ABORT) and self._round.round_id == request.round.round_id:
+            self._round = weights_pb2.Round()
         metrics.observe_phase(request.phase, reports)
         return weights_pb2.RunPhaseResponse(reports=reports)
+
+    def _ended_by(self, request: weights_pb2.RunPhaseRequest) -> str:
+        """Return the id of the round whose own phase a call need not wait for; empty: there is none."""
+        opened, ours = self._round, request.round
+        if request.phase == ABORT:
+            return ours.round_id
+        is_older = (ours.epoch, ours.policy_version) < (opened.epoch, opened.policy_version)
+        if request.phase != PREPARE or is_older or ours.round_id == opened.round_id:
+            return ""
+        self._round = ours
+        return opened.round_id
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:
         """Write weights, optimizer and random states to a folder, or begin to."""

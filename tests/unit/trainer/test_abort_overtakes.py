@@ -18,9 +18,10 @@ from tests.fakes.trainer_servicer import TrainerServicer
 from trainer_service.ranks.commands import Command, Commander, Wire
 
 T = TypeVar("T")
-PREPARE, TRANSFER, ABORT = (
+PREPARE, TRANSFER, COMMIT, ABORT = (
     weights_pb2.ROUND_PHASE_PREPARE,
     weights_pb2.ROUND_PHASE_TRANSFER,
+    weights_pb2.ROUND_PHASE_COMMIT,
     weights_pb2.ROUND_PHASE_ABORT,
 )
 
@@ -51,8 +52,10 @@ class HangingRank:
         return weights_pb2.PhaseReport(policy_version=7).SerializeToString()
 
 
-def request(phase: "weights_pb2.RoundPhase.ValueType", round_id: str = "round-7") -> weights_pb2.RunPhaseRequest:
-    round_ = weights_pb2.Round(round_id=round_id, formation_timeout_s=60, transfer_timeout_s=60)
+def request(phase: "weights_pb2.RoundPhase.ValueType", version: int = 7) -> weights_pb2.RunPhaseRequest:
+    round_ = weights_pb2.Round(
+        round_id=f"round-{version}", policy_version=version, formation_timeout_s=60, transfer_timeout_s=60
+    )
     return weights_pb2.RunPhaseRequest(phase=phase, round=round_)
 
 
@@ -65,6 +68,7 @@ def behind_a_transfer(run_dir: Path, call: Callable[[TrainerServicer], Awaitable
     servicer._engine = SimpleNamespace(saving=None, policy_version=7)
 
     async def both() -> T:
+        await servicer.RunPhase(request(PREPARE), None)
         transfer = asyncio.create_task(servicer.RunPhase(request(TRANSFER), None))
         await asyncio.to_thread(rank.begun.wait, 10)
         async with asyncio.timeout(5):
@@ -85,8 +89,36 @@ def test_an_abort_ends_the_transfer_that_it_would_wait_behind(tmp_path: Path) ->
 
 
 def test_the_next_round_ends_the_transfer_of_one_whose_abort_never_came(tmp_path: Path) -> None:
-    reply = behind_a_transfer(tmp_path, lambda servicer: servicer.RunPhase(request(PREPARE, "round-8"), None))
+    reply = behind_a_transfer(tmp_path, lambda servicer: servicer.RunPhase(request(PREPARE, 8), None))
     assert [report.policy_version for report in reply.reports] == [7]
+
+
+def test_a_late_prepare_of_an_older_round_ends_nothing(tmp_path: Path) -> None:
+    async def late(servicer: TrainerServicer) -> int:
+        older = asyncio.create_task(servicer.RunPhase(request(PREPARE, 6), None))
+        done, _ = await asyncio.wait([older], timeout=0.2)  # it waits behind the transfer
+        await servicer.RunPhase(request(ABORT), None)
+        await older
+        return len(done)
+
+    assert behind_a_transfer(tmp_path, late) == 0
+
+
+@pytest.mark.parametrize("end", [COMMIT, ABORT])
+async def test_a_round_that_is_over_is_interrupted_no_more(
+    tmp_path: Path, end: "weights_pb2.RoundPhase.ValueType"
+) -> None:
+    commander, interrupted = Commander(), list[str]()
+    report = weights_pb2.PhaseReport().SerializeToString()
+    threading.Thread(target=commander.run, args=(NoWire(), {Command.PUBLISH: lambda _: report}), daemon=True).start()
+    servicer = TrainerServicer(commander, max_samples=1, run_dir=tmp_path, interrupt=interrupted.append)
+    servicer._engine = SimpleNamespace(saving=None, policy_version=7)
+    try:
+        for phase, version in ((PREPARE, 7), (end, 7), (PREPARE, 8)):
+            await servicer.RunPhase(request(phase, version), None)
+    finally:
+        commander.submit(Command.STOP)
+    assert interrupted == (["round-7"] if end == ABORT else [])  # by ABORT itself
 
 
 def test_a_new_coordinator_ends_the_transfer_whose_coordinator_is_lost_with_a_replica(tmp_path: Path) -> None:
