@@ -15,7 +15,7 @@ from launcher.run.outcome import LaunchOutcome
 from launcher.run.processes import Launch, plan_processes
 from launcher.run.restarts import Restarts
 from launcher.run.scaling import Scaling, why_not_here
-from launcher.run.starting import StopSignals, start_redis, start_services, stop_services
+from launcher.run.starting import Probes, StopSignals, start_redis, start_services, stop_services
 from launcher.run.supervisor import ProcessExit, ProcessSpec, Supervisor
 from launcher.view.follow import ViewTask
 from launcher.view.run_view import RunView
@@ -23,9 +23,10 @@ from servicekit.cuda import find_gpus
 from servicekit.errors import TandemError
 from servicekit.lifecycle.tasks import cancel, end_of, first_of
 from servicekit.redis.records import COORDINATOR
+from servicekit.redis.registry import Registry
 from tandem_config.schema import RunConfig
 from tandem_files.run_config import NEXT_CONFIG
-from tandem_files.run_folder import Scale, make_token, note_launch, read_state, write_scale
+from tandem_files.run_folder import Scale, make_token, note_launch, read_state, read_token, write_scale
 from weightsync.membership.rendezvous import COORDINATOR_SLOT, Rendezvous
 
 WORKER_ID = "TANDEM_WORKER_ID"
@@ -97,6 +98,10 @@ async def _drive(request: RunRequest, supervisor: Supervisor, view: RunView) -> 
         specs = _named(_planned(request, launch_id, redis_url, gpus, scale.replicas, resume=request.resume))
         await start_services(specs, request.run_dir, supervisor, view)
         view_task = ViewTask(request.config, request.run_dir, launch_id, redis_url, view)
+        registry = await asyncio.to_thread(Registry, redis_url, launch_id)
+        probes = asyncio.create_task(
+            Probes(registry, supervisor, read_token(request.run_dir), view).run(), name="probe services"
+        )
         try:
             restarts = Restarts(request.run_dir, request.config, [spec.name for spec in specs])
             # On the CPU it stays there, also when fewer replicas would fit the GPUs.
@@ -113,6 +118,7 @@ async def _drive(request: RunRequest, supervisor: Supervisor, view: RunView) -> 
             give_lead_up = partial(_give_lead_up, redis_url, launch_id, view=view)
             return await _restart_until_end(request, supervisor, restarts, scaling, view, view_task, give_lead_up)
         finally:
+            await cancel(probes)
             await view_task.cancel()
     except (TandemError, OSError) as error:
         return outcome.broken(request.run_dir, error)

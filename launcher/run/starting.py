@@ -1,18 +1,33 @@
 """How processes start and end on this machine, with a line for the user: the same for a run and for an evaluation.
 
-Ctrl-C, SIGTERM and SIGHUP of the launcher: the first stops the run, the second kills it.
+Ctrl-C, SIGTERM and SIGHUP of the launcher: the first stops the run, the second kills it. Services of a run that are
+frozen are killed too.
 """
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from launcher.run import redis_server
 from launcher.run.supervisor import ProcessSpec, Supervisor
 from launcher.view.run_view import RunView
+from servicekit.errors import TandemError
+from servicekit.redis.records import COORDINATOR
+from servicekit.redis.registry import Registry, listens
+from servicekit.rpc.channel import open_channel
+from servicekit.rpc.health import LIVENESS
+from servicekit.security.tls import operator_identity
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# As the liveness probes of deploy/base: by role, the probes in a row without an answer after which a service is frozen.
+# The coordinator sees to the trainer.
+MISSES = {COORDINATOR: 6, "rollout": 12}
+PROBE_EVERY_S, _ANSWER_S = 10.0, 5.0
 
 
 async def start_redis(redis_url: str | None, run_dir: Path, supervisor: Supervisor, view: RunView) -> str:
@@ -39,6 +54,56 @@ async def stop_services(supervisor: Supervisor, view: RunView) -> None:
     for ended in await supervisor.stop():
         view.warning(f"{ended.name} did not end on SIGTERM and was killed; log: {ended.log}")
     view.close()
+
+
+class Probes:
+    """Kills services that are frozen: no process has ended, so that nothing else would start them again.
+
+    Args:
+        registry: is closed at the end.
+        token: secret of the run.
+    """
+
+    def __init__(self, registry: Registry, supervisor: Supervisor, token: str, view: RunView) -> None:
+        self._registry, self._supervisor, self._token, self._view = registry, supervisor, token, view
+        # By role and name: where it was announced last, and its probes in a row without an answer.
+        self._known: dict[tuple[str, str], tuple[str, int]] = {}
+
+    async def run(self) -> None:
+        """Probe until cancelled; restarts.py decides what follows a death."""
+        try:
+            while True:
+                await asyncio.sleep(PROBE_EVERY_S)
+                with contextlib.suppress(TandemError):  # of Redis; a frozen service has no record any more anyway
+                    await self._look()
+                await asyncio.gather(*(self._probe(*key, *known) for key, known in self._known.items()))
+        finally:
+            await asyncio.to_thread(self._registry.close)
+
+    async def _look(self) -> None:
+        for role in MISSES:
+            for record in await asyncio.to_thread(self._registry.list, role):
+                if self._known.get((role, record.name), ("",))[0] != record.address:
+                    self._known[role, record.name] = record.address, 0
+
+    async def _probe(self, role: str, name: str, address: str, missed: int) -> None:
+        request = health_pb2.HealthCheckRequest(service=LIVENESS)
+        async with open_channel(address, identity=operator_identity(), peer=role, token=self._token) as channel:
+            try:
+                await health_pb2_grpc.HealthStub(channel).Check(request, timeout=_ANSWER_S)
+            except grpc.aio.AioRpcError as error:
+                code = error.code()
+            else:
+                code = grpc.StatusCode.OK
+        if code not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
+            missed = 0
+        elif await asyncio.to_thread(listens, address):  # the kernel accepts connections for a process that is frozen
+            missed += 1
+        self._known[role, name] = address, missed
+        if missed >= MISSES[role] and name in self._supervisor.names:
+            del self._known[role, name]
+            self._view.warning(f"{name} has not answered for {missed * PROBE_EVERY_S:.0f} s: frozen, and killed")
+            self._supervisor.kill(name)
 
 
 class StopSignals:

@@ -166,9 +166,9 @@ class Supervisor:
         for stage in sorted({spec.stage for spec in specs}, reverse=True):
             await asyncio.gather(*(self.end(spec.name) for spec in specs if spec.stage == stage))
 
-    def kill(self) -> None:
-        """Kill all processes without a grace period. `stop` must still be awaited to reap them."""
-        for name in self._specs:
+    def kill(self, *names: str) -> None:
+        """Kill processes, without names all, without a grace period. `stop` must still be awaited to reap all."""
+        for name in names or self._specs:
             self._children[name].signal(signal.SIGUSR1)
 
     async def _wait(self, spec: ProcessSpec, child: Child, since: int) -> ProcessExit:

@@ -224,6 +224,27 @@ def test_a_frozen_trainer_is_started_again(tandem: Start, tmp_path: Path) -> Non
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("module", "name", "silent_s"), [("coordinator", "coordinator", 60), ("rollout_service", "rollout-0", 120)]
+)
+def test_a_frozen_service_is_killed_and_started_again(
+    tandem: Start, tmp_path: Path, module: str, name: str, silent_s: int
+) -> None:
+    """With the settings as shipped: as the liveness probes of a cluster do."""
+    run = tandem(*run_arguments(run__iterations=9, run__checkpoint_every=4))
+    run.wait_iteration(6)
+    frozen = pid_of(run, module)
+    os.kill(frozen, signal.SIGSTOP)
+    run.wait_line(lambda line: f"{name} has not answered for {silent_s} s: frozen, and killed" in line, "its end", 300)
+    run.wait_line(lambda line: f"{name} was ended by SIGKILL" in line, "its restart", 60)
+    assert run.wait_end(300) == 0, run.output()
+    assert not Path(f"/proc/{frozen}").exists()
+    assert [row["iteration"] for row in rows_of(tmp_path / "runs" / "small")] == list(range(1, 10))
+    run.assert_nothing_left()
+
+
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """Room for some checkpoints of the demo's model."""
