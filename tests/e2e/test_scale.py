@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tandem_files.run_folder import read_scale
@@ -81,11 +82,14 @@ def test_replicas_come_and_go_and_no_group_is_lost(tandem: Callable[..., Tandem]
     print(proven.stdout)
 
 
-def processes(run: Tandem) -> list[Any]:
+def processes(run: Tandem) -> list[psutil.Process]:
     """The replicas' own processes, without guards and ranks."""
-    found = [
-        process
-        for process in run.processes()
-        if "--name" in (command := process.cmdline()) and "--parent" not in command
-    ]
-    return [process for process in found if "rollout_service" in process.cmdline()]
+    return [process for process in run.processes() if is_replica(process)]
+
+
+def is_replica(process: psutil.Process) -> bool:
+    try:
+        command = process.cmdline()
+    except psutil.NoSuchProcess:  # it has just ended
+        return False
+    return {"--name", "rollout_service"} <= set(command) and "--parent" not in command

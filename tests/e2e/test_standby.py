@@ -18,6 +18,7 @@ from tests.kit.redis import RedisProcess
 from tests.kit.waiting import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1500)]
+STEP = SMALL["grpo.prompts_per_iteration"] * SMALL["grpo.group_size"]
 CHANGES = SMALL | {"run.iterations": 1000, "run.evaluate_every": 1000, "run.checkpoint_every": 50}
 
 
@@ -83,7 +84,8 @@ def test_a_standby_takes_over_from_a_killed_and_from_a_frozen_leader(
     rows = MetricsFile(run.run_dir / "metrics.jsonl").rows()
     assert [row["iteration"] for row in rows] == list(range(1, len(rows) + 1))
     versions = [int(row["policy_version"] or 0) for row in rows]
-    assert versions == sorted(set(versions))
+    assert versions == list(range(1, len(rows) + 1))  # no step was done again
     ledger = read_ledger(run.run_dir)
     assert ledger.problems == []
-    assert ledger.account.counts["returned"] == 0
+    # A leader may end between the note of a step and the step, once each time.
+    assert ledger.account.counts["returned"] in [count * STEP for count in (0, 1, 2)]
