@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from servicekit.errors import Unavailable
+from servicekit.errors import Internal, Unavailable
 from servicekit.lifecycle.tasks import cancel
 from servicekit.rpc.arrays import packed
 from tandem_api.common.v1 import common_pb2
@@ -49,6 +49,7 @@ class FakeSampler:
         sampled: tokens, also those that nobody got.
         running: completions now, and the most there were.
         turn_tokens: each token at such a distance ends a turn; 0: none does.
+        leaves_abruptly: what is written to it once it leaves fails the call, as gRPC does in a race.
         submitted: groups, with their prompt (True) and without it.
         most_kept: prompts.
     """
@@ -61,6 +62,7 @@ class FakeSampler:
     logprob: float = -0.5
     is_dead: bool = False
     is_leaving: bool = False
+    leaves_abruptly: bool = False
     turn_tokens: int = 0
     cut: tuple[float | None, int] = (None, 0)
     sampled: int = 0
@@ -122,6 +124,8 @@ class _Call:
         self.num_taken = 0
 
     async def write(self, request: pb.GenerateRequest) -> None:
+        if self.sampler.is_leaving and self.sampler.leaves_abruptly:
+            raise Internal("Internal error from Core")
         if request.HasField("sampling"):
             self.say_load()
         self.kept.difference_update(request.cancel)

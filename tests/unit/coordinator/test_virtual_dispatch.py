@@ -137,6 +137,20 @@ def test_what_runs_on_a_replica_that_leaves_continues_elsewhere_if_it_can(stop: 
     assert (generation.resumed_tokens > 0, handed_over) == ((False, False) if stop else (True, True))
 
 
+def test_a_stream_that_breaks_because_its_replica_leaves_is_no_failure() -> None:
+    fleet = Fleet(random.Random(1), num=2, kv_tokens=0)
+    fleet.members[1].leaves_abruptly = True
+
+    async def leave() -> Generation:
+        asyncio.get_running_loop().call_later(1.5, fleet.members[1].leave)
+        generation, finished = await generate(fleet, order_of(), ())
+        check(generation, finished)
+        return generation
+
+    generation = run(leave())
+    assert (generation.retried_calls, generation.call_errors) == (0, ())
+
+
 @pytest.mark.parametrize("lasts_s", [1.0, 15.0])
 def test_a_replica_that_was_cut_off_works_again_soon(lasts_s: float) -> None:
     """Both of its streams fail within a moment, and it has the same process afterwards."""
