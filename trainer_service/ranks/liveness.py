@@ -95,18 +95,18 @@ class Liveness:
     def diagnose(self, error: BaseException) -> str:
         """On rank 0, after an error: find out which rank failed first, and why.
 
-        Takes SILENT_S, unless all other ranks have reported before.
+        Takes SILENT_S, unless all other ranks have reported before; twice that if several are silent, because some of
+        them may only be slow.
         """
         others = [rank for rank in range(self._world_size) if rank != self._rank]
-        before = self._beats(others)
-        deadline = time.monotonic() + SILENT_S
-        while time.monotonic() < deadline:
-            reports = self._reports(others)
-            if len(reports) == len(others):
+        before, begun_s = self._beats(others), time.monotonic()
+        while True:
+            lasted_s = time.monotonic() - begun_s
+            reports, after = self._reports(others), self._beats(others)
+            silent = [rank for rank in others if rank not in reports and after[rank] == before[rank]]
+            if len(reports) == len(others) or lasted_s >= (SILENT_S if len(silent) < 2 else 2 * SILENT_S):
                 break
             time.sleep(BEAT_S / 5)
-        reports, after = self._reports(others), self._beats(others)
-        silent = [rank for rank in others if rank not in reports and after[rank] == before[rank]]
         if silent:
             names = ", ".join(f"rank {rank}" for rank in silent)
             return f"{names}: killed or hanging, without a report; seen here as {type(error).__name__}: {error}"
