@@ -278,7 +278,7 @@ class Dispatch:
         if error is None and lane.open and not lane.leaves:
             error = Unavailable(f"{replica.name}: left {len(lane.open)} groups unfinished")
         if error is not None and lane.leaves:  # e.g. we wrote as it closed the stream: gRPC hides why
-            log.info("stream of a replica that leaves: failed", replica=replica.name, error=str(error))
+            log.warning("stream of a replica that leaves: failed", replica=replica.name, error=str(error))
         elif error is not None:
             self._failures.note(replica, error)
             self._tally.note_failure(lane, error, continues=self._order.sampling.can_continue)

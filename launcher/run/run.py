@@ -98,10 +98,8 @@ async def _drive(request: RunRequest, supervisor: Supervisor, view: RunView) -> 
         specs = _named(_planned(request, launch_id, redis_url, gpus, scale.replicas, resume=request.resume))
         await start_services(specs, request.run_dir, supervisor, view)
         view_task = ViewTask(request.config, request.run_dir, launch_id, redis_url, view)
-        registry = await asyncio.to_thread(Registry, redis_url, launch_id)
-        probes = asyncio.create_task(
-            Probes(registry, supervisor, read_token(request.run_dir), view).run(), name="probe services"
-        )
+        probing = Probes(partial(Registry, redis_url, launch_id), supervisor, read_token(request.run_dir), view)
+        probes = asyncio.create_task(probing.run(), name="probe services")
         try:
             restarts = Restarts(request.run_dir, request.config, [spec.name for spec in specs])
             # On the CPU it stays there, also when fewer replicas would fit the GPUs.

@@ -60,29 +60,34 @@ class Probes:
     """Kills services that are frozen: no process has ended, so that nothing else would start them again.
 
     Args:
-        registry: is closed at the end.
+        open_registry: opens the run's; blocking.
         token: secret of the run.
     """
 
-    def __init__(self, registry: Registry, supervisor: Supervisor, token: str, view: RunView) -> None:
-        self._registry, self._supervisor, self._token, self._view = registry, supervisor, token, view
+    def __init__(
+        self, open_registry: Callable[[], Registry], supervisor: Supervisor, token: str, view: RunView
+    ) -> None:
+        self._open_registry, self._supervisor, self._token, self._view = open_registry, supervisor, token, view
         # By role and name: where it was announced last, and its probes in a row without an answer.
         self._known: dict[tuple[str, str], tuple[str, int]] = {}
 
     async def run(self) -> None:
         """Probe until cancelled; restarts.py decides what follows a death."""
         try:
-            while True:
-                await asyncio.sleep(PROBE_EVERY_S)
-                with contextlib.suppress(TandemError):  # of Redis; a frozen service has no record any more anyway
-                    await self._look()
-                await asyncio.gather(*(self._probe(*key, *known) for key, known in self._known.items()))
-        finally:
-            await asyncio.to_thread(self._registry.close)
+            with contextlib.closing(await asyncio.to_thread(self._open_registry)) as registry:
+                while True:
+                    await asyncio.gather(self._look(registry), asyncio.sleep(PROBE_EVERY_S))
+        except Exception as error:  # noqa: BLE001 - as of the view, a failure of the probes must not end the run
+            self._view.warning(f"services that freeze are not noticed any more: {error}")
 
-    async def _look(self) -> None:
+    async def _look(self, registry: Registry) -> None:
+        with contextlib.suppress(TandemError):  # of Redis; a frozen service has no record any more anyway
+            await self._note_addresses(registry)
+        await asyncio.gather(*(self._probe(*key, *known) for key, known in self._known.items()))
+
+    async def _note_addresses(self, registry: Registry) -> None:
         for role in MISSES:
-            for record in await asyncio.to_thread(self._registry.list, role):
+            for record in await asyncio.to_thread(registry.list, role):
                 if self._known.get((role, record.name), ("",))[0] != record.address:
                     self._known[role, record.name] = record.address, 0
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -237,7 +238,9 @@ def test_a_frozen_service_is_killed_and_started_again(
     run.wait_iteration(6)
     frozen = pid_of(run, module)
     os.kill(frozen, signal.SIGSTOP)
+    begun_s = time.monotonic()
     run.wait_line(lambda line: f"{name} has not answered for {silent_s} s: frozen, and killed" in line, "its end", 300)
+    print(f"{name}: killed {time.monotonic() - begun_s:.0f} s after it froze")
     run.wait_line(lambda line: f"{name} was ended by SIGKILL" in line, "its restart", 60)
     assert run.wait_end(300) == 0, run.output()
     assert not Path(f"/proc/{frozen}").exists()

@@ -15,6 +15,7 @@ from launcher.run import starting
 from launcher.run.starting import Probes
 from launcher.run.supervisor import ProcessSpec, Supervisor
 from launcher.view.run_view import RunView
+from servicekit.errors import Unavailable
 from servicekit.lifecycle.tasks import cancel
 from servicekit.redis.registry import Registry
 from tests.kit.redis import RedisProcess
@@ -55,7 +56,7 @@ async def probed(redis_url: str, tmp_path: Path, *services: tuple[str, str]) -> 
             await supervisor.start(ProcessSpec(name=name, command=command, log=tmp_path / f"{name}.log", grace_s=0.5))
         for role, name in services:
             await asyncio.to_thread(registry.wait_for, role, [name], ENDED_S)
-        probes = asyncio.create_task(Probes(registry, supervisor, "", RunView(make_console(), 1)).run())
+        probes = asyncio.create_task(Probes(lambda: registry, supervisor, "", RunView(make_console(), 1)).run())
         try:
             yield supervisor
         finally:
@@ -89,3 +90,11 @@ async def test_one_that_is_frozen_for_a_moment_stays(
             os.kill(pid, signal.SIGCONT)
             await asyncio.sleep(FROZEN_S)
         assert supervisor.ended() == []
+
+
+async def test_that_it_cannot_look_is_told_and_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    def refused() -> Registry:
+        raise Unavailable("no Redis")
+
+    await Probes(refused, Supervisor(), "", RunView(make_console(), 1)).run()
+    assert "services that freeze are not noticed any more: no Redis" in capsys.readouterr().out
