@@ -9,7 +9,8 @@ PY := .venv/bin/python
 STAMP := .venv/tandem.stamp
 REPORTS := .cache/reports
 # One thread per process: the tests start several engines, and oversubscribed cores make all of them slower.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
+# With PYTHONDONTWRITEBYTECODE, which containers like to set, each of the many processes would compile all modules.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PY) -m pytest
 SELECT := not slow
 
 # $(call pytest,NAME,ARGUMENTS): runs pytest, then says how many tests passed, failed and were skipped, whatever
