@@ -28,5 +28,5 @@ def test_a_run_outlives_what_is_over_in_seconds(tmp_path: Path, schedule: str) -
     (story,) = json.loads((tmp_path / "chaos.json").read_text())
     assert len(story["measured"]) == 5
     assert story["wrong"] == []
-    assert (story["samples"]["dropped"], story["samples"]["returned"]) == (0, 0)
+    assert story["samples"]["dropped"] == 0
     assert (tmp_path / "chaos.png").stat().st_size > 0

@@ -178,8 +178,10 @@ def judged(arena: Arena, story: Story) -> None:
     if any(later < earlier for earlier, later in itertools.pairwise(versions)):
         story.wrong.append(f"versions fall: {versions}")
     story.wrong += [f"ledger: {problem}" for problem in ledger.problems if "replaced" not in problem]
-    if account.counts["returned"] or account.total("dropped"):
-        story.wrong.append(f"samples were trained for nothing, or lost: {story.samples}")
+    if account.total("dropped"):
+        story.wrong.append(f"samples were lost: {story.samples}")
+    if account.counts["returned"] and a_policy_was_given_up(versions):
+        story.wrong.append(f"samples were trained for nothing: {story.samples}, versions {versions}")
     scores = [float(row["heldout_accuracy"]) for row in rows if row.get("heldout_accuracy") is not None]
     story.accuracy = max(scores, default=None)
     if story.iterations > LEARNED_AFTER and (story.accuracy or 0.0) < TARGET:
@@ -187,6 +189,17 @@ def judged(arena: Arena, story: Story) -> None:
     story.wrong += list(grown(story.sizes))
     if left := arena.processes():
         story.wrong.append(f"processes are left: {[process.pid for process in left]}")
+
+
+def a_policy_was_given_up(versions: list[int]) -> bool:
+    """Whether a policy had been trained that is not of the run: its version is one that no row has (take_over.py).
+
+    A leader that ends between the note of a step and the step leaves samples that return and were not trained.
+
+    >>> a_policy_was_given_up([1, 2, 3]), a_policy_was_given_up([1, 2, 4])
+    (False, True)
+    """
+    return versions != list(range(1, len(versions) + 1))
 
 
 def grown(sizes: list[dict[str, float]]) -> Iterator[str]:
@@ -216,6 +229,8 @@ def story_of(name: str, faults: list[Fault], deadline_s: float, out: Path) -> St
                 break
             story.sizes.append(arena.sizes())
         judged(arena, story)
+        if story.wrong:
+            arena.keep_logs(out / "logs" / name)
     segments = {path.name for path in Path("/dev/shm").iterdir()}
     if left := sorted(name for name in segments if any(f"_{pid}_" in name for pid in arena.pids)):
         story.wrong.append(f"segments of memory are left: {left}")
