@@ -4,6 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+MAKEFLAGS += --jobs=2
 
 PY := .venv/bin/python
 STAMP := .venv/tandem.stamp
@@ -12,6 +13,8 @@ REPORTS := .cache/reports
 # With PYTHONDONTWRITEBYTECODE, which containers like to set, each of the many processes would compile all modules.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PY) -m pytest
 SELECT := not slow
+# The files of tests that run alone: to collect all files takes half a minute.
+ALONE = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests | sort)
 
 # $(call pytest,NAME,ARGUMENTS): runs pytest, then says how many tests passed, failed and were skipped, whatever
 # pytest's exit status; that status (5, no tests, included) is kept.
@@ -25,7 +28,7 @@ WORKERS := -n 3 --dist loadfile
 
 .PHONY: help venv demo demo-env test test-fast test-all check check-format check-lint check-types check-imports check-protos
 .PHONY: format proto freeze-protos lock clean check-cuda gpu-check bench-sync bench-train bench-demo check-turns check-adapters
-.PHONY: chaos images
+.PHONY: chaos collect images
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -42,10 +45,15 @@ demo: venv ## post-train the example model with GRPO on this machine and show it
 demo-env: venv ## post-train a tiny model to use a calculator: two turns and a tool (minutes)
 	@.venv/bin/tandem run -c examples/calculator/calculator.yaml
 
-test: check ## checks and all tests but the slow ones (about 40 minutes on 2 cores)
+test: check collect ## checks and all tests but the slow ones (about 20 minutes on 2 cores)
 	$(call pytest,test,$(WORKERS) -m "($(SELECT)) and not alone")
-	$(call pytest,test-alone,-m "($(SELECT)) and alone")
+	$(call pytest,test-alone,-m "($(SELECT)) and alone" $(ALONE))
 	@$(PY) -m tools.test_summary $(REPORTS)/test.xml $(REPORTS)/test-alone.xml
+
+# Beside the check of types, which keeps one core busy: the workers find the bytecode of the tests then.
+collect: venv
+	@mkdir -p $(REPORTS)
+	@$(PYTEST) --collect-only -qq >$(REPORTS)/collected.txt || { tail -40 $(REPORTS)/collected.txt; exit 1; }
 
 test-all: SELECT := slow or not slow
 # Slow tests are many processes each: three at a time starved the beats of engines over several hosts.

@@ -4,6 +4,7 @@ A key is `section.field`. That of an entry of a list is `section[1].field` in me
 """
 
 import difflib
+import functools
 import re
 import types
 import typing
@@ -106,7 +107,8 @@ _NAMES_ELSEWHERE: dict[str, str] = {
 _OTHER_NAMES = {name: key for key, names in _NAMES_ELSEWHERE.items() for name in names.split()}
 
 
-def sections() -> dict[str, type[Section]]:
+@functools.cache
+def sections() -> Mapping[str, type[Section]]:
     """Return the model of every section, by name, in the order of the schema; of a list, what all entries have."""
     return {
         name: LISTED[name][0] if name in LISTED else next(_models(field.annotation))
@@ -134,7 +136,8 @@ def split(key: str) -> tuple[str, str]:
     return re.sub(r"\[\d+\]$", "", section), field
 
 
-def _fields(section: str) -> dict[str, FieldInfo]:
+@functools.cache
+def _fields(section: str) -> Mapping[str, FieldInfo]:
     """Return the settings of a section, those of all kinds together; the first of a name counts."""
     found: dict[str, FieldInfo] = {}
     for model in (sections().get(section), *kinds(section).values()):

@@ -88,11 +88,12 @@ PARTS: dict[str, tuple[Place, tuple[str, ...]]] = {
     "progress": ((Progress, "advance"), ("iteration",)),
     "samples": ((SampleSink, "take"), ()),  # ends no run
 }
+# In each part a RuntimeError, and in the slow tests each other error in some part.
 CASES = [
-    pytest.param(part, cause, id=f"{part}-{cause()!r:.40}")
+    pytest.param(part, cause, id=f"{part}-{cause()!r:.40}", marks=() if cause is CAUSES[29] else (pytest.mark.slow,))
     for number, part in enumerate(PARTS)
     for place, cause in enumerate(CAUSES)
-    if place % len(PARTS) == number or cause is CAUSES[29]  # each error in some part, and a RuntimeError in each
+    if place % len(PARTS) == number or cause is CAUSES[29]
 ]
 
 

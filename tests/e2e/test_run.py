@@ -33,6 +33,7 @@ def weights(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_replicas_generate_through_weight_syncs_with_the_asynchronous_schedule(tandem: Start, tmp_path: Path) -> None:
     settings = {"schedule__kind": "async", "grpo__preset": "decoupled", "run__iterations": 5, "run__evaluate_every": 5}
     run = tandem(*run_arguments("ahead", **settings))
@@ -127,6 +128,7 @@ def test_sigterm_while_engines_start_leaves_nothing(tandem: Start) -> None:
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_failing_service_ends_the_run_and_is_named(tandem: Start) -> None:
     run = tandem(*run_arguments(run__iterations=1000, run__replica_restarts=0))
     run.wait_iteration(1)

@@ -22,6 +22,8 @@ from tests.kit.waiting import until
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 DEADLINE_S = 120.0
+# Of what a replica that is killed generates half.
+GROUPS, SIZE, TOKENS = 4, 2, 800
 LONG_TAILS = "tests.integration.rollout.long_tails"
 
 
@@ -55,7 +57,8 @@ def test_a_replica_that_is_killed_costs_a_prefill(tmp_path: Path, module_redis: 
     for folder in folders:
         folder.mkdir()
     kit = [lone_replica(folder, model, module_redis, serve_model=True) for folder in folders]
-    prompts, order = prompts_of(6), order_of(3, 900, seed=9)
+    prompts, order = prompts_of(GROUPS), order_of(SIZE, TOKENS, seed=9)
+    parts = GROUPS * SIZE // 2
     try:
         dying, other = [replica.wait_up() for replica in kit]
 
@@ -65,8 +68,8 @@ def test_a_replica_that_is_killed_costs_a_prefill(tmp_path: Path, module_redis: 
             before = other.status().generated_tokens
             async with rollouts_over(dying, other) as both:
                 generating = asyncio.create_task(both.generate(prompts, order))
-                # parts of its three groups have come
-                await asyncio.to_thread(until, lambda: dying.status().generated_tokens >= 9 * PART_TOKENS, 60.0)
+                # a part of each of its completions has come
+                await asyncio.to_thread(until, lambda: dying.status().generated_tokens >= parts * PART_TOKENS, 60.0)
                 # The service itself, so that its stream breaks; its engine ends with it.
                 dying.process.kill()
                 disturbed = await generating
@@ -88,9 +91,9 @@ def test_a_replica_that_is_killed_costs_a_prefill(tmp_path: Path, module_redis: 
         < 1e-3
     )
     # What the dead one had sent was not sampled again.
-    kept = 6 * 3 * 900 - sampled_by_other
-    assert kept >= 9 * PART_TOKENS * 0.9, kept
-    print(f"kept {kept} of {9 * 900} tokens of the replica that was killed")
+    kept = GROUPS * SIZE * TOKENS - sampled_by_other
+    assert kept >= parts * PART_TOKENS * 0.9, kept
+    print(f"kept {kept} of {parts * TOKENS} tokens of the replica that was killed")
 
 
 @pytest.mark.slow

@@ -24,22 +24,19 @@ class Case:
         return TrainerSection.model_validate(LAYOUTS[self.layout]).world_size
 
 
-# Most features and ways to divide a model, once; SLOW has the others, and the other pairs of them.
+# Most features and ways to divide a model, once; SLOW has the others, and the other pairs of them. What the loss of one
+# rank is made of is compared with transformers in tests/unit/trainer/test_steps.py.
 EXACT = [
-    *(Case(kind="qwen3", layout=layout) for layout in ("tp1", "tp2-sequence", "dp2", "tp2-pp2")),
-    Case(kind="qwen2-tied", layout="pp2"),
-    Case(kind="qwen2", layout="tp4"),
+    *(Case(kind="qwen3", layout=layout) for layout in ("tp1", "tp2-pp2")),
     Case(kind="llama", layout="tp2"),
-    *(Case(kind="qwen3", layout="dp2", variant=variant) for variant in ("skips", "rollout", "cispo", "epochs")),
+    *(Case(kind="qwen3", layout="dp2", variant=variant) for variant in ("skips", "epochs")),
     Case(kind="qwen3", layout="tp2-sequence", variant="chunks"),
     Case(kind="qwen3", layout="cp2", variant="gspo"),
-    *(Case(kind="qwen3", layout="tp1", variant=variant) for variant in ("decoupled", "decay")),
     Case(kind="qwen2-tied", layout="pp2-virtual", variant="kl"),
-    *(Case(kind="qwen3", layout="cp2", variant=variant) for variant in ("masked", "masked-shared")),
+    Case(kind="qwen3", layout="cp2", variant="masked-shared"),
     Case(kind="qwen3", layout="tp2-sequence", variant="shared"),
     Case(kind="qwen3", layout="cp2", variant="shared-kl-epochs"),
     Case(kind="qwen3", layout="cp2", variant="recompute-parts"),
-    Case(kind="qwen2-tied", layout="pp2-virtual", variant="recompute-one"),
     Case(kind="qwen3", layout="dp2-overlap"),
     Case(kind="qwen2-tied", layout="pp2-dp2-zero"),
     *(Case(kind="qwen3-moe", layout=layout) for layout in ("ep2", "ep2-pp2", "etp2-overlap", "cp2-ep2")),
@@ -48,6 +45,13 @@ EXACT = [
     Case(kind="qwen3-kv1", layout="tp2-sequence"),
 ]
 SLOW = [
+    *(Case(kind="qwen3", layout=layout) for layout in ("tp2-sequence", "dp2")),
+    Case(kind="qwen2-tied", layout="pp2"),
+    Case(kind="qwen2", layout="tp4"),
+    *(Case(kind="qwen3", layout="dp2", variant=variant) for variant in ("rollout", "cispo")),
+    *(Case(kind="qwen3", layout="tp1", variant=variant) for variant in ("decoupled", "decay")),
+    Case(kind="qwen3", layout="cp2", variant="masked"),
+    Case(kind="qwen2-tied", layout="pp2-virtual", variant="recompute-one"),
     *(Case(kind="qwen3", layout=layout) for layout in ("tp2", "pp2", "cp2", "dp2-zero", "cp2-zero")),
     *(Case(kind="qwen2-tied", layout=layout) for layout in ("tp2", "dp2", "pp2-virtual")),
     *(Case(kind="qwen2", layout=layout) for layout in ("tp2-pp2", "pp2-first")),
@@ -131,10 +135,10 @@ SLOW = [
 ]
 BFLOAT16 = [
     Case(kind="qwen3", layout="tp2", dtype="bfloat16"),
-    Case(kind="qwen3-moe", layout="ep2", dtype="bfloat16"),
     Case(kind="qwen3", layout="dp2-overlap", dtype="bfloat16"),
 ]
 SLOW_BFLOAT16 = [
+    Case(kind="qwen3-moe", layout="ep2", dtype="bfloat16"),
     Case(kind="qwen2-tied", layout="pp2-virtual", dtype="bfloat16"),
     Case(kind="qwen3", layout="tp2", variant="recompute", dtype="bfloat16"),
     Case(kind="qwen3", layout="dp2-zero", dtype="bfloat16"),

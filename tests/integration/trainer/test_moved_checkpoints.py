@@ -48,15 +48,15 @@ class Move:
 
 
 MOVES = [
-    Move(kind="qwen3", source="tp2", target="tp1"),
     Move(kind="qwen3", source="tp2", target="tp2-pp2"),
     Move(kind="qwen2-tied", source="pp2-virtual", target="tp2"),
     Move(kind="qwen3-moe", source="ep2", target="tp1"),
-    Move(kind="qwen3-moe", source="tp1", target="etp2"),
     Move(kind="qwen3", source="dp2-zero", target="tp1"),
-    Move(kind="qwen3", source="dp2-zero", target="tp2", dtype="bfloat16"),
 ]
 SLOW = [
+    Move(kind="qwen3", source="tp2", target="tp1"),
+    Move(kind="qwen3-moe", source="tp1", target="etp2"),
+    Move(kind="qwen3", source="dp2-zero", target="tp2", dtype="bfloat16"),
     Move(kind="qwen3", source="tp1", target="tp2-sequence"),
     Move(kind="qwen3", source="tp2-pp2", target="pp2-virtual"),
     Move(kind="qwen3", source="dp2", target="tp1"),

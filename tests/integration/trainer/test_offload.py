@@ -37,12 +37,12 @@ class Case(NamedTuple):
 
 CASES = [
     Case("tp2", "float32"),
-    Case("dp2", "bfloat16"),
-    Case("pp2", "float32"),
     Case("dp2-zero", "bfloat16"),
     Case("dp2-overlap", "float32"),
 ]
 SLOW = [
+    Case("dp2", "bfloat16"),
+    Case("pp2", "float32"),
     Case("tp2", "bfloat16"),
     Case("dp2", "float32"),
     Case("pp2", "bfloat16"),
@@ -102,11 +102,11 @@ def test_every_layout_computes_the_same_bits(results: Results, case: Case) -> No
 
 
 def test_the_host_s_memory_is_given_back(tmp_path: Path) -> None:
-    """26 M parameters: 104 MB of weights, as many of gradients, twice as many of moments; as many of the reference."""
+    """13 M parameters: 52 MB of weights, as many of gradients, twice as many of moments; as many of the reference."""
     sizes: dict[str, Any] = {
         "hidden_size": 512,
         "intermediate_size": 2048,
-        "num_hidden_layers": 8,
+        "num_hidden_layers": 4,
         "vocab_size": TRAINED_VOCABULARY,
     }
     model = make_model(tmp_path / "model", **sizes)
@@ -114,7 +114,7 @@ def test_the_host_s_memory_is_given_back(tmp_path: Path) -> None:
     run(tmp_path, 1, [case | {"model": str(model), "reference": str(model)}])
     found = report(tmp_path / "large" / "all", 0)
     used, resident = found["used"], found["resident"]
-    assert used > 400e6
+    assert used > 200e6
     assert resident["in_use"] - resident["last"] > 0.95 * used
     # nor does what a step remembers stay (as much as moments and weights), nor the reference
     assert resident["after"] - resident["idle"] < 0.2 * used

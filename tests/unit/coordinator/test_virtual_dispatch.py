@@ -28,6 +28,11 @@ PROMPTS = {f"g{i}": Prompt(row=i, token_ids=array("I", range(1 + i)), answer="")
 TOKENS = sum(length_of(name, index, MOST) for name in PROMPTS for index in range(SIZE))
 
 
+def seeds(few: int, many: int) -> pytest.MarkDecorator:
+    """The first few seeds, and in the slow tests the others."""
+    return pytest.mark.parametrize("seeds", [range(few), pytest.param(range(few, many), marks=pytest.mark.slow)])
+
+
 class Fleet:
     """Replicas of which some die, and whose next processes join when they are seeded."""
 
@@ -105,10 +110,11 @@ def check(generation: Generation, finished: Counter[str]) -> None:
             assert (len(completion.logprobs), completion.version_spans) == (length, ((length, 0),))
 
 
+@seeds(8, 100)
 @pytest.mark.parametrize("kinds", [(), ("abort",), ("die",), ("die", "abort", "abort"), ("leave",), ("leave", "abort")])
 @pytest.mark.parametrize("kv_tokens", [0, 1, 300, 5000])
-def test_every_completion_comes_whole_and_once(kinds: Sequence[str], kv_tokens: int) -> None:
-    for seed in range(25):
+def test_every_completion_comes_whole_and_once(kinds: Sequence[str], kv_tokens: int, seeds: range) -> None:
+    for seed in seeds:
         rng = random.Random(f"{seed}/{kinds}/{kv_tokens}")
         fleet = Fleet(rng, num=rng.randint(1, 4), kv_tokens=kv_tokens)
         generation, finished = run(generate(fleet, order_of(), kinds, most_groups=rng.choice([1, 3, 1024])))
@@ -275,13 +281,14 @@ def in_turns(group_id: str, index: int) -> tuple[list[int], list[int]]:
     return ids, mask
 
 
+@seeds(3, 30)
 @pytest.mark.parametrize("kinds", [(), ("abort",), ("die",), ("die", "abort", "abort")])
 @pytest.mark.parametrize(("kv_tokens", "longest_s"), [(0, 0.1), (300, 20.0), (5000, 200.0)])
 @pytest.mark.parametrize("branches", [False, True], ids=["linear", "branches"])
 def test_completions_of_several_turns_continue_after_each_answer(
-    kinds: Sequence[str], kv_tokens: int, longest_s: float, branches: bool
+    kinds: Sequence[str], kv_tokens: int, longest_s: float, branches: bool, seeds: range
 ) -> None:
-    for seed in range(6):
+    for seed in seeds:
         rng = random.Random(f"{seed}/{kinds}/{kv_tokens}/turns")
         fleet = Fleet(rng, num=rng.randint(1, 4), kv_tokens=kv_tokens, turn_tokens=TURN)
         answers = Answers(rng, longest_s, branches=branches)
@@ -312,8 +319,9 @@ def test_an_answer_that_fails_ends_the_dispatch_with_its_error() -> None:
     assert answers.closed
 
 
-def test_what_cannot_continue_begins_anew_and_comes_whole() -> None:
-    for seed in range(25):
+@seeds(8, 100)
+def test_what_cannot_continue_begins_anew_and_comes_whole(seeds: range) -> None:
+    for seed in seeds:
         rng = random.Random(seed)
         fleet = Fleet(rng, num=2, kv_tokens=300)
         generation, finished = run(generate(fleet, order_of(stop=("x",)), ("abort",)))

@@ -1,5 +1,7 @@
 """`tandem deploy` as users meet it: the command line in this process, real kubectl, a fake cluster."""
 
+import hashlib
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from launcher.cli import app
+from launcher.deploy.overlay import kustomize
 from tests.fakes.cluster.fake_cluster import FakeCluster
 from tests.fakes.s3_server import S3Server, s3_server
 from tests.manifests.kustomize import kubectl
@@ -23,6 +26,24 @@ RUN: dict[str, dict[str, Any]] = {
     "fleet": {"kind": "kubernetes"},
 }
 ANSWERS = ("-n", "team", "-r", "registry.example.com/lab", "--gpus-per-node", "8")
+
+
+_run_command = kustomize._run
+_built: dict[str, "subprocess.CompletedProcess[str]"] = {}
+
+
+def run_once(command: list[str], folder: Path) -> "subprocess.CompletedProcess[str]":
+    """Build what is below a folder with the real kubectl, once for each content: most tests build what others have."""
+    target = Path(command[-1])
+    if command[1] != "kustomize" or not target.is_relative_to(folder):
+        return _run_command(command)
+    content = hashlib.sha256(str(target.relative_to(folder)).encode())
+    for file in sorted((folder / target.relative_to(folder).parts[0]).rglob("*")):
+        content.update(f"\0{file.relative_to(folder)}\0".encode() + (file.read_bytes() if file.is_file() else b""))
+    answer = _built.get(content.hexdigest()) or _run_command(command)
+    if answer.returncode == 0:
+        _built[content.hexdigest()] = answer
+    return answer
 
 
 class Done(NamedTuple):
@@ -63,6 +84,7 @@ def storage() -> Iterator[S3Server]:
 def deploy(cluster: FakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Deploy:
     """Run `tandem deploy ...` against the fake cluster."""
     kubectl()
+    monkeypatch.setattr(kustomize, "_run", lambda command: run_once(command, tmp_path))
     monkeypatch.setenv("KUBECONFIG", str(cluster.write_kubeconfig(tmp_path / "kubeconfig", "team")))
     monkeypatch.setenv("COLUMNS", "240")
     monkeypatch.setenv("NO_COLOR", "1")
