@@ -56,6 +56,14 @@ def free_port() -> int:
             return port
 
 
+def is_alive(process: psutil.Process | int) -> bool:
+    """Whether a process, or that of a pid, has not ended; one that is not waited for yet has."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(process) if isinstance(process, int) else process
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
 def semaphores_of(pids: Iterable[int]) -> list[Path]:
     """Find the files of multiprocessing's semaphores that these processes have mapped.
 

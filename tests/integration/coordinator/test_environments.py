@@ -30,6 +30,7 @@ from servicekit.rpc.server import GrpcServer
 from tandem_api.environment.v1.environment_pb2_grpc import add_EnvironmentServiceServicer_to_server
 from tandem_config.sections.environment import EnvironmentSection
 from tests.house.repository import REPO
+from tests.kit.processes import is_alive
 from tests.kit.waiting import until
 
 pytestmark = pytest.mark.integration
@@ -396,7 +397,7 @@ async def test_one_that_ends_between_calls_fails_no_episode(tmp_path: Path, host
         episodes = await opened(stack, pool, "", "")
         (ended,) = workers()
         ended.kill()
-        await asyncio.to_thread(until, lambda: ended.status() == psutil.STATUS_ZOMBIE if ended.is_running() else True)
+        await asyncio.to_thread(until, lambda: not is_alive(ended))
         await asyncio.sleep(0.1)
         assert [await play(episode, 1) for episode in episodes] == [3.0, 13.0]
     assert exported(*names) == [restarts + 1, replays + 2]
@@ -458,7 +459,7 @@ async def test_what_an_environment_has_started_ends_with_its_process(tmp_path: P
         (episode,) = await opened(stack, pool, "leaves_a_process", file=str(file))
         assert (await failure(episode.step(turn(1))))[1].endswith("exited with status 5")
     pid = int(file.read_text())
-    await asyncio.to_thread(until, lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
+    await asyncio.to_thread(until, lambda: not is_alive(pid))
 
 
 async def test_a_process_that_leaves_the_group_keeps_no_call_waiting(

@@ -21,6 +21,7 @@ from coordinator.workers.task import Answer, Task
 from coordinator.workers.tasks import REGEX
 from tandem_config.sections.reward import ExactMatchReward, MathVerifyReward, RegexReward
 from tandem_config.sections.rewards.base import RewardSection
+from tests.kit.processes import is_alive
 from tests.kit.waiting import until
 
 pytestmark = pytest.mark.integration
@@ -212,7 +213,7 @@ def test_a_worker_whose_start_is_cancelled_does_not_stay(new_loop: Callable[[], 
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         left = [child for child in psutil.Process().children() if child.pid not in before]
-        assert [child.pid for child in left if child.status() != psutil.STATUS_ZOMBIE] == []
+        assert [child.pid for child in left if is_alive(child)] == []
 
     async def at_every_turn() -> None:
         for turns in range(8):

@@ -12,6 +12,7 @@ from servicekit.redis.registry import Registry
 from tandem_api.rollout.v1 import rollout_pb2
 from tandem_api.weights.v1 import weights_pb2 as pb
 from tests.kit.models import logprobs, make_model
+from tests.kit.processes import is_alive
 from tests.kit.replicas import Replica, Trainer, at, lone_replica
 from tests.kit.round import CALL_S
 from tests.kit.waiting import until
@@ -148,7 +149,7 @@ def test_the_worker_is_announced_with_its_own_address(pair: Pair) -> None:
 
 
 def gone(processes: list[psutil.Process]) -> bool:
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+    return not any(is_alive(process) for process in processes)
 
 
 def test_a_killed_worker_ends_the_leader_which_names_it(mortal_pair: Pair) -> None:

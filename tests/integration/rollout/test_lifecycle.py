@@ -18,6 +18,7 @@ from servicekit.rpc.arrays import packed
 from tandem_api.common.v1.common_pb2 import CoordinatorFence
 from tandem_api.rollout.v1 import rollout_pb2
 from tests.kit.models import make_model
+from tests.kit.processes import is_alive
 from tests.kit.replicas import Replica, Trainer, lone_replica
 from tests.kit.waiting import until
 from tools.bench_sync.whole_groups import SampledGroup
@@ -74,7 +75,7 @@ class TakenBack(threading.Thread):
 
 
 def gone(processes: list[psutil.Process]) -> bool:
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+    return not any(is_alive(process) for process in processes)
 
 
 def test_sigterm_finishes_what_runs_and_exits_zero(replicas: dict[str, Replica]) -> None:

@@ -14,6 +14,7 @@ from launcher.cli import app
 from launcher.deploy.overlay import kustomize
 from tests.fakes.cluster.fake_cluster import FakeCluster
 from tests.fakes.s3_server import S3Server, s3_server
+from tests.house.repository import REPO
 from tests.manifests.kustomize import kubectl
 
 RUN: dict[str, dict[str, Any]] = {
@@ -33,13 +34,15 @@ _built: dict[str, "subprocess.CompletedProcess[str]"] = {}
 
 
 def run_once(command: list[str], folder: Path) -> "subprocess.CompletedProcess[str]":
-    """Build what is below a folder with the real kubectl, once for each content: most tests build what others have."""
-    target = Path(command[-1])
-    if command[1] != "kustomize" or not target.is_relative_to(folder):
+    """Build with the real kubectl, once for each content of a folder's folder: most tests build what others have."""
+    target = Path(command[-1]).absolute()
+    root = next((root for root in (folder, REPO) if target.is_relative_to(root)), None)
+    if command[1] != "kustomize" or root is None:
         return _run_command(command)
-    content = hashlib.sha256(str(target.relative_to(folder)).encode())
-    for file in sorted((folder / target.relative_to(folder).parts[0]).rglob("*")):
-        content.update(f"\0{file.relative_to(folder)}\0".encode() + (file.read_bytes() if file.is_file() else b""))
+    top = root / target.relative_to(root).parts[0]
+    content = hashlib.sha256(str(target.relative_to(top)).encode())
+    for file in sorted(top.rglob("*")):
+        content.update(f"\0{file.relative_to(top)}\0".encode() + (file.read_bytes() if file.is_file() else b""))
     answer = _built.get(content.hexdigest()) or _run_command(command)
     if answer.returncode == 0:
         _built[content.hexdigest()] = answer
