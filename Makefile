@@ -117,7 +117,7 @@ check-adapters: venv ## run episodes of Gymnasium, TextArena, OpenEnv, verifiers
 	@tools/make_side_venv.sh adapters
 	$(call pytest,check-adapters,tests/contract/test_adapters.py)
 
-chaos: venv ## harm a run on real engines 88 times, and prove its samples from the ledger (half an hour, both cores, root)
+chaos: venv ## harm a run on real engines 88 times, and prove its samples from the ledger (25 minutes, both cores, root)
 	@$(PY) -W ignore -m tools.chaos $(ARGS)
 
 images: ## build the container images with Docker: VARIANT=gpu, REGISTRY=..., PUSH=1 (docs/docker.md)
