@@ -182,7 +182,7 @@ class SampleStream:
         timeout_s: the replica is given up if it brings no token for so long.
         newer: the policy may be newer than the order's version, and change within a completion.
     Attributes:
-        read_s: the loop's time of the last news.
+        read_s: the loop's time of the last news. num_tokens: that have come.
     """
 
     def __init__(self, name: str, call: Any, order: Order, timeout_s: float, *, newer: bool = False) -> None:
@@ -191,7 +191,7 @@ class SampleStream:
         self._open: dict[str, OpenGroup] = {}
         # Groups whose prompts the replica keeps, from that submission on; and how many of all these it has accepted.
         self._kept: dict[str, tuple[OpenGroup, int]] = {}
-        self._num_submitted = self._num_accepted = 0
+        self._num_submitted = self._num_accepted = self.num_tokens = 0
         self._renewed_s = self.read_s = 0.0
         self._writes = asyncio.Lock()
 
@@ -319,6 +319,7 @@ class SampleStream:
             ends = _ENDS[reason]
             if item.token_ids_u32 or (ends and index not in found):
                 _add_part(found, item, place)
+                self.num_tokens += len(item.token_ids_u32) // 4
             if ends:
                 completion = found[index]
                 completion.truncated = reason == pb.FINISH_REASON_LENGTH

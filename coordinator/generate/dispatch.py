@@ -10,8 +10,8 @@ a pause aborts completions           they continue in the same way, and it is no
 a replica says that it leaves        it gets no more; what runs there continues elsewhere, if it can and another serves
 a replica fails MAX_FAILURES streams   it rests for REST_S before each further one; its next process counts as a new one
 groups wait, all replicas are busy   replicas that join are seeded and take them (joiners.py)
-no replica is left, one is lost      the dispatch waits for one to join, up to Patience.rejoin_s without a new group, in
-                                     which no replica is queued
+no replica is left, one is lost      the dispatch waits for one to join, up to Patience.rejoin_s without a new group, or
+                                     tokens that are kept, in which no replica is queued
 no replica is left, none is lost     all are present but fail, so none will join: the dispatch fails after probe_s
 """
 
@@ -125,7 +125,7 @@ class Dispatch:
         self.groups: dict[str, Group] = {}
         self._finished = finished
         self._failures = Failures()
-        self._stalled_since_s: float | None = None  # no replica works, and no group has come since
+        self._stalled_since_s: float | None = None  # no replica works, and nothing that stays has come since
         self._one_is_lost = False
 
     def add(self, prompts: Iterable[tuple[str, Prompt]]) -> None:
@@ -284,7 +284,7 @@ class Dispatch:
             self._tally.note_failure(lane, error, continues=self._order.sampling.can_continue)
 
     async def _sample(self, lane: Lane) -> None:
-        seen_s, looked_s = 0.0, asyncio.get_running_loop().time()
+        seen_s, looked_s, num_tokens = 0.0, asyncio.get_running_loop().time(), 0
         sampling = lane.replica.sampling(self._order, timeout_s=self._timeout_s, newer=self._lasts)
         async with sampling as stream, BackgroundTask(partial(self._feed, lane, stream)) as feeding:
             async for news in stream.news():
@@ -293,6 +293,8 @@ class Dispatch:
                 running = lane.running if lane.running < self._slots else self._slots
                 self._tally.running_s += (stream.read_s - looked_s) * running
                 looked_s = stream.read_s
+                if stream.num_tokens > num_tokens and self._order.sampling.can_continue:  # they are not sampled again
+                    self._stalled_since_s, num_tokens = None, stream.num_tokens
                 for group in news.whole:
                     lane.close(group)
                     self._keep(group.group())

@@ -124,6 +124,11 @@ def test_every_completion_comes_whole_and_once(kinds: Sequence[str], kv_tokens: 
         assert lost == 0 or "die" in kinds, lost
 
 
+def test_tokens_that_come_and_stay_end_the_wait_for_a_replica() -> None:
+    """The only one leaves twice while a group takes longer than rejoin_s; it had failed as if none had come."""
+    test_every_completion_comes_whole_and_once(("leave",), 1, range(45, 46))
+
+
 @pytest.mark.parametrize("stop", [(), ("x",)])
 def test_what_runs_on_a_replica_that_leaves_continues_elsewhere_if_it_can(stop: tuple[str, ...]) -> None:
     fleet = Fleet(random.Random(1), num=2, kv_tokens=0)
