@@ -4,7 +4,6 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-MAKEFLAGS += --jobs=2
 
 PY := .venv/bin/python
 STAMP := .venv/tandem.stamp
@@ -45,7 +44,8 @@ demo: venv ## post-train the example model with GRPO on this machine and show it
 demo-env: venv ## post-train a tiny model to use a calculator: two turns and a tool (minutes)
 	@.venv/bin/tandem run -c examples/calculator/calculator.yaml
 
-test: check collect ## checks and all tests but the slow ones (about 20 minutes on 2 cores)
+test: venv ## checks and all tests but the slow ones (about 20 minutes on 2 cores)
+	@$(MAKE) --no-print-directory --jobs=2 check collect
 	$(call pytest,test,$(WORKERS) -m "($(SELECT)) and not alone")
 	$(call pytest,test-alone,-m "($(SELECT)) and alone" $(ALONE))
 	@$(PY) -m tools.test_summary $(REPORTS)/test.xml $(REPORTS)/test-alone.xml

@@ -34,7 +34,7 @@ from servicekit.logs import get_logger
 from servicekit.rpc.limits import MAX_COMPLETIONS_PER_CALL
 from tandem_clients.flow import Generation, Group, Order, Prompt
 from tandem_clients.probing import while_alive
-from tandem_clients.sample_stream import OpenGroup, Sampler, SampleStream, ServingFleet
+from tandem_clients.sample_stream import MalformedReply, OpenGroup, Sampler, SampleStream, ServingFleet
 
 NOTHING: Mapping[str, Group] = {}
 
@@ -270,6 +270,8 @@ class Dispatch:
             error = failure
             if failure.after_s:  # its stream is not opened again before
                 await first_of({"nothing": asyncio.Event()}, timeout_s=failure.after_s)
+        if lane.num_tokens and self._order.sampling.can_continue and not isinstance(error, MalformedReply):
+            self._stalled_since_s = None  # they are not sampled again: there is an end
         for group in lane.end(self._order.sampling):
             self._turns.begin(group)
         for group in [group for group in lane.open.values() if group.is_whole()]:  # came with what has failed
@@ -284,7 +286,7 @@ class Dispatch:
             self._tally.note_failure(lane, error, continues=self._order.sampling.can_continue)
 
     async def _sample(self, lane: Lane) -> None:
-        seen_s, looked_s, num_tokens = 0.0, asyncio.get_running_loop().time(), 0
+        seen_s, looked_s = 0.0, asyncio.get_running_loop().time()
         sampling = lane.replica.sampling(self._order, timeout_s=self._timeout_s, newer=self._lasts)
         async with sampling as stream, BackgroundTask(partial(self._feed, lane, stream)) as feeding:
             async for news in stream.news():
@@ -293,8 +295,7 @@ class Dispatch:
                 running = lane.running if lane.running < self._slots else self._slots
                 self._tally.running_s += (stream.read_s - looked_s) * running
                 looked_s = stream.read_s
-                if stream.num_tokens > num_tokens and self._order.sampling.can_continue:  # they are not sampled again
-                    self._stalled_since_s, num_tokens = None, stream.num_tokens
+                lane.num_tokens = stream.num_tokens
                 for group in news.whole:
                     lane.close(group)
                     self._keep(group.group())

@@ -107,6 +107,7 @@ class Lane:
             is doubled whenever it was too little and nothing waits for room. 0: not known yet; infinite: not reported.
         is_full: whether there was no credit for a group that waits, when there was something to submit last.
         is_noted: whether the replica has said its load in this dispatch.
+        num_tokens: that have come.
         leaves: whether the replica has said that it ends soon: it gets nothing more.
         wakes: set when groups are added.
     """
@@ -120,6 +121,7 @@ class Lane:
     credit: float = 0.0
     is_full: bool = False
     is_noted: bool = False
+    num_tokens: int = 0
     leaves: bool = False
     wakes: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -19,8 +19,9 @@ from coordinator.learn.scoring import Scorer
 from launcher.simulate.virtual_loop import Deadlock, run
 from servicekit.errors import Internal, Unavailable
 from servicekit.lifecycle.tasks import cancel
+from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_clients.flow import Generation, Group, Order, Prompt, Sampling
-from tandem_clients.sample_stream import OpenGroup
+from tandem_clients.sample_stream import MalformedReply, OpenGroup, SampleStream
 from tests.fakes.fake_sampler import STOP, FakeSampler, length_of, token_of
 
 GROUPS, SIZE, MOST = 12, 4, 120
@@ -127,6 +128,29 @@ def test_every_completion_comes_whole_and_once(kinds: Sequence[str], kv_tokens: 
 def test_tokens_that_come_and_stay_end_the_wait_for_a_replica() -> None:
     """The only one leaves twice while a group takes longer than rejoin_s; it had failed as if none had come."""
     test_every_completion_comes_whole_and_once(("leave",), 1, range(45, 46))
+
+
+def test_replies_that_are_malformed_again_and_again_end_the_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each completion's tokens come, and its end is wrong: they count for nothing, and no wait begins anew.
+
+    Another replica has left, so that one may still join; the bad one is tried again every 10 s.
+    """
+    add = SampleStream._add
+
+    def refuse_ends(stream: SampleStream, group: OpenGroup, result: pb.GroupResult) -> list[int]:
+        if any(item.finish_reason for item in result.completions):
+            raise MalformedReply("its end is wrong")
+        return add(stream, group, result)
+
+    async def generated() -> None:
+        fleet = Fleet(random.Random(0), num=2, kv_tokens=300)
+        asyncio.get_running_loop().call_later(1.0, fleet.members.pop)
+        async with asyncio.timeout(3600.0):
+            await generate(fleet, order_of(), ())
+
+    monkeypatch.setattr(SampleStream, "_add", refuse_ends)
+    with pytest.raises(Unavailable, match="its end is wrong"):
+        run(generated())
 
 
 @pytest.mark.parametrize("stop", [(), ("x",)])

@@ -34,7 +34,7 @@ _built: dict[str, "subprocess.CompletedProcess[str]"] = {}
 
 
 def run_once(command: list[str], folder: Path) -> "subprocess.CompletedProcess[str]":
-    """Build with the real kubectl, once for each content of a folder's folder: most tests build what others have."""
+    """Build with the real kubectl, and remember it by the content of all files: most tests build what others have."""
     target = Path(command[-1]).absolute()
     root = next((root for root in (folder, REPO) if target.is_relative_to(root)), None)
     if command[1] != "kustomize" or root is None:
