@@ -126,13 +126,12 @@ class LedgerFiles:
         before = segment(self._run_dir, number - 1)
         self._log = _File(segment(self._run_dir, number), self._check, empty=True)
         self.append(head(before.stat().st_size if before.exists() else 0))
+        self.write()
         return True
 
     def append(self, content: bytes) -> None:
-        """Append a record to the log; one that cannot be written waits for the next call."""
+        """Append a record to the log with the next write()."""
         self._waiting.append(content)
-        with contextlib.suppress(OSError):
-            self._flush()
 
     def begin_groups(self, wave: int, *, keep: bool) -> None:
         """Begin the file of a wave's finished groups. keep: continue with those that it has."""
@@ -142,7 +141,7 @@ class LedgerFiles:
         self._others = sum(path.stat().st_size for path in others)
 
     def append_groups(self, wave: int, content: bytes) -> None:
-        """Append finished groups. They wait here while the disk is full; beyond the bound their wave is given up."""
+        """Append finished groups with the next write(); beyond the bound their wave is given up."""
         if wave not in self._groups:
             return
         try:
@@ -153,8 +152,13 @@ class LedgerFiles:
             self._forget(wave)
             return
         self._held[wave] = self._held.get(wave, b"") + content
+
+    def write(self) -> None:
+        """Write what waits, groups before the records that have them as finished. What finds no room waits further."""
         self._write_held()
-        if time.monotonic() - self._synced_s > SYNC_EVERY_S:
+        with contextlib.suppress(OSError):
+            self._flush()
+        if self._groups and time.monotonic() - self._synced_s > SYNC_EVERY_S:
             with contextlib.suppress(OSError):  # a step's own sync tells of it
                 self.sync()
 
@@ -214,8 +218,8 @@ class LedgerFiles:
 
     def sync(self) -> None:
         """Force everything to disk. Raises: OSError: the log is not there, and waits; TandemError: of `check`."""
-        self._flush()
         self._write_held()
+        self._flush()
         for file in (*self._groups.values(), self._log):
             if file is not None:
                 file.sync()
@@ -236,6 +240,7 @@ class LedgerFiles:
             firsts: by checkpoint, the first wave that had groups under way.
             ahead: how many waves may be under way besides it.
         """
+        self.write()
         kept = [number for number, _ in list_complete(self._run_dir)] or [0]
         begins = max((number for number, after in boundaries.items() if after <= min(kept)), default=0)
         needed = {firsts.get(number, number + 1) + more for number in kept for more in range(ahead + 1)}
@@ -272,6 +277,6 @@ class LedgerFiles:
         self._groups.clear()
 
     def _flush(self) -> None:
-        while self._waiting and self._log is not None:
-            self._log.append(self._waiting[0])
-            del self._waiting[0]
+        if self._waiting and self._log is not None:
+            self._log.append(b"".join(self._waiting))
+            self._waiting.clear()

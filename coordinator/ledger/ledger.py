@@ -9,6 +9,7 @@ after them is complete. On a disk without room the run continues with warnings, 
 
 import asyncio
 import contextlib
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,8 @@ UNRECORDED = "what became of it was not recorded"
 
 # Troubles of the ledger that it says of itself for good.
 MAX_PROBLEMS = 20
+# Most groups or records that are written together.
+_TOGETHER = 64
 
 log = get_logger(__name__)
 T = TypeVar("T")
@@ -310,21 +313,25 @@ class Ledger:
         self._submit(lambda: self._files.append_groups(wave, framed(make())))
 
     def _submit(self, action: Callable[[], object]) -> None:
-        """Let the thread do it, with what else waits for it then: groups finish in swarms."""
+        """Let the thread do it, with what else waits for it then."""
         self._waiting.append(action)
         if len(self._waiting) == 1:
             self._thread.submit(self._work, self._waiting)
 
-    @staticmethod
-    def _work(waiting: deque[Callable[[], object]]) -> None:
-        while waiting:
+    def _work(self, waiting: deque[Callable[[], object]]) -> None:
+        """Do what waits, and write the records of many actions together: groups finish in swarms."""
+        for number in itertools.count(1):
             try:
                 waiting[0]()
+                if len(waiting) == 1 or number % _TOGETHER == 0:
+                    self._files.write()
             except (OSError, TandemError) as error:  # `sync` says what the log lacks
                 log.warning("ledger: not written, or not removed", error=str(error))
             except Exception:  # nothing else would tell of it
                 log.exception("ledger: not written")
             waiting.popleft()
+            if not waiting:
+                return
 
     async def _on_thread(self, action: Callable[[], T]) -> T:
         self._waiting = deque()  # what comes from now on is done after the action

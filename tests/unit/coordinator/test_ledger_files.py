@@ -87,6 +87,7 @@ def test_finished_groups_that_found_no_room_are_written_when_there_is_some(
     for wave in (1, 2):
         files.begin_groups(wave, keep=False)
         files.append_groups(wave, b"%d before " % wave)
+    files.write()
 
     def full(descriptor: int, content: bytes) -> int:
         if len(content) > 3:
@@ -96,6 +97,7 @@ def test_finished_groups_that_found_no_room_are_written_when_there_is_some(
     monkeypatch.setattr("os.write", full)
     for _ in range(2):
         files.append_groups(1, b"1 meanwhile ")
+        files.write()
     assert [path.stat().st_size for path in groups_files(tmp_path).values()] == [0, len(b"2 before ")]
     (remark,) = files.remarks
     assert remark.startswith("until there is room, a crash would cost the finished groups of this iteration")
@@ -103,6 +105,7 @@ def test_finished_groups_that_found_no_room_are_written_when_there_is_some(
     monkeypatch.setattr("os.write", real)
     if by == "groups":
         files.append_groups(2, b"2 after ")
+        files.write()
     else:
         files.sync()
     found = [path.read_bytes() for path in groups_files(tmp_path).values()]

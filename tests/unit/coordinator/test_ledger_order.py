@@ -1,6 +1,7 @@
 """The order of records and of waves: a slow disk moves no record, and what is settled does not begin anew."""
 
 import asyncio
+import os
 import threading
 from array import array
 from collections.abc import Callable
@@ -101,6 +102,34 @@ async def test_what_happens_while_a_segment_begins_is_in_that_segment(tmp_path: 
     whole = read_ledger(tmp_path)
     segment(tmp_path, 1).unlink()  # what nothing needs any more
     assert read_ledger(tmp_path).account.open_groups(1) == whole.account.open_groups(1) == dict.fromkeys(PROMPTS, True)
+
+
+async def test_groups_that_finish_in_a_swarm_are_written_together_and_before_their_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, write, written = SlowDisk(), os.write, list[tuple[str, bytes]]()
+
+    def noted(descriptor: int, content: bytes) -> int:
+        written.append((Path(f"/proc/self/fd/{descriptor}").readlink().suffix, bytes(content)))
+        return write(descriptor, content)
+
+    ledger, _ = await begun(tmp_path, disk.check)
+    await ledger.written()
+    monkeypatch.setattr("os.write", noted)
+    first, *others = PROMPTS
+    disk.writes.clear()
+    ledger.finished(1, group(first))
+    await asyncio.to_thread(disk.waits.wait, 30.0)
+    for name in others:
+        ledger.finished(1, group(name))
+    disk.writes.set()
+    await ledger.written()
+    assert [suffix for suffix, _ in written][-2:] == [".groups", ".log"]
+    assert len(written) <= 4, "two for the group that the disk was slow with, two for all others"
+    for name in PROMPTS:
+        having = [place for place, (_, content) in enumerate(written) if name.encode() in content]
+        assert [written[place][0] for place in having] == [".groups", ".log"]
+    await ledger.close()
 
 
 def wave(number: int) -> dict[str, Prompt]:

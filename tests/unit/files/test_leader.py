@@ -80,9 +80,14 @@ def begun_log(run_dir: Path, check: Check, by: str) -> Callable[[], object]:
 def groups(run_dir: Path, check: Check, by: str, *, keep: bool, opened: bool) -> Callable[[], object]:
     files, record = LedgerFiles(run_dir, 1, check), framed(Record(kind="group", fields={"by": by}))
     files.begin_groups(3, keep=keep)
-    if opened:
+
+    def append() -> None:
         files.append_groups(3, record)
-    return lambda: files.append_groups(3, record)
+        files.write()
+
+    if opened:
+        append()
+    return append
 
 
 def given_up_groups(run_dir: Path, check: Check, by: str) -> Callable[[], object]:
