@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from servicekit.errors import Overloaded, TandemError
 from servicekit.lifecycle.tasks import first_of
@@ -11,6 +11,7 @@ from servicekit.lifecycle.tasks import first_of
 T = TypeVar("T")
 # Tokens of requests that are held, running ones included, where the KV cache is small: 5 GiB as Python's integers.
 MOST_TOKENS = 2**27
+_END: Any = object()
 
 
 class Admission:
@@ -53,10 +54,10 @@ class Admission:
         evicted = self._evicted
         source = aiter(items)
         while True:
-            try:
-                first = await first_of({"evicted": evicted, "item": anext(source)})
-            except StopAsyncIteration:
-                return
+            # first_of would warn of an end by StopAsyncIteration, if an eviction comes with it.
+            first = await first_of({"evicted": evicted, "item": anext(source, _END)})
             if first.name == "evicted":
                 raise evicted.result()
+            if first.value is _END:
+                return
             yield first.value

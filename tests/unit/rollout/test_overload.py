@@ -1,10 +1,15 @@
 """A replica that is offered more than it holds: refused for now, while what runs and what controls it goes on."""
 
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
 import pytest
 
 from rollout_service import open_stream
 from rollout_service.weight_updates import admission
 from servicekit.errors import RETRY_KEY
+from servicekit.lifecycle import tasks
 from tandem_api.rollout.v1 import rollout_pb2 as pb
 from tandem_api.weights.v1 import weights_pb2
 from tests.unit.rollout.test_generate_stream import Stream, group, served, stream_of
@@ -65,3 +70,28 @@ async def test_one_message_alone_is_never_too_much(served: Served) -> None:
     async with stream_of(served) as (stream, _):
         await stream.submit(group("a", 20))
         assert len(await stream.results(1)) == 1
+
+
+async def test_a_call_whose_items_end_as_it_is_cancelled_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    warned = list[str]()
+    monkeypatch.setattr(
+        tasks.log, "warning", lambda event, **fields: warned.append(f"{event}: {fields}"), raising=False
+    )
+    begun = asyncio.Event()
+
+    async def items() -> AsyncIterator[int]:
+        begun.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        for none in list[int]():
+            yield none
+
+    async def call() -> list[int]:
+        return [item async for item in admission.Admission().until_evicted(items())]
+
+    task = asyncio.create_task(call())
+    await begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert warned == []
