@@ -5,13 +5,13 @@ TANDEM_HOST_INDEX says which host of the engine this is: 0 (the default) is the 
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import os
 import sys
 from pathlib import Path
 
-# SGLang's ranks are spawned processes that import this module first: keep it light, import inside main().
-# Garbage collection takes a fifth of the import time; it is enabled again once the engine (the rank) is up.
+# Garbage collection takes a quarter of the time of imports; it is enabled again once the engine (the rank) is up.
 gc.disable()
 
 
@@ -23,7 +23,14 @@ def main() -> int:
     arguments = parser.parse_args()
 
     from rollout_service.hosts.host_ranks import HOST_INDEX, HostRanks, process_name
+    from rollout_service.sglang_cpu.forked_ranks import fork_ranks
+    from servicekit.errors import ConfigError
     from servicekit.lifecycle.termination import run_main
+    from tandem_config.loading import load_config
+
+    with contextlib.suppress(ConfigError):  # the service says it
+        if fork_ranks(len(HostRanks.of(load_config(arguments.config), os.environ).ranks)):
+            return 0
 
     process = process_name(arguments.name, os.environ)
     role = "rollout" if process == arguments.name else "rollout-worker"
@@ -33,7 +40,6 @@ def main() -> int:
         from rollout_service.worker_app import serve_worker
         from servicekit.environment import ServiceEnvironment
         from servicekit.logs import configure_logging
-        from tandem_config.loading import load_config
         from tandem_files.run_folder import claim_run_dir
 
         configure_logging(role, replica=arguments.name, host=os.environ.get(HOST_INDEX))

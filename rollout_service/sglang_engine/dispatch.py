@@ -26,6 +26,8 @@ from rollout_service.engine import (
     SamplingSettings,
     Span,
 )
+from rollout_service.sglang_cpu.forked_ranks import spawning_forks
+from rollout_service.sglang_engine.processes import run_rank
 from rollout_service.sglang_engine.scheduler.flips import cache_key
 from rollout_service.sglang_engine.scheduler.seeds import request_seed
 from rollout_service.sglang_engine.scheduler.stops import watch_for
@@ -271,6 +273,12 @@ class TokenEngine(Engine):
     """An Engine that works on token ids only: with our TokenizerManager, and without detokenizer."""
 
     init_tokenizer_manager_func = staticmethod(_init_group_manager)
+    run_scheduler_process_func = staticmethod(run_rank)
+
+    @classmethod
+    def _launch_scheduler_processes(cls, *args: Any, **kwargs: Any) -> Any:
+        with spawning_forks():
+            return super()._launch_scheduler_processes(*args, **kwargs)
 
     @classmethod
     def _launch_detokenizer_subprocesses(cls, *args: Any, **kwargs: Any) -> tuple[list[Any], list[str]]:

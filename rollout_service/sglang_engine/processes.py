@@ -2,14 +2,29 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
+import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 from servicekit.lifecycle.children import die_with_parent
 
 SERVICE_PID = "TANDEM_SERVICE_PID"
+
+# A spawned rank imports this module first, for `run_rank`; then its arguments bring SGLang's imports, of whose time
+# garbage collection takes a quarter.
+if "--multiprocessing-fork" in sys.orig_argv:
+    gc.disable()
+
+
+def run_rank(*arguments: Any) -> None:
+    """Be one of SGLang's ranks. Args: arguments: of SGLang's run_scheduler_process."""
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    run_scheduler_process(*arguments)
 
 
 def bind_to_service() -> None:

@@ -3,7 +3,6 @@
 As a module, this is a zygote. Arguments: the number of its socket, then the modules that it imports.
 """
 
-import fcntl
 import importlib
 import json
 import multiprocessing.connection
@@ -16,14 +15,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import setproctitle
-
-from servicekit.lifecycle.children import die_with_parent
 
 _MESSAGE_BYTES = 1 << 17
 _HIGH_FD = 200
@@ -103,16 +99,15 @@ class Zygote:
             raise RuntimeError(f"the zygote has ended: {self._process.wait()}")
         return json.loads(answer)
 
-    def start(self, module: Sequence[str], environment: Mapping[str, str], log: int, ranks: int = 0) -> ForkedProcess:
+    def start(self, module: Sequence[str], environment: Mapping[str, str], log: int) -> ForkedProcess:
         """Run `python -m module` in a session of its own.
 
         Args:
             module: its name and its arguments.
             environment: all of it.
             log: file number of its output.
-            ranks: how many of the processes that it spawns by multiprocessing are forks of the zygote as well.
         """
-        request = {"module": list(module), "environment": dict(environment), "ranks": ranks}
+        request = {"module": list(module), "environment": dict(environment)}
         return ForkedProcess(self, self.ask(request, [log]))
 
 
@@ -139,57 +134,6 @@ def _serve(control: socket.socket) -> tuple[dict[str, Any], int] | None:
         control.send(json.dumps(answer).encode())
 
 
-class _Standbys:
-    """Forks of a service from its very start, without a thread, which become what multiprocessing spawns."""
-
-    def __init__(self) -> None:
-        self._waiting: list[tuple[int, socket.socket]] = []
-        self._spawn = multiprocessing.util.spawnv_passfds
-
-    def fork(self) -> socket.socket | None:
-        """Fork another one. Returns: in that one, where its command will come."""
-        service = os.getpid()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pid = os.fork()
-        if pid == 0:
-            die_with_parent(service)
-            return theirs
-        theirs.close()
-        self._waiting.append((pid, ours))
-        return None
-
-    def spawn(self, path: Any, arguments: Sequence[Any], fds: Sequence[int]) -> int:
-        """In place of multiprocessing.util.spawnv_passfds. Returns: the pid."""
-        texts = [os.fsdecode(argument) for argument in arguments]
-        code = next((text for text in texts if "spawn_main" in text), None)
-        if code is None or not self._waiting:
-            return self._spawn(path, arguments, fds)
-        pid, there = self._waiting.pop(0)
-        with there:
-            message = {"code": code, "environment": dict(os.environ), "fds": list(fds)}
-            socket.send_fds(there, [json.dumps(message).encode()], fds)
-        return pid
-
-
-def _become_rank(there: socket.socket) -> None:
-    """Wait for the command of a spawned process, and run it."""
-    with there:
-        data, fds, _, _ = socket.recv_fds(there, _MESSAGE_BYTES, 16)
-    if not data:  # the service has ended without it
-        return
-    command = json.loads(data)
-    _set_environment(command["environment"])
-    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, _HIGH_FD) for fd in fds]
-    for fd in fds:
-        os.close(fd)
-    for source, fd in zip(high, command["fds"], strict=True):
-        os.dup2(source, fd)
-        os.close(source)
-    sys.argv = ["-c", "--multiprocessing-fork"]
-    sys.modules["__main__"] = main = types.ModuleType("__main__")
-    exec(command["code"], main.__dict__)
-
-
 def _set_environment(environment: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
@@ -197,19 +141,12 @@ def _set_environment(environment: Mapping[str, str]) -> None:
 
 
 def _become_service(request: dict[str, Any], log: int) -> None:
-    """Be what was asked for, or one of its ranks."""
+    """Be what was asked for."""
     os.setsid()
     for fd in (1, 2):
         os.dup2(log, fd)
     os.close(log)
     _set_environment(request["environment"])
-    standbys = _Standbys()
-    for _ in range(request["ranks"]):
-        there = standbys.fork()
-        if there is not None:
-            _become_rank(there)
-            return
-    multiprocessing.util.spawnv_passfds = standbys.spawn  # type: ignore[assignment]
     name, *arguments = request["module"]
     sys.argv = [name, *arguments]
     runpy.run_module(name, run_name="__main__", alter_sys=True)

@@ -188,9 +188,7 @@ class Services:
         command = [module[0], "--config", str(path), *module[1:]]
         with self.log(name).open("ab") as log:
             if service is not None and not within:
-                sizes = config.rollout
-                ranks = sizes.tensor_parallel // sizes.nodes if service == "rollout_service" else 0
-                self.processes[name] = zygote(service).start(command, environment, log.fileno(), ranks)
+                self.processes[name] = zygote(service).start(command, environment, log.fileno())
                 return
             self.processes[name] = subprocess.Popen(
                 [*within, sys.executable, "-m", *command],
