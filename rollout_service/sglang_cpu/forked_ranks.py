@@ -55,7 +55,6 @@ def fork_ranks(num_ranks: int) -> bool:
     try:
         for module in _MODULES:
             importlib.import_module(module)
-        importlib.import_module("setproctitle").getproctitle()  # finds its place before a rank's environment is set
     except Exception:  # noqa: BLE001 - the service fails of it when it starts its engine, and says why
         return False
     threads = len(list(Path("/proc/self/task").iterdir()))
@@ -68,12 +67,16 @@ def fork_ranks(num_ranks: int) -> bool:
 
 def _fork() -> bool:
     """Fork a rank. Returns: in the rank True, after its work."""
+    import setproctitle  # of SGLang
+
     service = os.getpid()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:
         die_with_parent(service)
         ours.close()
+        # Until SGLang has another title; a title needs the place where the environment was, so this comes first.
+        setproctitle.setproctitle("sglang::rank")
         for number in _STOPS:  # a terminal sends them to the whole group
             signal.signal(number, signal.SIG_IGN)
         _work(theirs)

@@ -141,6 +141,7 @@ def test_sigterm_while_starting_exits_zero_and_leaves_no_process(tmp_path: Path,
     try:
         until(lambda: len(replica.family()) > 0, 60.0, "the first rank")
         family = replica.family()
+        assert "TANDEM_RUN_ID" in psutil.Process(replica.process.pid).environ()  # what finds the processes of a run
         replica.process.send_signal(signal.SIGTERM)
         assert replica.process.wait(timeout=60) == 0
         until(lambda: gone(family), 10.0, "the end of the ranks")
