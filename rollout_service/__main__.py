@@ -24,12 +24,14 @@ def main() -> int:
 
     from rollout_service.hosts.host_ranks import HOST_INDEX, HostRanks, process_name
     from rollout_service.sglang_cpu.forked_ranks import fork_ranks
+    from servicekit.environment import ServiceEnvironment
     from servicekit.errors import ConfigError
     from servicekit.lifecycle.termination import run_main
     from tandem_config.loading import load_config
 
     with contextlib.suppress(ConfigError):  # the service says it
-        if fork_ranks(len(HostRanks.of(load_config(arguments.config), os.environ).ranks)):
+        share, device = HostRanks.of(load_config(arguments.config), os.environ), ServiceEnvironment.from_env().device
+        if device != "cuda" and fork_ranks(len(share.ranks)):
             return 0
 
     process = process_name(arguments.name, os.environ)
@@ -38,7 +40,6 @@ def main() -> int:
     async def service(stop: asyncio.Event) -> None:
         from rollout_service.app import serve
         from rollout_service.worker_app import serve_worker
-        from servicekit.environment import ServiceEnvironment
         from servicekit.logs import configure_logging
         from tandem_files.run_folder import claim_run_dir
 

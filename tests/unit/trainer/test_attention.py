@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from tests.kit.stores import tiny_spec
 from tests.unit.trainer.live_bytes import LiveBytes
@@ -176,6 +177,7 @@ def test_the_kernel_is_used_where_it_can_be(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5) if device == "old" else (9, 0))
+    monkeypatch.setattr(core, "varlen_attn", varlen_attn)  # torch's own, which is imported on GPUs only
     fields = {"is_cuda": True, "dtype": torch.bfloat16, "shape": (4, 2, 128), "device": "new"} | changes
     query: Any = SimpleNamespace(**fields)
     assert core.has_kernel(query) is expected
@@ -192,6 +194,7 @@ def test_the_kernel_of_a_torch_without_windows_is_left_alone(monkeypatch: pytest
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     query: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(4, 2, 128), device="new")
+    monkeypatch.setattr(core, "varlen_attn", varlen_attn)
     assert core.has_kernel(query)
     monkeypatch.setattr(core, "varlen_attn", of_torch_2_10)
     assert not core.has_kernel(query)
