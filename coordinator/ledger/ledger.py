@@ -218,7 +218,9 @@ class Ledger:
                 self._put("filtered", iteration=iteration, why=why, samples=samples)
 
     async def step(self, iteration: int, batch: TrainBatch) -> None:
-        """Note an iteration's train step, which is about to be sent; all records are on disk then.
+        """Note an iteration's train step, which is about to be sent, and keep it; all records are on disk then.
+
+        A step that was sent and is not kept would leave a gap: a trainer that is lost later could not come back.
 
         Raises: Internal: one of its samples was trained already; NotWritten: too many records could not be written.
         """
@@ -228,8 +230,8 @@ class Ledger:
         after = self._account.position.step_id
         self._put("step", iteration=iteration, step=step, version=version, samples=samples, digest=digest)
         await self._sync()
-        if self._redoes and not self.past.sent(iteration):  # while it is sent
-            self._submit(partial(self._files.keep_step, iteration, step_records(iteration, after, batch)))
+        if self._redoes and not self.past.sent(iteration):
+            await self._on_thread(partial(self._files.keep_step, iteration, step_records(iteration, after, batch)))
 
     async def checkpoint(self, state: RunState) -> None:
         """Note a checkpoint of a run's state, before it is complete; a step may be noted that is not in it.

@@ -56,6 +56,10 @@ SCRIPTS = {
     "COUNTS": _COUNTED + FOREVER,
     # A trainer or replica that fails at its first start, or at each, as soon as the coordinator runs.
     "FAILS_ONCE": _COUNTED + "if start == 1:\n    wait(lambda: starts('coordinator'))\n    sys.exit(3)\n" + FOREVER,
+    # A second rank: a first one that is ended before it has counted its start would have one start in all.
+    "FAILS_ONCE_AFTER_THE_FIRST": _COUNTED
+    + "if start == 1:\n    wait(lambda: starts('coordinator') and starts('trainer-0'))\n    sys.exit(3)\n"
+    + FOREVER,
     "FAILS_ALWAYS": _COUNTED + "if start == 1:\n    wait(lambda: starts('coordinator'))\nsys.exit(3)\n",
     # Coordinators. One that succeeds once trainer-0 has written its pid: a test can then ask what became of that one.
     "SUCCEEDS_AFTER_TRAINER": _COUNTED + "wait(lambda: starts('trainer-0'))",
@@ -182,7 +186,7 @@ def test_a_trainer_that_dies_goes_on_from_its_checkpoint_and_all_others_stay(
     checkpoint(tmp_path, 7)
     services = [
         "trainer-0=COUNTS",
-        "trainer-1=FAILS_ONCE",
+        "trainer-1=FAILS_ONCE_AFTER_THE_FIRST",
         "rollout-0=COUNTS",
         "coordinator=SUCCEEDS_WHEN_THE_TRAINER_IS_BACK",
     ]

@@ -7,11 +7,14 @@ from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coordinator.data.cursor import CursorState, SourcePosition
+from coordinator.ledger.files import LedgerFiles
 from coordinator.ledger.ledger import Ledger
+from coordinator.ledger.redo import way_back
 from coordinator.record.state import RunState
 from tandem_clients.flow import Completion, Group, Order, Prompt, Sampling, TrainBatch
 from tandem_files.atomic import no_check
@@ -62,7 +65,7 @@ def state_after(iteration: int, digest: str = "", *, waves: int = 0, taken: int 
     return made
 
 
-def ledger_of(run_dir: Path, check: Callable[[], None] = no_check) -> Ledger:
+def ledger_of(run_dir: Path, check: Callable[[], None] = no_check, *, redoes: bool = False) -> Ledger:
     return Ledger(
         run_dir=run_dir,
         run_id="mine",
@@ -71,6 +74,7 @@ def ledger_of(run_dir: Path, check: Callable[[], None] = no_check) -> Ledger:
         model="",
         max_staleness=3,
         waves_ahead=3,
+        redoes=redoes,
         check=check,
         warn=pytest.fail,
     )
@@ -129,6 +133,31 @@ async def test_groups_that_finish_in_a_swarm_are_written_together_and_before_the
     for name in PROMPTS:
         having = [place for place, (_, content) in enumerate(written) if name.encode() in content]
         assert [written[place][0] for place in having] == [".groups", ".log"]
+    await ledger.close()
+
+
+async def test_a_step_is_kept_before_it_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator that was killed in between left a gap; a trainer lost after that cost all since the checkpoint."""
+    keep, begun_to, may = LedgerFiles.keep_step, threading.Event(), threading.Event()
+
+    def slowly(*given: Any) -> None:
+        begun_to.set()
+        assert may.wait(30.0)
+        keep(*given)
+
+    monkeypatch.setattr(LedgerFiles, "keep_step", slowly)
+    ledger = ledger_of(tmp_path, redoes=True)
+    await ledger.open(state_after(0), saved=0)
+    await ledger.begin(1, wave(1), ORDER, 0)
+    sending = asyncio.create_task(trained(ledger, 1, *wave(1)))
+    assert await asyncio.to_thread(begun_to.wait, 30.0)
+    await asyncio.sleep(0)
+    assert not sending.done()
+    may.set()
+    await sending
+    way = way_back(tmp_path, None, 1, "i1")
+    assert way is not None
+    assert [step.step_id for step in way.steps] == ["i1"]
     await ledger.close()
 
 
