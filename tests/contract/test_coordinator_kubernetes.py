@@ -236,7 +236,11 @@ async def test_a_run_on_pods_that_appear_end_hang_and_become_more(
         ["replica joined", "replica left", "replica joined"],
         ["replica joined", "replica lost", "replica back"],
     )
-    assert [kind for who, kind in life if who == "rollout-0"] == ["replica joined", "replica lost", "replica back"]
+    # Lost is one that answers no call; the watch may tell of the eviction first.
+    assert [kind for who, kind in life if who == "rollout-0"] in (
+        ["replica joined", "replica lost", "replica back"],
+        ["replica joined", "replica left", "replica joined"],
+    )
     assert ("rollout-2", "replica joined") in life
     assert life[-1] == ("coordinator", "coordinator ended")
     iterations = [row["iteration"] for row in rows(environment)]
